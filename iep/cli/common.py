@@ -1,0 +1,29 @@
+"""What every command shares: a click command whose errors are one line and an exit code, never a traceback."""
+
+import errno
+from typing import Any
+
+import click
+
+from iep.errors import InputError
+
+FULL_DISK = {errno.ENOSPC: "no space left on the device", errno.EFBIG: "file size limit reached", errno.EDQUOT: "disk quota exceeded"}
+
+
+def describe_os_error(error: OSError) -> str:
+    """One line for an operating system error: what happened, and to which file when that is known."""
+    what = FULL_DISK.get(error.errno) or error.strerror or str(error)
+    line = f"{error.filename}: {what}" if error.filename else what
+    return " ".join(line.split())
+
+
+class Command(click.Command):
+    """A click command that reports `InputError` and `OSError` as `Error: ...` with exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+        except OSError as error:
+            raise click.ClickException(describe_os_error(error)) from error

@@ -1,0 +1,58 @@
+"""Files that are written whole or not at all, and JSON that is named when it cannot be read."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from iep.errors import InputError
+
+
+@contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target`; rename it onto `target` when the block ends well.
+
+    The temporary file is flushed to disk before the rename and removed when the block raises, so `target` holds
+    either its old content or all of the new one.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(target: Path, content: bytes) -> None:
+    """Write `content` to `target`, whole or not at all."""
+    with atomic_path(target) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(target: Path, value: Any, indent: int | None = None) -> None:
+    """Write `value` as JSON to `target`, whole or not at all."""
+    write_bytes(target, (json.dumps(value, indent=indent) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in the file `path`.
+
+    Raises:
+        InputError: the file is missing, a directory, not UTF-8, or not JSON (names the line and column).
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, expected a JSON file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}, expected JSON") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None

@@ -1,0 +1,99 @@
+"""Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
+
+Covers tokenising a question and reading and writing the file. Building a vocabulary from question files is
+`preprocess/questions.py`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from iep.errors import InputError
+from iep.files import read_json, write_json
+
+NULL, START, END, UNK = 0, 1, 2, 3
+SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")
+
+
+def tokenize(text: str) -> list[str]:
+    """Words of a question, as the original toolkit splits them.
+
+    Splits on every single space (two spaces give an empty token), keeps case, makes `;` and `,` tokens of their
+    own and drops `?` and `.`.
+    """
+    for kept in ";,":
+        text = text.replace(kept, f" {kept}")
+    for dropped in "?.":
+        text = text.replace(dropped, "")
+    return text.split(" ")
+
+
+def index_tokens(tokens: Iterable[str]) -> tuple[str, ...]:
+    """Distinct tokens in index order: the four special ones, then the rest sorted."""
+    return SPECIAL_TOKENS + tuple(sorted(set(tokens) - set(SPECIAL_TOKENS)))
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """Three lists of tokens; a token's position is its index. Each begins with `SPECIAL_TOKENS`."""
+
+    question: tuple[str, ...]
+    program: tuple[str, ...]
+    answer: tuple[str, ...]
+
+    @cached_property
+    def question_index(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.question)}
+
+    @cached_property
+    def program_index(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.program)}
+
+    @cached_property
+    def answer_index(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.answer)}
+
+    def to_json(self) -> dict[str, dict[str, int]]:
+        """The content of vocab.json."""
+        return {
+            "question_token_to_idx": self.question_index,
+            "program_token_to_idx": self.program_index,
+            "answer_token_to_idx": self.answer_index,
+        }
+
+    @classmethod
+    def from_json(cls, content: object, source: str) -> "Vocab":
+        """The vocabulary in the content of a vocab.json; `source` names it in errors.
+
+        Raises:
+            InputError: a key is missing, indices are not 0, 1, 2, ..., or the special tokens are not first.
+        """
+        if not isinstance(content, dict):
+            raise InputError(f"{source}: not a vocabulary, expected a JSON object with question_token_to_idx")
+        return cls(*(_tokens_in_order(content, f"{kind}_token_to_idx", source) for kind in ("question", "program", "answer")))
+
+    def save(self, path: Path) -> None:
+        """Write vocab.json, whole or not at all."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> "Vocab":
+        """Read vocab.json.
+
+        Raises:
+            InputError: the file is missing, not JSON or not a vocabulary.
+        """
+        return cls.from_json(read_json(path), str(path))
+
+
+def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
+    table = content.get(key)
+    if not isinstance(table, dict):
+        raise InputError(f"{source}: not a vocabulary, {key!r} is missing")
+    if sorted(table.values(), key=repr) != sorted(range(len(table)), key=repr):
+        raise InputError(f"{source}: {key}: indices are not 0 to {len(table) - 1}, each once")
+    tokens = tuple(sorted(table, key=table.__getitem__))
+    if tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
+        raise InputError(f"{source}: {key}: expected {', '.join(SPECIAL_TOKENS)} at indices 0 to 3")
+    return tokens
