@@ -1,0 +1,1 @@
+"""The program generator: question tokens to program tokens."""
