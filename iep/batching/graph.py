@@ -1,0 +1,175 @@
+"""Prefix programs of a minibatch -> one graph of flat integer arrays, by array code without a loop over
+nodes.
+
+The graph says which op every node runs and in which slots its arguments lie. In which order, and how many
+nodes at a time, they run is `schedulers.py`; what an op computes, `execute.py`'s caller knows.
+
+Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions of all examples' trees
+    together.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The nodes of all examples of a minibatch, children before parents.
+
+    Slots number the values: 0 to num_inputs - 1 are the inputs, num_inputs + n is the result of node n. A
+        node may
+    be an argument of several others (the graph need not be a tree). The nodes of one op all have as many
+    arguments, at least one.
+
+    Raises:
+        ValueError: the arrays' lengths differ, a node takes a later node's result, or a root is not a slot.
+    """
+
+    num_inputs: int
+    op: np.ndarray
+    """(N,) what each node runs."""
+    args: np.ndarray
+    """(N, greatest number of arguments) slots of each node's arguments in order, -1 after the last."""
+    example: np.ndarray
+    """(N,) the example that each node belongs to."""
+    roots: np.ndarray
+    """(B,) slot of each example's result; may be an input's."""
+
+    def __post_init__(self) -> None:
+        if not len(self.op) == len(self.args) == len(self.example):
+            raise ValueError(
+                f"a graph's op, args and example have lengths {len(self.op)}, {len(self.args)} and "
+                f"{len(self.example)}, expected the same"
+            )
+        late = self.args.max(axis=1, initial=-1) >= self.num_inputs + np.arange(self.num_nodes)
+        if late.any():
+            node = int(np.argmax(late))
+            raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots below its own")
+        if (
+            len(self.roots)
+            and not 0 <= self.roots.min() <= self.roots.max() < self.num_inputs + self.num_nodes
+        ):
+            raise ValueError(
+                f"roots {self.roots} are not all slots 0 to {self.num_inputs + self.num_nodes - 1}"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.op)
+
+
+def graph_from_prefix(
+    tokens_BL: np.ndarray | torch.Tensor,
+    arity_V: np.ndarray,
+    leaf: int,
+    skip: int | None = None,
+    pad: int | None = None,
+    leaf_is_input: bool = False,
+) -> Graph:
+    """The graph of a matrix of prefix programs; example b's input is slot b.
+
+    Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is
+    left out wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is
+    complete are ignored. Nodes are numbered example by example, in post-order within each.
+
+    Args:
+        tokens_BL: (B, L) integers, numpy or torch.
+        arity_V: (V,) number of arguments of every token; a token without any reads its example's input.
+        leaf: token, without arguments, that `pad` and the end of the row stand for.
+        skip: token that is left out.
+        pad: token that stands for `leaf`.
+        leaf_is_input: `leaf` makes no node; the nodes that take it take the example's input itself.
+
+    Raises:
+        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, or `leaf` takes arguments.
+    """
+    tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
+    if arity_V[leaf] != 0:
+        raise ValueError(f"the leaf, token {leaf}, has {arity_V[leaf]} arguments, expected none")
+    if skip is not None:
+        tokens_BL = _without(tokens_BL, skip, leaf)
+    if pad is not None:
+        tokens_BL = np.where(tokens_BL == pad, leaf, tokens_BL)
+    example_M, op_M = _trees(tokens_BL, arity_V, leaf)
+    arity_M = arity_V[op_M]
+    argument_M, end_M = _arguments_and_ends(arity_M)
+
+    # Trees that end first come first; of those that end together, the innermost, which begins last.
+    count = len(op_M)
+    postorder = np.argsort(end_M * (count + 1) - np.arange(count))
+    nodes = postorder[op_M[postorder] != leaf] if leaf_is_input else postorder
+    slot_M = example_M.copy()
+    slot_M[nodes] = len(tokens_BL) + np.arange(len(nodes))
+
+    args_M = np.where(argument_M >= 0, slot_M[argument_M], -1)
+    args_M[:, 0] = np.where(arity_M == 0, example_M, args_M[:, 0])
+    first_B = np.searchsorted(example_M, np.arange(len(tokens_BL)))
+    return Graph(
+        num_inputs=len(tokens_BL),
+        op=op_M[nodes],
+        args=args_M[nodes],
+        example=example_M[nodes],
+        roots=slot_M[first_B],
+    )
+
+
+def _checked_tokens(tokens_BL: np.ndarray | torch.Tensor, vocabulary: int) -> np.ndarray:
+    if isinstance(tokens_BL, torch.Tensor):
+        tokens_BL = tokens_BL.detach().cpu().numpy()
+    if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
+        raise ValueError(f"programs are {tokens_BL.shape} {tokens_BL.dtype}, expected a matrix of integers")
+    bad = (tokens_BL < 0) | (tokens_BL >= vocabulary)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        token = tokens_BL[row, column]
+        raise ValueError(f"program {row}, position {column}: token {token}, expected 0 to {vocabulary - 1}")
+    return tokens_BL.astype(np.int64)
+
+
+def _without(tokens_BL: np.ndarray, skip: int, filler: int) -> np.ndarray:
+    """Each row without `skip`, as long as before: `filler` follows."""
+    skipped = tokens_BL == skip
+    kept_first = np.argsort(skipped, axis=1, kind="stable")
+    return np.take_along_axis(np.where(skipped, filler, tokens_BL), kept_first, axis=1)
+
+
+def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.ndarray, np.ndarray]:
+    """Example and op of every position inside a tree, (M,) each, row by row; `leaf` completes the trees."""
+    # How many subtrees are still awaited before each position, and after the last.
+    awaited = np.ones((len(tokens_BL), tokens_BL.shape[1] + 1), dtype=np.int64)
+    np.cumsum(arity_V[tokens_BL] - 1, axis=1, out=awaited[:, 1:])
+    awaited[:, 1:] += 1
+    inside = np.minimum.accumulate(awaited, axis=1) > 0
+    missing_B = np.where(inside[:, -1], awaited[:, -1], 0)
+
+    width = missing_B.max(initial=0)
+    completion = np.full((len(tokens_BL), width), leaf, dtype=tokens_BL.dtype)
+    inside = np.hstack([inside[:, :-1], np.arange(width) < missing_B[:, None]])
+    example_M, column_M = np.nonzero(inside)
+    return example_M, np.hstack([tokens_BL, completion])[example_M, column_M]
+
+
+def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each position's arguments begin, (M, greatest arity) with -1 after the last, and where it ends, (M,).
+
+    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees, so
+    that none lowers it by more than one: the subtree at i ends, and the next begins, where that number first
+    falls to one less than it was before i.
+    """
+    count = len(arity_M)
+    level = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(arity_M - 1, out=level[1:])
+    by_level = np.sort(level * (count + 1) + np.arange(count + 1))
+
+    def first_fall(target: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """The first position beyond `after` where the level is `target`."""
+        target = target * (count + 1)
+        return by_level[np.searchsorted(by_level, target + after, side="right")] - target
+
+    arguments = np.full((count, max(1, arity_M.max(initial=0))), -1)
+    for place in range(arity_M.max(initial=0)):
+        taker = np.flatnonzero(arity_M > place)
+        arguments[taker, place] = first_fall(level[taker + 1] - place, taker)
+    return arguments, first_fall(level[:-1] - 1, np.arange(count))

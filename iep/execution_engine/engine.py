@@ -1,0 +1,182 @@
+"""Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
+
+Knows both CLEVR's program tokens and `iep/batching/`. A plan is made without tensors, so that the data
+loader's workers can make it. Does not train, and predicts no programs.
+
+Shapes: B examples, L program tokens, C H W feature maps, A answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from iep.batching.execute import execute
+from iep.batching.graph import Graph, graph_from_prefix
+from iep.batching.reference import run_prefix
+from iep.batching.schedulers import Schedule, make_schedule
+from iep.execution_engine.modules import STEMS, BinaryModule, UnaryModule, initialize, make_classifier
+from iep.programs import SCENE, arities, arity
+from iep.vocab import NULL, START
+
+SCENES = ("module", "stem")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
+
+    graph: Graph
+    schedule: Schedule
+
+
+def plan_programs(
+    programs_BL: np.ndarray | torch.Tensor,
+    program_tokens: Sequence[str],
+    scene: str = "module",
+    batching: str = "improved",
+) -> Plan:
+    """The plan of (B, L) prefix programs, well-formed or not.
+
+    `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete
+    are ignored; other special tokens inside a tree are unary.
+
+    Args:
+        programs_BL: indices into `program_tokens`, numpy or torch.
+        scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it
+            is that output itself (Suarez & Zhu, section 1.2.2).
+        batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
+
+    Raises:
+        ValueError: a token is out of range, `scene` or `batching` is unknown, or the vocabulary lacks
+            `scene`.
+    """
+    graph = graph_from_prefix(
+        programs_BL,
+        arities(program_tokens),
+        leaf=_scene_token(program_tokens),
+        skip=START,
+        pad=NULL,
+        leaf_is_input=_scene_is_input(scene),
+    )
+    return Plan(graph, make_schedule(graph, batching))
+
+
+class ExecutionEngine(nn.Module):
+    """Stem, one module per program token, classifier (Johnson et al. 2017, section 3.2).
+
+    A module is a direct child named by its token. `<NULL>` and `<START>` never run and have none; `scene` has
+    one unless it is the stem's output.
+    """
+
+    def __init__(
+        self,
+        program_tokens: Sequence[str],
+        num_answers: int,
+        feature_dim: int = 1024,
+        feature_height: int = 14,
+        feature_width: int = 14,
+        module_dim: int = 128,
+        scene: str = "module",
+        stem: str = "conv",
+        stem_widths: Sequence[int] = (128,),
+        stem_stride: int = 1,
+        stem_norm: bool = False,
+        coordinates: bool = False,
+        classifier_projection: int = 512,
+        classifier_pool: int = 2,
+        classifier_hidden: Sequence[int] = (1024,),
+    ):
+        """Make the networks, their convolution and linear weights Kaiming normal.
+
+        Args:
+            program_tokens: the program vocabulary, special tokens first.
+            num_answers: A.
+            feature_dim: C of the features; for a stem of pixels 3 * P * P.
+            feature_height: H of the features.
+            feature_width: W of the features.
+            module_dim: channels of every module's maps.
+            scene: as in `plan_programs`.
+            stem: 'conv', or 'pixels' for features that are patches of pixels.
+            stem_widths: channels of the stem's convolutions before the last, which gives `module_dim`.
+            stem_stride: how many times smaller than the features' the modules' grid is along each side.
+            stem_norm: batch norm after every convolution of the stem.
+            coordinates: x and y go into the stem's last convolution.
+            classifier_projection: channels of the classifier's 1x1 convolution.
+            classifier_pool: side of the classifier's max-pool window.
+            classifier_hidden: widths of the classifier's linear layers before the last.
+
+        Raises:
+            ValueError: `scene` or `stem` is unknown, the vocabulary lacks `scene`, a token cannot name a
+                module, or the features do not fit a stem of pixels.
+        """
+        super().__init__()
+        if stem not in STEMS:
+            raise ValueError(f"stem is {stem!r}, expected one of {', '.join(STEMS)}")
+        self.program_tokens = tuple(program_tokens)
+        self.scene_kind = scene
+        self.stem = STEMS[stem](feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates)
+        self.classifier = make_classifier(
+            module_dim,
+            -(-feature_height // stem_stride),
+            -(-feature_width // stem_stride),
+            classifier_projection,
+            classifier_pool,
+            classifier_hidden,
+            num_answers,
+        )
+        never_run = {NULL, START} | ({_scene_token(program_tokens)} if _scene_is_input(scene) else set())
+        self._runs = {op: token for op, token in enumerate(self.program_tokens) if op not in never_run}
+        for token in self._runs.values():
+            if "." in token or hasattr(self, token):
+                raise ValueError(f"program token {token!r} cannot name a module of the engine")
+            self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
+        initialize(self)
+
+    def plan(self, programs_BL: np.ndarray | torch.Tensor, batching: str = "improved") -> Plan:
+        """The plan of (B, L) programs for this engine; see `plan_programs`."""
+        return plan_programs(programs_BL, self.program_tokens, self.scene_kind, batching)
+
+    def forward(self, features_BCHW: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """(B, A) answer logits.
+
+        Raises:
+            ValueError: the plan is of another number of programs than there are features, or of none.
+        """
+        maps_BCHW = execute(plan.graph, plan.schedule, self._module_of_op(), self.stem(features_BCHW))
+        return self.classifier(maps_BCHW)
+
+    def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""
+        modules = self._module_of_op()
+        maps = [
+            run_prefix(
+                tokens,
+                arity=lambda token: arity(self.program_tokens[token]),
+                run=lambda token, *arguments: modules[token](*arguments),
+                input_value=stem_1CHW,
+                leaf=_scene_token(self.program_tokens),
+                skip=START,
+                pad=NULL,
+                leaf_is_input=_scene_is_input(self.scene_kind),
+            )
+            for tokens, stem_1CHW in zip(programs_BL.tolist(), self.stem(features_BCHW).split(1), strict=True)
+        ]
+        return self.classifier(torch.cat(maps))
+
+    def _module_of_op(self) -> dict[int, nn.Module]:
+        return {op: getattr(self, token) for op, token in self._runs.items()}
+
+
+def _scene_token(program_tokens: Sequence[str]) -> int:
+    if SCENE not in program_tokens:
+        raise ValueError(f"the program vocabulary {', '.join(program_tokens)} lacks {SCENE!r}")
+    return program_tokens.index(SCENE)
+
+
+def _scene_is_input(scene: str) -> bool:
+    if scene not in SCENES:
+        raise ValueError(f"scene is {scene!r}, expected one of {', '.join(SCENES)}")
+    return scene == "stem"

@@ -1,0 +1,151 @@
+"""The networks that the execution engine is built from: stem, unary and binary modules, classifier.
+
+Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material; the stem
+for pixels is ours. Which module runs when is `iep/batching/`.
+
+Shapes: B examples, G rows of a module's call, C H W feature maps, A answers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class UnaryModule(nn.Module):
+    """Residual block of two 3x3 convolutions: (G, C, H, W) -> (G, C, H, W)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+
+    def forward(self, x_GCHW: torch.Tensor) -> torch.Tensor:
+        return functional.relu(x_GCHW + self.conv2(functional.relu(self.conv1(x_GCHW))))
+
+
+class BinaryModule(nn.Module):
+    """Two maps (G, C, H, W), in order, concatenated and projected to one, then a residual block."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.proj = nn.Conv2d(2 * dim, dim, kernel_size=1)
+        self.res_block = UnaryModule(dim)
+
+    def forward(self, first_GCHW: torch.Tensor, second_GCHW: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([first_GCHW, second_GCHW], dim=1)
+        return self.res_block(functional.relu(self.proj(both)))
+
+
+class Coordinates(nn.Module):
+    """Appends two channels, x and y from -1 to 1: (B, C, H, W) -> (B, C + 2, H, W)."""
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        batch, _, height, width = x_BCHW.shape
+        x_W = torch.linspace(-1, 1, width, device=x_BCHW.device, dtype=x_BCHW.dtype)
+        y_H = torch.linspace(-1, 1, height, device=x_BCHW.device, dtype=x_BCHW.dtype)
+        places_HW = torch.meshgrid(y_H, x_W, indexing="ij")[::-1]
+        return torch.cat([x_BCHW, torch.stack(places_HW).expand(batch, 2, height, width)], dim=1)
+
+
+def make_stem(
+    in_dim: int, widths: Sequence[int], out_dim: int, strides: Sequence[int], norm: bool, coordinates: bool
+) -> nn.Sequential:
+    """3x3 convolutions to `widths` and then `out_dim` channels, each followed by batch norm if `norm`, and
+    ReLU.
+
+    Args:
+        strides: one for each convolution.
+        coordinates: two maps of x and y go into the last convolution beside its input.
+    """
+    layers: list[nn.Module] = []
+    dims = [in_dim, *widths, out_dim]
+    for place, (before, after, stride) in enumerate(zip(dims[:-1], dims[1:], strides, strict=True), start=1):
+        with_places = coordinates and place == len(strides)
+        if with_places:
+            layers.append(Coordinates())
+            before += 2
+        layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1, stride=stride, bias=not norm))
+        if norm:
+            layers.append(nn.BatchNorm2d(after))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
+
+
+def make_conv_stem(
+    feature_dim: int,
+    widths: Sequence[int],
+    out_dim: int,
+    stride: int = 1,
+    norm: bool = False,
+    coordinates: bool = False,
+) -> nn.Sequential:
+    """(B, feature_dim, H, W) features -> (B, out_dim, H / stride, W / stride), strided by the last layer."""
+    return make_stem(feature_dim, widths, out_dim, [1] * len(widths) + [stride], norm, coordinates)
+
+
+def make_pixel_stem(
+    feature_dim: int,
+    widths: Sequence[int],
+    out_dim: int,
+    stride: int = 1,
+    norm: bool = False,
+    coordinates: bool = False,
+) -> nn.Sequential:
+    """(B, 3 * P * P, H, W) patches of P x P pixels -> (B, out_dim, H / stride, W / stride).
+
+    Puts the picture of 3 x P H x P W pixels together again, then halves it with its first convolutions until
+    the grid is reached; further convolutions keep it.
+
+    Raises:
+        ValueError: `feature_dim` is not 3 * P * P, P * stride is not a power of two, or there are too few
+            convolutions.
+    """
+    patch = round((feature_dim / 3) ** 0.5)
+    if 3 * patch * patch != feature_dim:
+        raise ValueError(
+            f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels"
+        )
+    halvings = (patch * stride).bit_length() - 1
+    if patch * stride != 2**halvings:
+        raise ValueError(
+            f"patches of {patch} pixels and a stride of {stride} are not a power of two together"
+        )
+    if len(widths) + 1 < halvings:
+        raise ValueError(
+            f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected at "
+            f"least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
+        )
+    strides = [2] * halvings + [1] * (len(widths) + 1 - halvings)
+    return nn.Sequential(nn.PixelShuffle(patch), *make_stem(3, widths, out_dim, strides, norm, coordinates))
+
+
+STEMS = {"conv": make_conv_stem, "pixels": make_pixel_stem}
+
+
+def make_classifier(
+    in_dim: int, height: int, width: int, projection: int, pool: int, hidden: Sequence[int], num_answers: int
+) -> nn.Sequential:
+    """(B, in_dim, height, width) -> (B, A) logits: 1x1 convolution, ReLU, max-pool, linear layers.
+
+    `pool` is the side of the pooling window; on a grid that it does not divide, the last windows are smaller.
+    """
+    layers: list[nn.Module] = [
+        nn.Conv2d(in_dim, projection, kernel_size=1),
+        nn.ReLU(),
+        nn.MaxPool2d(pool, ceil_mode=True),
+        nn.Flatten(),
+    ]
+    dim = projection * -(-height // pool) * -(-width // pool)
+    for hidden_dim in hidden:
+        layers += [nn.Linear(dim, hidden_dim), nn.ReLU()]
+        dim = hidden_dim
+    return nn.Sequential(*layers, nn.Linear(dim, num_answers))
+
+
+def initialize(module: nn.Module) -> None:
+    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand."""
+    for part in module.modules():
+        if isinstance(part, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(part.weight)
