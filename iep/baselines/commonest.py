@@ -1,0 +1,38 @@
+"""The commonest-answer baseline: question types to the answer most frequent for that type in training.
+
+The baseline called Q-type mode in Johnson et al. 2017 (CLEVR, section 4.1). A question's type is that of its
+program's root, from `evaluation/metrics.py: question_types`.
+
+Legend: N questions, Q question types.
+"""
+
+import numpy as np
+
+
+def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) -> np.ndarray:
+    """(Q + 1,) answers: the commonest of each type, and at the end, index -1, the commonest of all questions.
+
+    A type without questions takes the commonest of all; of equally common answers the smallest index wins.
+
+    Args:
+        answers_N: (N,) answer indices of the training split.
+        types_N: (N,) types from 0 to `num_types` - 1, or -1 where the type is unknown.
+        num_types: Q.
+
+    Raises:
+        ValueError: there is no question, or the two arrays differ in length.
+    """
+    answers_N, types_N = np.asarray(answers_N), np.asarray(types_N)
+    if len(answers_N) == 0 or len(answers_N) != len(types_N):
+        raise ValueError(f"{len(answers_N)} answers and {len(types_N)} types, expected as many, at least one")
+    counts_QA = np.zeros((num_types + 1, answers_N.max() + 1), dtype=np.int64)
+    np.add.at(counts_QA, (types_N, answers_N), 1)
+    overall_A = counts_QA.sum(0)
+    counts_QA[counts_QA.sum(1) == 0] = overall_A
+    counts_QA[-1] = overall_A
+    return counts_QA.argmax(1)
+
+
+def predict(commonest: np.ndarray, types_N: np.ndarray) -> np.ndarray:
+    """(N,) answers for questions of the given types; type -1, unknown, takes the commonest of all."""
+    return commonest[np.asarray(types_N)]

@@ -1,0 +1,1 @@
+"""Scores of answers and programs, and the files that an evaluation leaves."""
