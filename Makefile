@@ -1,0 +1,32 @@
+# `make demo` runs the main job on a small data set of its own; `make check` is what CI runs. Both make .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO ?= runs/demo
+
+.PHONY: demo check lint format test clean
+
+demo: .venv/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh $(DEMO)
+
+check: lint test
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+.venv/installed: setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "iep needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,78 @@
+"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json and predictions.jsonl."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from iep.cli.common import Command
+from iep.config import BATCHING, PROGRAM_SOURCES
+
+
+@click.command(cls=Command)
+@click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
+@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
+@click.option(
+    "--lstm", type=click.Path(path_type=Path), help="Checkpoint or run of the question-only LSTM, alone."
+)
+@click.option(
+    "--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote."
+)
+@click.option("--split", help="Split to evaluate on.  [default: val]")
+@click.option(
+    "--programs",
+    type=click.Choice(PROGRAM_SOURCES),
+    help="Programs that the engine runs.  [default: predicted where --pg is given]",
+)
+@click.option(
+    "--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.  [default: improved]"
+)
+@click.option(
+    "--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]"
+)
+@click.option(
+    "--max-program-length",
+    type=click.IntRange(min=2),
+    help="Tokens after which decoding stops.  [default: 30]",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
+@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]"
+)
+@click.option("--device", help="auto, cpu, cuda, cuda:1, ...  [default: auto]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for report.json and predictions.jsonl.",
+)
+@click.option("--name", default="model", show_default=True, help="Heading of this evaluation's column.")
+@click.option(
+    "--against",
+    "others",
+    type=(str, click.Path(path_type=Path)),
+    multiple=True,
+    metavar="NAME REPORT",
+    help="Column for an earlier report.json (or its directory); may be given several times.",
+)
+def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **options: Any) -> None:
+    """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
+    # Imported late: `--help` should not wait for torch.
+    from iep.evaluation.report import format_table, read_report
+    from iep.evaluation.run import Evaluation, evaluate
+
+    earlier = [
+        (label, read_report(path / "report.json" if path.is_dir() else path)) for label, path in others
+    ]
+    report = evaluate(Evaluation(**{key: value for key, value in options.items() if value is not None}), out)
+    click.echo(format_table([*earlier, (name, report)]))
+    if report.accuracy is None and (options["ee"] or options["lstm"]):
+        click.echo(
+            f"The {report.split} split has no answers: accuracies are unknown, predictions are written."
+        )
+    if out is not None:
+        click.echo(f"Wrote {out / 'report.json'} and {out / 'predictions.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The one home of every training default: frozen dataclasses; YAML overrides them, `key=value` overrides YAML.
+
+Turns a YAML file and a list of `key=value` strings into a checked `Config`. An unknown key, a value of the wrong
+type or out of range is an `InputError` that names the key and where it was given.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from iep.errors import InputError, nearest
+
+MODELS = ("pg", "ee", "joint", "lstm")
+BATCHING = ("vanilla", "standard", "improved")
+PROGRAM_SOURCES = ("ground-truth", "predicted")
+LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
+
+
+def setting(default: Any, minimum: float | None = None, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field with a default and, checked when a config is read, a smallest value or a list of choices."""
+    return field(default=default, metadata={"minimum": minimum, "choices": choices})
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Program generator (Johnson et al. 2017, section 3.2 and supplementary)."""
+
+    embedding_dim: int = setting(300, minimum=1)
+    hidden_dim: int = setting(256, minimum=1)
+    num_layers: int = setting(2, minimum=1)
+    dropout: float = setting(0.0, minimum=0)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is Suarez & Zhu's)."""
+
+    module_dim: int = setting(128, minimum=1)
+    scene: str = setting("module", choices=("module", "stem"))
+    stem: str = setting("conv", choices=("conv", "pixels"))
+    stem_widths: tuple[int, ...] = (128,)
+    stem_stride: int = setting(1, minimum=1)
+    stem_norm: bool = False
+    coordinates: bool = False
+    classifier_projection: int = setting(512, minimum=1)
+    classifier_pool: int = setting(2, minimum=1)
+    classifier_hidden: tuple[int, ...] = (1024,)
+
+
+@dataclass(frozen=True)
+class LstmConfig:
+    """Question-only baseline (Johnson et al. 2017, CLEVR, section 4)."""
+
+    embedding_dim: int = setting(300, minimum=1)
+    hidden_dim: int = setting(256, minimum=1)
+    num_layers: int = setting(2, minimum=1)
+    dropout: float = setting(0.0, minimum=0)
+    classifier_dims: tuple[int, ...] = (1024,)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a training run depends on besides its data's content. Saved beside its checkpoints."""
+
+    model: str = setting("ee", choices=MODELS)
+    data: str | None = None
+    pg: str | None = None
+    """Checkpoint that the program generator starts from, or that predicts the engine's programs."""
+    ee: str | None = None
+    """Checkpoint that the execution engine starts from."""
+
+    programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
+    batching: str = setting("improved", choices=BATCHING)
+    num_train_samples: int | None = setting(None, minimum=1)
+    num_val_samples: int | None = setting(10_000, minimum=1)
+    curriculum: tuple[tuple[int, int], ...] = ()
+    """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
+    max_program_length: int = setting(30, minimum=2)
+    """Tokens after which decoding stops, <START> and <END> included; CLEVR's longest program has 27."""
+    workers: int = setting(1, minimum=0)
+    """Processes that read batches and plan them; 0 does it in the training process."""
+
+    iterations: int = setting(20_000, minimum=1)
+    batch_size: int = setting(64, minimum=1)
+    learning_rate: float | None = setting(None, minimum=0)
+    """Unset: 5e-4 for pg and lstm, 1e-4 for ee, 5e-5 for joint."""
+    warmup: int = setting(0, minimum=0)
+    decay: str = setting("constant", choices=("constant", "cosine"))
+    weight_decay: float = setting(0.0, minimum=0)
+    clip_gradients: float | None = setting(None, minimum=0)
+
+    freeze: str | None = setting(None, choices=("generator", "engine"))
+    reward_decay: float = setting(0.9, minimum=0)
+    temperature: float = setting(1.0, minimum=1e-6)
+
+    seed: int = setting(0, minimum=0)
+    device: str = "auto"
+    validate_every: int = setting(1000, minimum=1)
+    log_every: int = setting(50, minimum=1)
+
+    generator: GeneratorConfig = GeneratorConfig()
+    engine: EngineConfig = EngineConfig()
+    lstm: LstmConfig = LstmConfig()
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate given, or the published one of the model."""
+        return LEARNING_RATES[self.model] if self.learning_rate is None else self.learning_rate
+
+
+def read_config(
+    file: Path | None = None,
+    assignments: Iterable[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+    base: Config | None = None,
+) -> Config:
+    """`base` (the defaults), overridden by the YAML `file`, by `key=value` strings, then by `overrides` not None.
+
+    Raises:
+        InputError: the file is missing or not a YAML mapping, a key is unknown (the nearest one is suggested), or a
+            value has the wrong type, is too small, or is not among the choices.
+    """
+    config = base or Config()
+    if file is not None:
+        config = update(config, _read_yaml(file), source=str(file))
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            raise InputError(f"{assignment!r}: expected key=value, such as batch_size=128")
+        config = update(config, _nested(key, _yaml_value(text, assignment)), source=assignment)
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    return update(config, given, source="command line")
+
+
+def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = "") -> Any:
+    """A copy of the dataclass `config` with `values` checked and put in; nested mappings go into nested ones.
+
+    Raises:
+        InputError: as `read_config`; `source` and the dotted key begin the message.
+    """
+    known = {f.name: f for f in fields(config)}
+    kinds = typing.get_type_hints(type(config))
+    changes = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            raise InputError(f"{source}: unknown key {name!r}{nearest(str(key), known)}")
+        current = getattr(config, key)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise InputError(f"{source}: {name} is {value!r}, expected a mapping of settings")
+            changes[key] = update(current, value, source, prefix=f"{name}.")
+        else:
+            changes[key] = _checked(value, kinds[key], known[key].metadata, f"{source}: {name}")
+    return dataclasses.replace(config, **changes)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """`config` as plain mappings, lists, numbers and strings, in the order of its fields."""
+    return _plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """`config` as YAML that `read_config` reads back to the same value."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _read_yaml(file: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: not YAML ({' '.join(str(error).split())})") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise InputError(f"{file}: expected a YAML mapping of settings, found {type(content).__name__}")
+    return content
+
+
+def _yaml_value(text: str, assignment: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"{assignment!r}: the value is not YAML") from None
+
+
+def _nested(dotted: str, value: Any) -> dict[str, Any]:
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
+
+
+def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
+    value = _converted(value, kind, name)
+    minimum, choices = limits.get("minimum"), limits.get("choices")
+    if value is not None and minimum is not None and not value >= minimum:
+        raise InputError(f"{name} is {value!r}, expected at least {minimum}")
+    if value is not None and choices is not None and value not in choices:
+        raise InputError(
+            f"{name} is {value!r}, expected one of {', '.join(choices)}{nearest(value, choices)}"
+        )
+    return value
+
+
+def _converted(value: Any, kind: Any, name: str) -> Any:
+    """`value` as `kind` (int, float, bool, str, an optional one, or a tuple of them), or an InputError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _converted(value, arguments[0], name)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        if arguments[-1] is Ellipsis:
+            return tuple(_converted(item, arguments[0], name) for item in value)
+        if len(value) == len(arguments):
+            return tuple(_converted(item, part, name) for item, part in zip(value, arguments, strict=True))
+    if kind is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-4, which has no dot, as text.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise InputError(f"{name} is {value!r}, expected {_kind_name(kind)}")
+
+
+def _kind_name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        arguments = typing.get_args(kind)
+        if arguments[-1] is Ellipsis:
+            return f"a list of {_kind_name(arguments[0])}"
+        return f"({', '.join(_kind_name(part) for part in arguments)})"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

@@ -1,0 +1,102 @@
+"""A split's questions through trained networks -> predicted programs and answers, with the time that it took.
+
+Shapes: N questions of the split, B of a batch, L program tokens, A answers.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from iep.baselines.lstm import LSTMBaseline
+from iep.datasets import Batch, ClevrDataset, sequential_batches
+from iep.execution_engine.engine import ExecutionEngine
+from iep.program_generator.decode import beam, greedy
+from iep.program_generator.seq2seq import Seq2Seq
+from iep.vocab import NULL
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What the networks said of every question; parts without a network are None."""
+
+    programs: np.ndarray | None
+    """(N, L) predicted program tokens."""
+    answers: np.ndarray | None
+    """(N,) likeliest answers."""
+    probabilities: np.ndarray | None
+    """(N,) their probabilities."""
+    seconds: float
+    """Time for all, reading included."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The networks of an evaluation and how they are run.
+
+    The `engine` runs the generator's programs if `run_predicted`, otherwise the split's own; an `lstm` answers alone.
+    """
+
+    generator: Seq2Seq | None = None
+    engine: ExecutionEngine | None = None
+    lstm: LSTMBaseline | None = None
+    run_predicted: bool = False
+    batching: str = "improved"
+    beam_size: int = 1
+    max_program_length: int = 30
+
+    def programs(self, batch: Batch) -> Tensor | None:
+        """(B, L) predicted programs: greedy, or by beam search where `beam_size` is above 1."""
+        if self.generator is None:
+            return None
+        if self.beam_size > 1:
+            return beam(self.generator, batch.questions, self.beam_size, self.max_program_length)[0]
+        return greedy(self.generator, batch.questions, self.max_program_length)
+
+    def logits(self, batch: Batch, programs_BL: Tensor | None) -> Tensor | None:
+        """(B, A) answer logits, None where nothing answers."""
+        if self.lstm is not None:
+            return self.lstm(batch.questions)
+        if self.engine is None:
+            return None
+        plan = self.engine.plan(programs_BL.cpu(), self.batching) if self.run_predicted else batch.plan
+        return self.engine(batch.features, plan)
+
+
+@torch.inference_mode()
+def predict(
+    predictor: Predictor, dataset: ClevrDataset, batch_size: int, workers: int, device: torch.device
+) -> Predictions:
+    """Run every question of `dataset` once, in its order."""
+    programs, answers, probabilities = [], [], []
+    batches = sequential_batches(dataset, batch_size, workers, pin=device.type == "cuda")
+    start = time.perf_counter()
+    with tqdm(total=len(dataset), unit="question", desc="evaluate", mininterval=1.0) as bar:
+        for batch in batches:
+            on_device = batch.to(device)
+            programs_BL = predictor.programs(on_device)
+            if programs_BL is not None:
+                programs.append(programs_BL.cpu())
+            logits_BA = predictor.logits(on_device, programs_BL)
+            if logits_BA is not None:
+                probability_B, answer_B = logits_BA.float().softmax(1).max(1)
+                answers.append(answer_B.cpu())
+                probabilities.append(probability_B.cpu())
+            bar.update(len(batch.index))
+    return Predictions(
+        programs=_stack_programs(programs).numpy() if programs else None,
+        answers=torch.cat(answers).numpy() if answers else None,
+        probabilities=torch.cat(probabilities).numpy() if probabilities else None,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _stack_programs(programs: list[Tensor]) -> Tensor:
+    width = max(programs_BL.shape[1] for programs_BL in programs)
+    return torch.cat(
+        [F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs]
+    )

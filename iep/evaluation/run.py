@@ -1,0 +1,169 @@
+"""Checkpoints and a preprocessed split -> report.json and predictions.jsonl: opens, predicts, scores, writes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from iep.baselines import commonest
+from iep.config import Config
+from iep.datasets import ClevrDataset, Features, Questions, read_questions, split_files
+from iep.devices import resolve_device
+from iep.errors import InputError
+from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
+from iep.evaluation.predict import Predictions, Predictor, predict
+from iep.evaluation.prediction_file import prediction_rows, write_predictions
+from iep.evaluation.report import Report, write_report
+from iep.execution_engine.engine import plan_programs
+from iep.networks import check_features, load_network
+from iep.programs import QUESTION_TYPES
+from iep.vocab import Vocab
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate and how; `pg`, `ee` and `lstm` are checkpoints or run directories, None where not asked for."""
+
+    data: Path
+    split: str = "val"
+    pg: Path | None = None
+    ee: Path | None = None
+    lstm: Path | None = None
+    programs: str | None = None
+    """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
+    batching: str = Config.batching
+    beam_size: int = 1
+    max_program_length: int = Config.max_program_length
+    batch_size: int = 256
+    num_samples: int | None = None
+    workers: int = 0
+    device: str = Config.device
+
+
+def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
+    """Evaluate, and write report.json and predictions.jsonl into `out` where it is given.
+
+    Raises:
+        InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
+    """
+    vocab = Vocab.load(settings.data / "vocab.json")
+    questions_path, features_path = split_files(settings.data, settings.split)
+    questions = read_questions(questions_path, vocab).select(slice(settings.num_samples))
+    if not len(questions):
+        raise InputError(f"{questions_path}: holds no question")
+    features = None if settings.ee is None else Features(features_path)
+    predictor = _load(settings, vocab, features, questions)
+    make_plan = None
+    if predictor.engine is not None and not predictor.run_predicted:
+        scene = predictor.engine.scene_kind
+        make_plan = partial(
+            plan_programs, program_tokens=vocab.program, scene=scene, batching=settings.batching
+        )
+    dataset = ClevrDataset(questions, features, make_plan)
+    device = resolve_device(settings.device)
+    predictions = predict(predictor, dataset, settings.batch_size, settings.workers, device)
+
+    programs = predictions.programs if questions.programs is None else questions.programs
+    types = np.full(len(questions), -1) if programs is None else question_types(programs, vocab.program)
+    report = Report(
+        split=settings.split,
+        questions=len(questions),
+        questions_by_type=count_types(types),
+        accuracy=_accuracy(predictions, questions, types),
+        program_exact_match=_program_match(predictions, questions, types),
+        questions_per_second=len(questions) / predictions.seconds,
+        device=str(device),
+        programs=_programs_used(settings),
+        checkpoints={
+            name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None
+        },
+        baselines=_baselines(settings.data, vocab, questions, types),
+    )
+    if out is not None:
+        write_predictions(out / "predictions.jsonl", _rows(vocab, questions, predictions, types))
+        write_report(out / "report.json", report)
+    return report
+
+
+def _programs_used(settings: Evaluation) -> str:
+    """Where the engine's programs come from: `predicted`, `ground-truth`, or nothing for the LSTM."""
+    if settings.lstm is not None:
+        return ""
+    return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
+
+
+def _load(settings: Evaluation, vocab: Vocab, features: Features | None, questions: Questions) -> Predictor:
+    if settings.lstm is not None and (settings.pg is not None or settings.ee is not None):
+        raise InputError("--lstm answers alone; evaluate it without --pg and --ee")
+    if settings.lstm is None and settings.pg is None and settings.ee is None:
+        raise InputError("nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --lstm CKPT")
+    predicted = _programs_used(settings) == "predicted"
+    if predicted and settings.pg is None:
+        raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
+    if settings.ee is None and settings.programs == "ground-truth":
+        raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
+    if settings.ee is not None and not predicted and questions.programs is None:
+        raise InputError(
+            f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted"
+        )
+    device = resolve_device(settings.device)
+    networks = {}
+    if settings.pg is not None:
+        networks["generator"] = load_network(settings.pg, "generator", vocab, device)
+    if settings.ee is not None:
+        networks["engine"] = load_network(settings.ee, "engine", vocab, device)
+        check_features(networks["engine"], features.shape[1:], features.path)
+    if settings.lstm is not None:
+        networks["lstm"] = load_network(settings.lstm, "lstm", vocab, device)
+    return Predictor(
+        **networks,
+        run_predicted=predicted,
+        batching=settings.batching,
+        beam_size=settings.beam_size,
+        max_program_length=settings.max_program_length,
+    )
+
+
+def _accuracy(predictions: Predictions, questions: Questions, types: np.ndarray) -> Scores | None:
+    if predictions.answers is None or questions.answers is None:
+        return None
+    return score(predictions.answers == questions.answers, types)
+
+
+def _program_match(predictions: Predictions, questions: Questions, types: np.ndarray) -> Scores | None:
+    if predictions.programs is None or questions.programs is None:
+        return None
+    return score(exact_match(predictions.programs, questions.programs), types)
+
+
+def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray) -> dict[str, Scores]:
+    """The commonest answer per question type, counted on the train split, where both have what it needs."""
+    train_path, _ = split_files(data, "train")
+    if questions.answers is None or questions.programs is None or not train_path.exists():
+        return {}
+    train = read_questions(train_path, vocab)
+    if train.answers is None or train.programs is None or not len(train):
+        return {}
+    train_types = question_types(train.programs, vocab.program)
+    answers = commonest.count_commonest(train.answers, train_types, len(QUESTION_TYPES))
+    return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
+
+
+def _rows(
+    vocab: Vocab, questions: Questions, predictions: Predictions, types: np.ndarray
+) -> Iterator[dict[str, Any]]:
+    return prediction_rows(
+        vocab,
+        questions.orig_idxs,
+        questions.image_idxs,
+        questions.questions,
+        types,
+        questions.programs,
+        predictions.programs,
+        questions.answers,
+        predictions.answers,
+        predictions.probabilities,
+    )

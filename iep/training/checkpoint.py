@@ -1,0 +1,94 @@
+"""A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
+
+A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
+random states, step, resolved config, vocabulary. Building networks from one is `networks.py`.
+"""
+
+import io
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from iep.errors import InputError
+from iep.files import write_bytes
+
+FORMAT = "iep-checkpoint-1"
+LAST, BEST = "last.pt", "best.pt"
+
+
+def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` (plain containers and tensors) to `path`, whole or not at all.
+
+    Raises:
+        OSError: the disk is full; what stood at `path` still stands.
+    """
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **content}, buffer)
+    write_bytes(path, buffer.getvalue())
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint.
+
+    Raises:
+        InputError: the file is missing, truncated, not a checkpoint of this toolkit, or holds more than plain data.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in (BEST, LAST) if (path / name).is_file()]
+        if not found:
+            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {LAST}")
+        path = found[0]
+    if not path.is_file():
+        raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise InputError(f"{path}: not a whole checkpoint file ({_first_line(error)})") from None
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path}: holds more than plain tensors, or is no checkpoint; not loaded ({_first_line(error)})"
+        ) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of every random generator that training draws from, as plain data."""
+    version, keys, gauss = random.getstate()
+    kind, words, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "python": [version, list(keys), gauss],
+        "numpy": [kind, words.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put back what `random_states` gave."""
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,210 @@
+"""A resolved config -> a trained run: opens the data, builds or loads the networks, picks the task, runs the loop."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from iep.config import Config, to_yaml
+from iep.datasets import (
+    ClevrDataset,
+    Features,
+    Questions,
+    make_order,
+    program_lengths,
+    read_questions,
+    sequential_batches,
+    split_files,
+    training_batches,
+)
+from iep.devices import resolve_device
+from iep.errors import InputError
+from iep.execution_engine.engine import plan_programs
+from iep.files import write_bytes
+from iep.networks import (
+    build,
+    check_features,
+    check_vocab,
+    engine_kwargs,
+    generator_kwargs,
+    load_network,
+    lstm_kwargs,
+    unpack,
+)
+from iep.training.checkpoint import LAST, load_checkpoint, seed_everything
+from iep.training.loop import Trainer
+from iep.training.tasks import EngineTask, GeneratorTask, JointTask, LstmTask
+from iep.vocab import Vocab
+
+VALIDATION_BATCH_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split's questions and, where the model looks, features."""
+
+    questions: Questions
+    features: Features | None
+
+
+def open_split(data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None) -> Split:
+    """The first `num_samples` questions of a split (None: all) and its features.
+
+    Raises:
+        InputError: a file is missing, damaged or made with another vocabulary.
+    """
+    questions_path, features_path = split_files(data, split)
+    questions = read_questions(questions_path, vocab)
+    if not len(questions):
+        raise InputError(f"{questions_path}: holds no question")
+    return Split(questions.select(slice(num_samples)), Features(features_path) if with_features else None)
+
+
+def train(config: Config, out: Path, resume: bool) -> bool:
+    """Train as `config` says into the run directory `out`; False when the run was already complete.
+
+    Raises:
+        InputError: the config, the data or a checkpoint does not fit.
+    """
+    if config.data is None:
+        raise InputError("no data: give --data DIR, a directory that iep-preprocess wrote")
+    checkpoint = _own_checkpoint(config, out, resume)
+    if checkpoint is not None and checkpoint["step"] >= config.iterations:
+        return False
+    data, device = Path(config.data), resolve_device(config.device)
+    vocab = Vocab.load(data / "vocab.json")
+
+    looks, reads = config.model in ("ee", "joint"), config.model in ("pg", "ee")
+    training = open_split(data, "train", vocab, looks, config.num_train_samples)
+    validation = None
+    if split_files(data, "val")[0].exists():
+        validation = open_split(data, "val", vocab, looks, config.num_val_samples)
+    for split in filter(None, (training, validation)):
+        _require(split.questions, config, reads)
+
+    seed_everything(config.seed)
+    task = _make_task(config, vocab, training, device, checkpoint, out / LAST)
+    trainer = Trainer(task, config, vocab, out, device)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+
+    planner = None
+    if config.model == "ee" and config.programs == "ground-truth":
+        planner = partial(
+            plan_programs,
+            program_tokens=vocab.program,
+            scene=task.engine.scene_kind,
+            batching=config.batching,
+        )
+    programs = training.questions.programs
+    order = make_order(
+        None if programs is None else program_lengths(programs, vocab.program),
+        len(training.questions),
+        config.curriculum,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    pin = device.type == "cuda"
+    batches = training_batches(
+        ClevrDataset(training.questions, training.features, planner),
+        order,
+        range(trainer.step, config.iterations),
+        config.workers,
+        pin,
+    )
+    validation_batches = None
+    if validation is not None:
+        dataset = ClevrDataset(validation.questions, validation.features, planner)
+        validation_batches = sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin)
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_bytes(out / "config.yaml", to_yaml(config).encode())
+    trainer.fit(batches, validation_batches)
+    return True
+
+
+def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] | None:
+    """The checkpoint to go on from; None for a new run. A run that stands is never written over."""
+    if not (out / LAST).exists():
+        return None
+    if not resume:
+        raise InputError(
+            f"{out}: already holds a run; add --resume to go on with it, or choose another --out"
+        )
+    checkpoint = load_checkpoint(out / LAST)
+    if checkpoint["model"] != config.model:
+        raise InputError(
+            f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}"
+        )
+    return checkpoint
+
+
+def _require(questions: Questions, config: Config, reads: bool) -> None:
+    if config.model != "pg" and questions.answers is None:
+        raise InputError(f"{questions.path}: has no answers, which training {config.model} needs")
+    predicted = config.model == "ee" and config.programs == "predicted"
+    if reads and not predicted and questions.programs is None:
+        hint = " (or train with --programs predicted)" if config.model == "ee" else ""
+        raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
+
+
+def _make_task(
+    config: Config,
+    vocab: Vocab,
+    training: Split,
+    device: torch.device,
+    checkpoint: dict[str, Any] | None,
+    path: Path,
+) -> Any:
+    """The task of the config's model, its networks new, from the start checkpoints, or from the run's own."""
+    feature_shape = None if training.features is None else training.features.shape[1:]
+
+    def network(name: str, start: str | None, kwargs: Any) -> nn.Module:
+        if checkpoint is not None:
+            check_vocab(Vocab.from_json(checkpoint["vocab"], str(path)), vocab, name, path)
+            made = unpack(checkpoint, name, path)
+        else:
+            made = (
+                build(name, kwargs())
+                if start is None
+                else load_network(start, name, vocab, torch.device("cpu"))
+            )
+        if name == "engine":
+            check_features(
+                made, feature_shape, path if checkpoint is not None else start or training.features.path
+            )
+        return made.to(device)
+
+    def generator() -> nn.Module:
+        return network("generator", config.pg, lambda: generator_kwargs(config.generator, vocab))
+
+    def engine() -> nn.Module:
+        return network("engine", config.ee, lambda: engine_kwargs(config.engine, vocab, feature_shape))
+
+    max_length = config.max_program_length
+    if config.model == "pg":
+        return GeneratorTask(generator(), max_length)
+    if config.model == "lstm":
+        return LstmTask(network("lstm", None, lambda: lstm_kwargs(config.lstm, vocab)))
+    if config.model == "ee":
+        predictor = None
+        if config.programs == "predicted":
+            if config.pg is None:
+                raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
+            predictor = load_network(config.pg, "generator", vocab, device)
+        return EngineTask(engine(), config.batching, predictor, max_length)
+    for part, start in (("pg", config.pg), ("ee", config.ee)):
+        if start is None and checkpoint is None:
+            raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
+    return JointTask(
+        generator(),
+        engine(),
+        config.batching,
+        max_length,
+        config.reward_decay,
+        config.temperature,
+        config.freeze,
+    )

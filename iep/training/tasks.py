@@ -1,0 +1,147 @@
+"""What one training step and one validation step of each model compute; the loop around them is `loop.py`.
+
+A task owns its networks: `networks` (trained and saved), `loss(batch)` -> a scalar to differentiate and the step's
+metrics, `correct(batch)` -> (B,) booleans for validation, and `state`: the numbers that it carries from step to step,
+saved with every checkpoint.
+
+Shapes: B examples, T question tokens, L program tokens, A answers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from iep.baselines.lstm import LSTMBaseline
+from iep.datasets import Batch
+from iep.evaluation.metrics import exact_match
+from iep.execution_engine.engine import ExecutionEngine
+from iep.program_generator.decode import greedy, sample
+from iep.program_generator.seq2seq import Seq2Seq
+
+Metrics = dict[str, Tensor]
+
+
+class GeneratorTask:
+    """Program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
+
+    def __init__(self, generator: Seq2Seq, max_length: int):
+        self.networks: dict[str, nn.Module] = {"generator": generator}
+        self.generator = generator
+        self.max_length = max_length
+        self.state: dict[str, float] = {}
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Mean cross entropy a token."""
+        loss = self.generator.loss(batch.questions, batch.programs)
+        return loss, {"loss": loss.detach()}
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Is the greedily decoded program the true one, token for token?"""
+        programs_BL = greedy(self.generator, batch.questions, self.max_length)
+        return torch.from_numpy(exact_match(programs_BL.cpu(), batch.programs.cpu()))
+
+
+class EngineTask:
+    """Execution engine by cross entropy on answers, on true programs or those of a fixed generator (section 3.4)."""
+
+    def __init__(self, engine: ExecutionEngine, batching: str, generator: Seq2Seq | None, max_length: int):
+        self.networks: dict[str, nn.Module] = {"engine": engine}
+        self.engine = engine
+        self.batching = batching
+        self.generator = generator
+        self.max_length = max_length
+        self.state: dict[str, float] = {}
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, A) answer logits."""
+        plan = batch.plan
+        if self.generator is not None:
+            plan = self.engine.plan(greedy(self.generator, batch.questions, self.max_length), self.batching)
+        return self.engine(batch.features, plan)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Mean cross entropy an answer, and the share of right ones."""
+        return _answer_loss(self.logits(batch), batch.answers)
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Is the likeliest answer the true one?"""
+        return self.logits(batch).argmax(1) == batch.answers
+
+
+class JointTask:
+    """Generator by REINFORCE and engine by backpropagation, on sampled programs (Johnson et al. 2017, section 3.4).
+
+    The reward of a sampled program is 1 where the engine answers right, else 0; a moving average of the mean reward
+    is its baseline (Williams 1992).
+    """
+
+    def __init__(
+        self,
+        generator: Seq2Seq,
+        engine: ExecutionEngine,
+        batching: str,
+        max_length: int,
+        reward_decay: float = 0.9,
+        temperature: float = 1.0,
+        freeze: str | None = None,
+    ):
+        self.networks: dict[str, nn.Module] = {"generator": generator, "engine": engine}
+        self.generator = generator
+        self.engine = engine
+        self.batching = batching
+        self.max_length = max_length
+        self.reward_decay = reward_decay
+        self.temperature = temperature
+        self.freeze = freeze
+        self.state = {"reward_baseline": 0.0}
+        if freeze is not None:
+            self.networks[freeze].requires_grad_(False)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
+        programs_BL, log_probs_B = sample(self.generator, batch.questions, self.max_length, self.temperature)
+        logits_BA = self.engine(batch.features, self.engine.plan(programs_BL, self.batching))
+        engine_loss, metrics = _answer_loss(logits_BA, batch.answers)
+        rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
+        baseline = self.state["reward_baseline"]
+        generator_loss = -((rewards_B - baseline) * log_probs_B).mean()
+        metrics |= {
+            "reward": rewards_B.mean(),
+            "reward_baseline": torch.tensor(baseline),
+            "generator_loss": generator_loss.detach(),
+        }
+        decay = self.reward_decay
+        self.state["reward_baseline"] = decay * baseline + (1 - decay) * rewards_B.mean().item()
+        losses = {"generator": generator_loss, "engine": engine_loss}
+        return sum(loss for name, loss in losses.items() if name != self.freeze), metrics
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Is the answer right, with the greedily decoded program?"""
+        programs_BL = greedy(self.generator, batch.questions, self.max_length)
+        return (
+            self.engine(batch.features, self.engine.plan(programs_BL, self.batching)).argmax(1)
+            == batch.answers
+        )
+
+
+class LstmTask:
+    """Question-only baseline by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4)."""
+
+    def __init__(self, lstm: LSTMBaseline):
+        self.networks: dict[str, nn.Module] = {"lstm": lstm}
+        self.lstm = lstm
+        self.state: dict[str, float] = {}
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Mean cross entropy an answer, and the share of right ones."""
+        return _answer_loss(self.lstm(batch.questions), batch.answers)
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Is the likeliest answer the true one?"""
+        return self.lstm(batch.questions).argmax(1) == batch.answers
+
+
+def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
+    loss = F.cross_entropy(logits_BA, answers_B)
+    accuracy = (logits_BA.detach().argmax(1) == answers_B).float().mean()
+    return loss, {"loss": loss.detach(), "accuracy": accuracy}
