@@ -1,0 +1,177 @@
+"""`iep-preprocess`: a CLEVR directory in, vocab.json and the HDF5 files that training reads out."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from iep.cli.common import Command
+from iep.errors import InputError
+
+if TYPE_CHECKING:
+    from iep.preprocess.backbones import Patches, ResNet
+
+BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patches")
+
+
+@click.command(cls=Command)
+@click.argument("clevr_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the files made."
+)
+@click.option(
+    "--split", "splits", multiple=True, help="A split to do; may be given again. Default: all that are there."
+)
+@click.option("--only", type=click.Choice(["features", "questions"]), help="Do only this part.")
+@click.option("--overwrite", is_flag=True, help="Replace files that were made otherwise or are damaged.")
+@click.option(
+    "--backbone",
+    type=click.Choice(BACKBONES),
+    default="resnet101",
+    show_default=True,
+    help="What makes features of pixels; patches needs no weights.",
+)
+@click.option(
+    "--stage", type=click.IntRange(1, 4), help="ResNet: take the features at the end of this stage.  [default: 3]"
+)
+@click.option("--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]")
+@click.option("--seed", type=int, help="ResNet: seed of random weights.  [default: 0]")
+@click.option(
+    "--image-size", type=click.IntRange(min=32), help="ResNet: pixels to a side after resizing.  [default: 224]"
+)
+@click.option(
+    "--patch-size", type=click.IntRange(min=1), help="patches: pixels to a side of each of the 14x14.  [default: 8]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of the stored features.",
+)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images run at once.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), help="Processes that decode images.  [default: one per core, at most 8]"
+)
+@click.option(
+    "--questions",
+    "question_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The question file of the one --split, instead of CLEVR_DIR's. Implies --only questions.",
+)
+@click.option(
+    "--vocab",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Use this vocab.json instead of building one from the train split.",
+)
+@click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own.")
+@click.option(
+    "--unk-threshold",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Leave question tokens that occur less often out of the vocabulary.",
+)
+@click.option(
+    "--encode-unk",
+    is_flag=True,
+    help="Encode question tokens outside the vocabulary as <UNK> instead of refusing them.",
+)
+def main(
+    clevr_dir: Path,
+    out: Path,
+    splits: tuple[str, ...],
+    only: str | None,
+    overwrite: bool,
+    backbone: str,
+    stage: int | None,
+    weights: str | None,
+    seed: int | None,
+    image_size: int | None,
+    patch_size: int | None,
+    dtype: str,
+    device: str,
+    batch_size: int,
+    workers: int | None,
+    question_file: Path | None,
+    vocab: Path | None,
+    expand_vocab: bool,
+    unk_threshold: int,
+    encode_unk: bool,
+) -> None:
+    """Preprocess CLEVR_DIR, a directory of CLEVR v1.0 or CLEVR-Humans, for training.
+
+    Writes OUT/vocab.json and, for every split, OUT/SPLIT_questions.h5 and OUT/SPLIT_features.h5. Files that are done
+    already are skipped; interrupted features go on where they stopped.
+    """
+    if question_file and (len(splits) != 1 or only == "features"):
+        raise click.UsageError("--questions goes with exactly one --split, and not with --only features")
+    if expand_vocab and not vocab:
+        raise click.UsageError("--expand-vocab goes with --vocab FILE")
+    # Imported late: `--help` should not wait for torch.
+    from iep.devices import resolve_device
+    from iep.preprocess.clevr_files import image_directories, image_paths, question_files
+    from iep.preprocess.features import extract_features
+    from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
+
+    chosen = _backbone(
+        backbone, {"stage": stage, "weights": weights, "seed": seed, "image_size": image_size}, patch_size
+    )
+    parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
+    images = {split: image_paths(path) for split, path in image_directories(clevr_dir).items()}
+    files = {splits[0]: question_file} if question_file else question_files(clevr_dir)
+    if parts == {"questions", "features"} and not splits:
+        for split in sorted(set(images) ^ set(files)):
+            click.echo(f"{split}: no {'images' if split in files else 'questions'}")
+
+    if "questions" in parts:
+        preprocess_questions(
+            _chosen(files, splits, clevr_dir, "questions"),
+            out,
+            QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk),
+            num_images={split: len(paths) for split, paths in images.items()},
+            overwrite=overwrite,
+            say=click.echo,
+        )
+    if "features" in parts:
+        for split, paths in _chosen(images, splits, clevr_dir, "images").items():
+            path = out / f"{split}_features.h5"
+            written = extract_features(
+                paths,
+                path,
+                chosen,
+                dtype,
+                resolve_device(device),
+                batch_size,
+                min(len(os.sched_getaffinity(0)), 8) if workers is None else workers,
+                overwrite,
+            )
+            click.echo(f"{path}: {len(paths)} images" if written else f"{path}: already done")
+
+
+def _chosen(found: dict, splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict:
+    """Those of the splits found that the user named, or all of them."""
+    for split in splits or ([] if found else ["any"]):
+        if split not in found:
+            there = ", ".join(found) or "none"
+            raise InputError(f"{clevr_dir}: no {what} of split {split!r}, found {there}; --only does one part alone")
+    return {split: found[split] for split in splits} if splits else found
+
+
+def _backbone(name: str, resnet_flags: dict[str, Any], patch_size: int | None) -> "Patches | ResNet":
+    from iep.preprocess.backbones import Patches, ResNet
+
+    given = {flag: value for flag, value in resnet_flags.items() if value is not None}
+    if name == "patches":
+        if given:
+            raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} does not go with --backbone patches")
+        return Patches() if patch_size is None else Patches(patch_size)
+    if patch_size is not None:
+        raise click.UsageError("--patch-size goes with --backbone patches")
+    return ResNet(name, **given)
+
+
+if __name__ == "__main__":
+    main()

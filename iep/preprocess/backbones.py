@@ -1,0 +1,169 @@
+"""Pixels -> features: a torchvision ResNet up to a stage, or patches of the pixels themselves.
+
+A backbone is plain data (which one, and its settings); `feature_extractor` turns it into a function of pixels.
+Shapes: B images, C H W features.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from iep.errors import InputError
+from iep.preprocess.recipe import Recipe, file_digest
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+GRID = 14
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The image cut into 14x14 patches, each patch's pixels as its channels: features (3 * patch_size^2, 14, 14).
+
+    Channels are in the order of `torch.nn.functional.pixel_unshuffle` (colour, row, column in the patch), so that
+    `pixel_shuffle(features, patch_size)` is the resized image; a pixel x of 0 to 255 becomes x / 127.5 - 1.
+
+    Args:
+        patch_size: pixels to a side of a patch.
+    """
+
+    patch_size: int = 8
+
+    @property
+    def image_size(self) -> int:
+        return GRID * self.patch_size
+
+    def recipe(self) -> Recipe:
+        return {
+            "backbone": "patches",
+            "patch_size": self.patch_size,
+            "image_size": self.image_size,
+            "normalisation": "x / 127.5 - 1",
+        }
+
+    def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """(B, 3, H, W) uint8 -> (B, 3 * patch_size^2, 14, 14) float32."""
+
+        def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            return functional.pixel_unshuffle(pixels_BCHW.to(device).float() / 127.5 - 1, self.patch_size)
+
+        return extract
+
+
+@dataclass(frozen=True)
+class ResNet:
+    """A torchvision ResNet to the end of one of its stages (He et al. 2016, table 1), on ImageNet-normalised pixels.
+
+    The features that Johnson et al. 2017 (section 4.1) train on are resnet101's to the end of stage 3: (1024, 14, 14).
+
+    Args:
+        name: one of `RESNETS`.
+        stage: 1 to 4, torchvision's layer1 to layer4.
+        weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`, or
+            a file with a state dict of this ResNet.
+        seed: of random weights.
+        image_size: pixels to a side; stage 3 divides it by 16.
+    """
+
+    name: str = "resnet101"
+    stage: int = 3
+    weights: str = "default"
+    seed: int = 0
+    image_size: int = 224
+
+    def recipe(self) -> Recipe:
+        weights = {"default": "torchvision IMAGENET1K_V1", "random": f"random, seed {self.seed}"}
+        return {
+            "backbone": self.name,
+            "stage": self.stage,
+            "weights": weights.get(self.weights) or f"file {file_digest(Path(self.weights))}",
+            "image_size": self.image_size,
+            "normalisation": "ImageNet mean and standard deviation",
+        }
+
+    def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """(B, 3, H, W) uint8 -> (B, C, H', W') float32.
+
+        Raises:
+            InputError: torchvision does not load, the weights cannot be downloaded, or their file does not fit.
+        """
+        trunk = _trunk(self._model(), self.stage).to(device).eval()
+        mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
+        std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
+
+        def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            # Full float32 products and repeatable kernels: files made on any device agree closely.
+            with torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False):
+                return trunk((pixels_BCHW.to(device) / 255 - mean) / std)
+
+        return extract
+
+    def _model(self) -> nn.Module:
+        models = _torchvision_models()
+        if self.weights == "default":
+            try:
+                return models.get_model(self.name, weights="IMAGENET1K_V1")
+            except (OSError, RuntimeError) as error:
+                raise InputError(
+                    f"the weights of {self.name} cannot be downloaded ({error}); --weights FILE takes a state dict"
+                ) from None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = models.get_model(self.name, weights=None)
+        if self.weights != "random":
+            _load_weights(model, Path(self.weights), self.name, self.stage)
+        return model
+
+
+def _torchvision_models():
+    """torchvision.models, imported only for those who need it: patches do without torchvision."""
+    try:
+        import torchvision
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+        raise InputError(
+            f"torchvision cannot be imported ({error}); install the version that belongs to torch {torch.__version__}"
+        ) from None
+    return torchvision.models
+
+
+_STEM = ("conv1", "bn1", "relu", "maxpool")
+
+
+def _parts(stage: int) -> tuple[str, ...]:
+    return (*_STEM, *(f"layer{number}" for number in range(1, stage + 1)))
+
+
+def _trunk(model: nn.Module, stage: int) -> nn.Sequential:
+    return nn.Sequential(*(getattr(model, part) for part in _parts(stage)))
+
+
+def _load_weights(model: nn.Module, path: Path, name: str, stage: int) -> None:
+    """Load a state dict into the parts of `model` up to `stage`; what the file holds beyond must still be this model's.
+
+    Raises:
+        InputError: the file is missing, no state dict, or that of another network (names the first entry that differs).
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file, expected a state dict of {name}") from None
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path}: not a state dict of {name} ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, Mapping):
+        raise InputError(f"{path}: not a state dict of {name}, but a {type(found).__name__}")
+    expected = model.state_dict()
+    for key, value in found.items():
+        if key not in expected:
+            raise InputError(f"{path}: not a state dict of {name}: it has {key!r}, which {name} has not")
+        if not isinstance(value, torch.Tensor) or value.shape != expected[key].shape:
+            shape = tuple(getattr(value, "shape", ()))
+            raise InputError(f"{path}: {key!r} is {shape}, expected {tuple(expected[key].shape)} for {name}")
+    for key in expected:
+        if key.partition(".")[0] in _parts(stage) and key not in found and not key.endswith("num_batches_tracked"):
+            raise InputError(f"{path}: not a state dict of {name}: {key!r} is missing")
+    model.load_state_dict(found, strict=False)

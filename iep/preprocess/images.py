@@ -1,0 +1,62 @@
+"""PNG files -> batches of uint8 pixels, decoded and resized by worker processes in the order of the images' indices.
+
+Shapes: B images of a batch, 3 colours, H = W = the size in pixels. Normalising is the backbone's.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from iep.errors import InputError
+
+
+def read_image(path: Path, size: int) -> np.ndarray:
+    """(3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation whatever its proportions.
+
+    Raises:
+        InputError: the file is missing, truncated or no image.
+    """
+    try:
+        with Image.open(path) as image:
+            pixels = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file, expected an image") from None
+    except (OSError, SyntaxError, ValueError, EOFError, zlib.error, Image.DecompressionBombError) as error:
+        raise InputError(f"{path}: cannot be read as an image ({error})") from None
+    return np.asarray(pixels).transpose(2, 0, 1)
+
+
+class _Batches(Dataset):
+    """Batch b holds images b * batch_size and on. A bad image gives its InputError as the item: raised in a worker
+    process it would arrive wrapped in that process's traceback."""
+
+    def __init__(self, paths: Sequence[Path], size: int, batch_size: int) -> None:
+        self.paths, self.size, self.batch_size = paths, size, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.paths) // self.batch_size)
+
+    def __getitem__(self, batch: int) -> torch.Tensor | InputError:
+        paths = self.paths[batch * self.batch_size : (batch + 1) * self.batch_size]
+        try:
+            return torch.from_numpy(np.stack([read_image(path, self.size) for path in paths]))
+        except InputError as error:
+            return error
+
+
+def image_batches(paths: Sequence[Path], size: int, batch_size: int, workers: int) -> Iterator[torch.Tensor]:
+    """Yield (B, 3, size, size) uint8 tensors, all of `batch_size` images but the last.
+
+    Raises:
+        InputError: an image cannot be read (names it).
+    """
+    # batch_size=None: the data set's items are batches already.
+    for batch in DataLoader(_Batches(paths, size, batch_size), batch_size=None, num_workers=workers):
+        if isinstance(batch, InputError):
+            raise batch
+        yield batch

@@ -1,0 +1,102 @@
+"""How a file was made, kept in its HDF5 attributes, so that a finished file is skipped and a different one refused.
+
+A recipe is a flat dictionary of strings and integers. Digests are the first 16 hexadecimal digits of SHA-256.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import h5py
+
+from iep.errors import InputError
+
+Recipe = Mapping[str, str | int]
+_DIGITS = 16
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a file's content.
+
+    Raises:
+        InputError: the file is missing or a directory.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:_DIGITS]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, expected a file") from None
+
+
+def value_digest(value: object) -> str:
+    """The digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_DIGITS]
+
+
+def listing_digest(paths: Iterable[Path]) -> str:
+    """The digest of files' names and sizes: a changed file of the same size goes unnoticed."""
+    listing = hashlib.sha256()
+    for path in paths:
+        listing.update(f"{path.name}\0{path.stat().st_size}\n".encode())
+    return listing.hexdigest()[:_DIGITS]
+
+
+@contextmanager
+def opened(path: Path, file: Path | BinaryIO | None = None) -> Iterator[h5py.File]:
+    """The HDF5 file `path` of an earlier run, open for reading; through the open `file` where given.
+
+    Raises:
+        InputError: it is truncated or no HDF5 file.
+    """
+    try:
+        hdf5 = h5py.File(file or path, "r")
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: cannot be read as HDF5 ({reason}); --overwrite replaces it") from None
+    with hdf5:
+        yield hdf5
+
+
+def is_current(path: Path, recorded: Callable[[], Recipe], wanted: Recipe, overwrite: bool) -> bool:
+    """Whether the file `path` is there and was made as wanted: then it need not be made again.
+
+    Args:
+        recorded: reads how the file was made.
+        overwrite: a file that was made otherwise, or is damaged, is to be replaced.
+
+    Raises:
+        InputError: the file was made otherwise (names the first difference) or is damaged, and `overwrite` is not set.
+    """
+    if not path.exists():
+        return False
+    try:
+        _check_same(path, recorded(), wanted)
+    except InputError:
+        if overwrite:
+            return False
+        raise
+    return True
+
+
+def _check_same(path: Path, found: Recipe, wanted: Recipe) -> None:
+    for key, value in wanted.items():
+        if key not in found:
+            raise InputError(f"{path}: was made otherwise ({key} is not recorded in it); --overwrite replaces it")
+        if found[key] != value:
+            raise InputError(f"{path}: was made with {key} {found[key]}, now it is {value}; --overwrite replaces it")
+
+
+@contextmanager
+def os_errors_name(path: Path) -> Iterator[None]:
+    """Give an operating system error that names no file (a failed write does not) the name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
