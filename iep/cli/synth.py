@@ -1,0 +1,78 @@
+"""`iep-synth`: make a synthetic data set in the layout of CLEVR v1.0."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from iep.cli.common import Command
+from iep.synth.balance import table
+from iep.synth.dataset import PRESETS, SPLITS, resolve, synthesize
+
+COUNT = click.IntRange(min=0)
+
+
+@click.command(cls=Command)
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--preset",
+    type=click.Choice(sorted(PRESETS)),
+    default="clevr",
+    show_default=True,
+    help="Where numbers not given come from.",
+)
+@click.option("--train", type=COUNT, help="Images of the train split; 0 leaves a split out.")
+@click.option("--val", type=COUNT, help="Images of the val split.")
+@click.option("--test", type=COUNT, help="Images of the test split (no answers, programs or scenes).")
+@click.option("--questions-per-image", type=click.IntRange(1, 50), help="Questions about every image.")
+@click.option("--width", type=click.IntRange(48, 4096), help="Pixels of an image across.")
+@click.option("--height", type=click.IntRange(32, 4096), help="Pixels of an image down.")
+@click.option("--min-objects", type=click.IntRange(1, 10), help="Fewest objects of a scene.")
+@click.option("--max-objects", type=click.IntRange(1, 10), help="Most objects of a scene.")
+@click.option("--cogent", type=click.Choice(["A", "B"]), help="Colours by shape as in CLEVR-CoGenT's condition A or B.")
+@click.option("--seed", type=COUNT, default=0, show_default=True, help="Same seed and options, same bytes.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Worker processes.")
+@click.option("--force", is_flag=True, help="Replace a data set that was made with other options.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved options and stop.")
+def main(
+    out: Path,
+    preset: str,
+    min_objects: int | None,
+    max_objects: int | None,
+    cogent: str | None,
+    workers: int,
+    force: bool,
+    dry_run: bool,
+    **numbers: int | None,
+) -> None:
+    """Write images, questions and scenes in CLEVR's layout into the directory OUT.
+
+    Run again after an interruption it goes on where it stopped.
+    """
+    scene = {"min_objects": min_objects, "max_objects": max_objects, "cogent": cogent}
+    options = resolve(preset, scene, **numbers)
+    if options.rules.min_objects > options.rules.max_objects:
+        raise click.UsageError(
+            f"--min-objects {options.rules.min_objects} is more than --max-objects {options.rules.max_objects}"
+        )
+    total = sum(getattr(options, split) for split in SPLITS)
+    if total == 0:
+        raise click.UsageError("nothing to make: --train, --val and --test are all 0")
+    if dry_run:
+        click.echo(json.dumps(asdict(options), indent=2))
+        return
+    with tqdm(total=total, unit=" images", smoothing=0.05) as bar:
+
+        def progress(split: str, images: int) -> None:
+            bar.set_description(split, refresh=False)
+            bar.update(images)
+
+        tallies = synthesize(out, options, workers, force, progress)
+    for split, tally in tallies.items():
+        click.echo(f"{split}: {getattr(options, split)} images in {out}\n{table(tally)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Writes a whole synthetic data set in the layout of CLEVR v1.0: images, questions and scenes of every split.
+
+Images are made in fixed blocks, each a pure function of the options and its place: the files' bytes do not depend on
+the number of workers. Within a block the answers of every family are kept in balance. A run that was cut short goes on
+where it stopped, keeping the images that are whole. What the world looks like is `scenes.py` and `renderer.py`, what is
+asked `questions.py`.
+"""
+
+import io
+import json
+import multiprocessing
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+
+from PIL import Image
+
+from iep.errors import InputError
+from iep.files import atomic_path, read_json, write_bytes, write_json
+from iep.synth.balance import Tally
+from iep.synth.executor import facts_of
+from iep.synth.questions import Question, ask
+from iep.synth.renderer import render, visible_share
+from iep.synth.scenes import Scene, SceneRules, image_filename, sample_scene, scene_json
+
+BLOCK = 50
+SCENE_TRIES = 20
+RECORD = "synth.json"
+GENERATOR = 1  # raised whenever the same options begin to give other bytes
+INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
+PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that the bytes of a data set depend on. `train`, `val` and `test` are numbers of images."""
+
+    preset: str
+    train: int
+    val: int
+    test: int
+    questions_per_image: int
+    width: int
+    height: int
+    rules: SceneRules
+    seed: int = 0
+
+
+PRESETS = {
+    "clevr": Options("clevr", 70_000, 15_000, 15_000, 10, 480, 320, SceneRules()),
+    "mini": Options("mini", 10_000, 500, 0, 20, 192, 128, SceneRules(3, 6, spread=2.2, distance=0.8)),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """The images `start` to `stop` of a split, made in one go."""
+
+    split: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A block's entries of the scenes and questions files as JSON text, and the tally of its questions."""
+
+    scenes: str
+    questions: str
+    tally: Tally
+
+
+def synthesize(
+    out: Path,
+    options: Options,
+    workers: int = 1,
+    force: bool = False,
+    progress: Callable[[str, int], None] | None = None,
+) -> dict[str, Tally]:
+    """Write the data set into the directory `out`; the tally of each split's questions.
+
+    `progress` hears a split and the number of images just made.
+
+    Raises:
+        InputError: `out` holds something else and `force` is not given, or the scenes are too small for the questions.
+        OSError: a file cannot be written; it names the file.
+    """
+    _claim(out, options, force)
+    tallies = {}
+    with _mapping(workers) as run:
+        for split in SPLITS:
+            if count := getattr(options, split):
+                blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
+                made = run(_Maker(out, options), blocks)
+                tallies[split] = _write_split(out, split, zip(blocks, made, strict=True), progress)
+    return tallies
+
+
+def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
+    """Scene, its JSON and the questions of one image. `balance` is the block's count of answers, and is updated.
+
+    Raises:
+        InputError: no scene of these sizes allows that many different questions.
+    """
+    for attempt in range(SCENE_TRIES):
+        rng = Random(f"{options.seed}/{split}/{index}/{attempt}")
+        scene = sample_scene(rng, options.rules, visible_share)
+        entry = scene_json(scene, index, split, options.width, options.height)
+        counted = balance.copy()
+        questions = ask(facts_of(entry), options.questions_per_image, rng, counted)
+        if len(questions) == options.questions_per_image:
+            balance.update(counted - balance)
+            return scene, entry, questions
+    raise InputError(
+        f"{image_filename(split, index)}: {options.questions_per_image} different questions do not fit scenes of "
+        f"{options.rules.min_objects} to {options.rules.max_objects} objects; ask fewer or show more"
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes a block: writes its images, returns the rest. A class so that it can be sent to a worker."""
+
+    out: Path
+    options: Options
+
+    def __call__(self, block: Block) -> Made:
+        balance, tally = Counter(), Tally()
+        scenes, questions = [], []
+        for index in range(block.start, block.stop):
+            scene, entry, asked = make_image(self.options, block.split, index, balance)
+            scenes.append(json.dumps(entry))
+            for position, question in enumerate(asked):
+                number = index * self.options.questions_per_image + position
+                questions.append(json.dumps(question_json(question, block.split, index, number)))
+                tally.add(question.program, question.answer)
+            path = self.out / "images" / block.split / entry["image_filename"]
+            if not _is_whole_png(path):
+                _write_image(path, scene, self.options)
+        return Made(", ".join(scenes), ", ".join(questions), tally)
+
+
+def question_json(question: Question, split: str, image: int, number: int) -> dict:
+    """One entry of CLEVR's questions file; the test split's has neither program, answer nor family."""
+    entry = {
+        "image_index": image,
+        "program": list(question.program),
+        "question_index": number,
+        "image_filename": image_filename(split, image),
+        "question_family_index": question.family,
+        "split": split,
+        "answer": question.answer,
+        "question": question.text,
+    }
+    if split == "test":
+        for key in ("program", "answer", "question_family_index"):
+            del entry[key]
+    return entry
+
+
+def _write_split(
+    out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Callable[[str, int], None] | None
+) -> Tally:
+    """Write a split's questions and scenes as its blocks come in; both files appear when all are there."""
+    tally = Tally()
+    head = json.dumps({"info": {"split": split, **INFO}})[:-1]
+    questions_path = out / "questions" / f"CLEVR_{split}_questions.json"
+    # CLEVR v1.0 keeps the scenes of the test split to itself: there they are written nowhere.
+    scenes_path = out / "scenes" / f"CLEVR_{split}_scenes.json" if split != "test" else None
+    with (
+        _list_file(questions_path, f'{head}, "questions": [') as add_questions,
+        _scenes_file(scenes_path, head) as add_scenes,
+    ):
+        for block, made in results:
+            add_questions(made.questions)
+            add_scenes(made.scenes)
+            tally.update(made.tally)
+            if progress is not None:
+                progress(split, block.stop - block.start)
+    return tally
+
+
+@contextmanager
+def _scenes_file(path: Path | None, head: str) -> Iterator[Callable[[str], None]]:
+    if path is None:
+        yield lambda text: None
+        return
+    with _list_file(path, f'{head}, "scenes": [') as add:
+        yield add
+
+
+@contextmanager
+def _list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
+    """A JSON file whose list's entries are added as text, written whole or not at all."""
+    with _naming(path), atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
+        file.write(head)
+        separator = ""
+
+        def add(text: str) -> None:
+            nonlocal separator
+            file.write(separator + text)
+            separator = ", "
+
+        yield add
+        file.write("]}\n")
+        file.flush()
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an operating system error that names no file, such as a full disk met while writing, name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_image(path: Path, scene: Scene, options: Options) -> None:
+    content = io.BytesIO()
+    Image.fromarray(render(scene, options.width, options.height)).save(content, "PNG", compress_level=1)
+    with _naming(path):
+        write_bytes(path, content.getvalue())
+
+
+def _is_whole_png(path: Path) -> bool:
+    """Whether a picture stands there to its last byte."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(PNG_END), io.SEEK_END)
+            return file.read() == PNG_END
+    except OSError:  # absent, or shorter than a PNG's end
+        return False
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable]:
+    """A `map` that keeps the order, run here or by worker processes."""
+    if workers == 1:
+        yield map
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_ignore_interrupts)
+    try:
+        yield pool.map
+    except BrokenProcessPool as error:
+        raise InputError("a worker process was killed, perhaps for want of memory; try fewer --workers") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C is the parent's to handle; a worker ends its block and is told to go."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _claim(out: Path, options: Options, force: bool) -> None:
+    """Make `out` this data set's directory, or find that it is; `force` clears one made with other options.
+
+    Raises:
+        InputError: `out` holds other things.
+    """
+    record = {"generator": GENERATOR, **asdict(options)}
+    path = out / RECORD
+    if out.exists() and any(out.iterdir()):
+        if not path.exists():
+            raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
+        if read_json(path) == record:
+            return
+        if not force:
+            raise InputError(f"{out}: made with other options (see {RECORD}); choose a new directory or give --force")
+        for part in ("images", "questions", "scenes"):
+            if (out / part).exists():
+                shutil.rmtree(out / part)
+    with _naming(path):
+        write_json(path, record, indent=2)
+
+
+def resolve(preset: str, scene: dict, **given: int | None) -> Options:
+    """A preset's options with those that were given (not None) in their place; `scene` holds those of the rules."""
+    base = PRESETS[preset]
+    rules = replace(base.rules, **{name: value for name, value in scene.items() if value is not None})
+    return replace(base, rules=rules, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,305 @@
+"""Questions about a scene: families of templates become programs that have an answer there, and their sentences.
+
+For every question the wanted answer comes first (the one that its family has given least), then a seeded search for
+phrases that give it. Ill-posed questions never arise (`unique` gets one object), nor degenerate ones: dropping a
+relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Sets of objects
+are integers, as in `executor.py`. Wording is `language.py`, the families `templates.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from iep.programs import prefix_to_json
+from iep.synth.executor import Facts
+from iep.synth.language import word
+from iep.synth.phrases import DESCRIPTIONS, LENGTHS, MENTIONS, WITHIN, Phrase, bits, mentions
+from iep.synth.templates import FAMILIES, Family
+from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
+
+TRIES = 12
+LENGTH_WEIGHTS = (0.08, 0.30, 0.34, 0.22, 0.06)  # how often a description mentions 0, 1, .. 4 attributes
+COUNT_WEIGHTS = tuple(0.7**count for count in range(11))
+YES_NO = ("yes", "no")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: its sentence, answer, program (JSON) and family."""
+
+    text: str
+    answer: str
+    program: tuple[dict, ...]
+    family: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """A scene's facts with the set of objects that fits each of `DESCRIPTIONS`, and the source of chance."""
+
+    facts: Facts
+    fitting: tuple[int, ...]
+    rng: Random
+
+
+def ask(facts: Facts, count: int, rng: Random, tally: Counter) -> list[Question]:
+    """Up to `count` different questions about a scene, of as many families as possible.
+
+    `tally` counts answers per family, `(family, answer)`, and is updated: whoever keeps it over several scenes gets
+    answers that are balanced over them.
+    """
+    search = Search(facts, _fitting(facts), rng)
+    questions: list[Question] = []
+    known: set[tuple[str, ...]] = set()
+    for _ in range(TRIES):
+        for family in rng.sample(FAMILIES, len(FAMILIES)):
+            if len(questions) == count:
+                return questions
+            found = _instantiate(family, search, tally)
+            if found is None or found[1] in known:
+                continue
+            answer, tokens, phrases, extra = found
+            known.add(tokens)
+            tally[family.index, answer] += 1
+            text = word(rng.choice(family.sentences), phrases, extra, rng)
+            questions.append(Question(text, answer, tuple(prefix_to_json(tokens)), family.index))
+    return questions
+
+
+Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
+
+
+def _instantiate(family: Family, search: Search, tally: Counter) -> Found | None:
+    """Answer, prefix tokens, phrases and the union's extra description, or None where the scene allows none."""
+    find = _FINDERS["query" if family.head.startswith("query_") else family.group]
+    for answer in _wanted(family, search, tally):
+        found = find(family, search, answer)
+        if found is not None:
+            return answer, *found
+    return None
+
+
+def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
+    """The family's possible answers, the one most behind its due share first."""
+    kind, _, attribute = family.head.partition("_")
+    if kind == "query":
+        answers, weights = VALUES[attribute], (1,) * 8
+    elif kind == "count":
+        answers, weights = [str(n) for n in range(len(search.facts.objects) + 1)], COUNT_WEIGHTS
+    else:
+        answers, weights = YES_NO, (1, 1)
+    due = {
+        answer: (tally[family.index, answer] + search.rng.random()) / weight
+        for answer, weight in zip(answers, weights, strict=False)
+    }
+    return sorted(due, key=due.__getitem__)
+
+
+def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
+    attribute = family.head.removeprefix("query_")
+    for target in _shuffled(bits(search.facts.having[attribute][answer]), search.rng):
+        phrase = _describe_one(search, target, family.links[0], mentions(family.silent))
+        if phrase is not None:
+            return (family.head, "unique", *phrase.tokens), (phrase,), ()
+    return None
+
+
+def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
+    """A phrase for `exist` and `count`."""
+    accept = _accepts(answer)
+    # "Are there any things?" asks nothing; "How many things are there?" does.
+    shortest = 1 if family.head == "exist" and family.links[0] == 0 else 0
+    longest = 0 if family.bare else 4
+    phrase = _describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
+    return None if phrase is None else ((family.head, *phrase.tokens), (phrase,), ())
+
+
+def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
+    """Two phrases that both add to their union; with `extra`, only those of its objects that have one more value."""
+    silent, wanted = mentions((family.extra,) if family.extra else ()), int(answer)
+    for _ in range(TRIES):
+        value = search.rng.choice(VALUES[family.extra]) if family.extra else None
+        kept = search.facts.having[family.extra][value] if family.extra else search.facts.everything
+        left = _describe_set(search, bool, family.links[0], silent, 1 if family.links[0] == 0 else 0)
+        if left is None:
+            return None
+        ours = left.objects
+
+        def accept(objects: int, ours: int = ours, kept: int = kept) -> bool:
+            adds = objects & ~ours and ours & ~objects
+            return bool(adds) and ((objects | ours) & kept).bit_count() == wanted
+
+        right = _describe_set(search, accept, family.links[1], silent, 1 if family.links[1] == 0 else 0)
+        if right is not None:
+            filters = (f"filter_{family.extra}[{value}]",) if family.extra else ()
+            extra = tuple(value if attribute == family.extra else None for attribute in ATTRIBUTES)
+            return ("count", *filters, "union", *left.tokens, *right.tokens), (left, right), extra
+    return None
+
+
+def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
+    """Two phrases whose numbers of objects compare as wanted; they name different sets, not both empty."""
+    compare = _COMPARE[family.head]
+    for _ in range(TRIES):
+        size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
+        left = _describe_set(search, lambda objects, size=size: min(objects.bit_count(), 3) == size, family.links[0])
+        if left is None:
+            continue
+
+        def accept(objects: int, ours: int = left.objects) -> bool:
+            return objects != ours and compare(ours.bit_count(), objects.bit_count()) == (answer == "yes")
+
+        right = _describe_set(search, accept, family.links[1])
+        if right is not None:
+            return (family.head, *left.tokens_after("count"), *right.tokens_after("count")), (left, right), ()
+    return None
+
+
+def _find_comparison(family: Family, search: Search, answer: str) -> tuple | None:
+    """Phrases for two objects that share the attribute, or do not; neither mentions it."""
+    attribute = family.head.removeprefix("equal_")
+    same, silent = search.facts.same[attribute], mentions(family.silent)
+    pairs = [
+        (left, right)
+        for left in range(len(same))
+        for right in range(len(same))
+        if left != right and (same[left] >> right & 1 == 1) == (answer == "yes")
+    ]
+    for left, right in search.rng.sample(pairs, min(len(pairs), TRIES)):
+        first = _describe_one(search, left, family.links[0], silent)
+        second = first and _describe_one(search, right, family.links[1], silent)
+        if second:
+            ask_for = (f"query_{attribute}", "unique")
+            return (family.head, *first.tokens_after(*ask_for), *second.tokens_after(*ask_for)), (first, second), ()
+    return None
+
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "equal_integer": lambda left, right: left == right,
+    "less_than": lambda left, right: left < right,
+    "greater_than": lambda left, right: left > right,
+}
+
+_FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
+    "query": _find_query,
+    "comparison": _find_comparison,
+    "compare_integer": _find_integers,
+    "single_or": _find_union,
+    **dict.fromkeys(("zero_hop", "one_hop", "two_hop", "three_hop", "single_and", "same_relate"), _find_set),
+}
+
+
+def _accepts(answer: str) -> Callable[[int], bool]:
+    """Whether a set gives the wanted answer to `exist` or `count`."""
+    if answer in YES_NO:
+        return lambda objects: (objects != 0) == (answer == "yes")
+    return lambda objects: objects.bit_count() == int(answer)
+
+
+def _describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
+    """A phrase with this link that names the target alone."""
+    alone = 1 << target
+    within = WITHIN[search.facts.objects[target]]
+    for links, base, weaker in _bases(search, link, target, avoid | alone):
+        options = [
+            d
+            for d in within
+            if not MENTIONS[d] & silent
+            and search.fitting[d] & base == alone
+            and all(search.fitting[d] & other != alone for other in weaker)
+        ]
+        if options:
+            return _phrase(search, options, links, base)
+    return None
+
+
+def _describe_set(
+    search: Search,
+    accept: Callable[[int], bool],
+    link: int | str,
+    silent: int = 0,
+    shortest: int = 0,
+    longest: int = 4,
+) -> Phrase | None:
+    """A phrase with this link that names a set which `accept` accepts."""
+    for links, base, weaker in _bases(search, link, None, 0):
+        options = [
+            d
+            for d, objects in enumerate(search.fitting)
+            if accept(objects & base)
+            and shortest <= LENGTHS[d] <= longest
+            and not MENTIONS[d] & silent
+            and all(objects & other != objects & base for other in weaker)
+        ]
+        if options:
+            return _phrase(search, options, links, base)
+    return None
+
+
+def _phrase(search: Search, options: list[int], links: tuple, base: int) -> Phrase:
+    """A phrase by one of the possible descriptions, as near as can be to a length drawn first."""
+    length = search.rng.choices(range(5), LENGTH_WEIGHTS)[0]
+    nearest = min(abs(LENGTHS[d] - length) for d in options)
+    chosen = search.rng.choice([d for d in options if abs(LENGTHS[d] - length) == nearest])
+    fitting = search.fitting[chosen]
+    other = any(link.startswith("same_") and inner.objects & fitting for link, inner in links)
+    return Phrase(DESCRIPTIONS[chosen], links, fitting & base, other)
+
+
+Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]
+
+
+def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[Base]:
+    """Ways to hang a phrase on the scene: its links, the set they give, and the sets that dropping one would give.
+
+    With a target every set holds it. Objects in `avoid` are not named on the way.
+    """
+    if link == 0:
+        yield (), search.facts.everything, ()
+    elif link == "and":
+        yield from _double_bases(search, target, avoid)
+    else:
+        for token, base, inner in _single_links(search, link, target, avoid):
+            yield ((token, inner),), base, (search.facts.everything,)
+
+
+def _double_bases(search: Search, target: int | None, avoid: int) -> Iterator[Base]:
+    found = list(_single_links(search, 1, target, avoid))
+    for position, (first, left, left_inner) in enumerate(found):
+        for second, right, right_inner in found[position + 1 :]:
+            if left_inner.objects != right_inner.objects and left & right:
+                yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
+
+
+def _single_links(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[tuple[str, int, Phrase]]:
+    """Token of a relation, the set it gives, and the phrase for the one object that it starts from."""
+    facts, hops = search.facts, 1 if isinstance(link, str) else link
+    if isinstance(link, str):
+        tokens, silent = {link: facts.same[link.removeprefix("same_")]}, mentions((link.removeprefix("same_"),))
+    else:
+        tokens, silent = {f"relate[{relation}]": facts.related[relation] for relation in RELATIONS}, 0
+    wanted = 0 if target is None else 1 << target
+    starts = [
+        (token, start, objects)
+        for token, sets in tokens.items()
+        for start, objects in enumerate(sets)
+        if not avoid >> start & 1 and objects & wanted == wanted and (objects or isinstance(link, str))
+    ]
+    for token, start, objects in search.rng.sample(starts, min(len(starts), TRIES)):
+        inner = _describe_one(search, start, hops - 1, silent, avoid)
+        if inner is not None:
+            yield token, objects, inner
+
+
+def _fitting(facts: Facts) -> tuple[int, ...]:
+    """The set of objects that fits each of `DESCRIPTIONS`, in their order."""
+    sets = [facts.everything]
+    for attribute in ATTRIBUTES:
+        having = facts.having[attribute]
+        sets = [objects & mask for objects in sets for mask in (facts.everything, *having.values())]
+    return tuple(sets)
+
+
+def _shuffled(items: list[int], rng: Random) -> list[int]:
+    return rng.sample(items, len(items))

@@ -1,0 +1,225 @@
+"""Random scenes: a seed becomes objects on a plane and the camera that sees them.
+
+Numbers follow the public description of CLEVR (Johnson et al. 2017, section 3.1 and supplement A): positions uniform
+in a square, a gap between objects, a margin along every relation's direction so that none is ambiguous, a minimum of
+visible pixels for every object, a camera whose position is jittered. Drawing the picture is `renderer.py`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from iep.synth.world import COLORS_OF_SHAPE, CUBE_HALF_SIDE, RADIUS, RELATIONS, VALUES
+
+FOCAL = 35 / 32  # focal length over the image's width: Blender's standard camera
+CAMERA = (7.48, -6.51, 5.34)
+CAMERA_JITTER = 0.5
+GAP = 0.25
+MARGIN = 0.4
+PLACE_TRIES = 50
+DIGITS = 6  # of every number in the scenes file
+
+Vector = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class SceneRules:
+    """How scenes are drawn. `spread` is half the side of the square of positions; `distance` scales CLEVR's camera
+    position towards the origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320)."""
+
+    min_objects: int = 3
+    max_objects: int = 10
+    spread: float = 3.0
+    distance: float = 1.0
+    min_visible: float = 200 / (480 * 320)
+    cogent: str | None = None
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A pinhole camera: its position, and unit vectors to the right, up and forwards (into the picture)."""
+
+    position: Vector
+    right: Vector
+    up: Vector
+    forward: Vector
+
+    def project(self, point: Vector, width: int, height: int) -> Vector:
+        """Pixel column, pixel row and depth along the viewing direction of a point of the world."""
+        offset = _minus(point, self.position)
+        depth = _dot(offset, self.forward)
+        scale = FOCAL * width / depth
+        return (
+            width / 2 + scale * _dot(offset, self.right),
+            height / 2 - scale * _dot(offset, self.up),
+            depth,
+        )
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object. `center` is its middle; `rotation` is in degrees about the vertical axis."""
+
+    size: str
+    color: str
+    material: str
+    shape: str
+    center: Vector
+    rotation: float
+
+    @property
+    def extent(self) -> float:
+        """Half the object's height: a sphere's or cylinder's radius, half a cube's side."""
+        return extent(self.size, self.shape)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A camera and the things before it; `light_turn` rotates all lights about the vertical axis (radians)."""
+
+    camera: Camera
+    things: tuple[Thing, ...]
+    light_turn: float
+
+
+def extent(size: str, shape: str) -> float:
+    """Half the height of an object of this size and shape."""
+    return RADIUS[size] * (CUBE_HALF_SIDE if shape == "cube" else 1.0)
+
+
+def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene], list[float]]) -> Scene:
+    """A scene that keeps the rules; draws again until every thing shows `rules.min_visible` of the pixels.
+
+    `visible_share` gives, for a scene, each thing's share of the image's pixels.
+    """
+    count = rng.randint(rules.min_objects, rules.max_objects)
+    while True:
+        camera = _sample_camera(rng, rules)
+        scene = Scene(camera, _place_things(rng, rules, camera, count), math.radians(rng.uniform(-12, 12)))
+        if min(visible_share(scene)) >= rules.min_visible:
+            return scene
+
+
+def directions(camera: Camera) -> dict[str, Vector]:
+    """CLEVR's six directions on the plane as seen by this camera, as unit vectors."""
+    flat = math.hypot(camera.forward[0], camera.forward[1])
+    behind = (camera.forward[0] / flat, camera.forward[1] / flat, 0.0)
+    right = (behind[1], -behind[0], 0.0)
+    return {
+        "right": right,
+        "behind": behind,
+        "above": (0.0, 0.0, 1.0),
+        "below": (0.0, 0.0, -1.0),
+        "left": (-right[0], -right[1], 0.0),
+        "front": (-behind[0], -behind[1], 0.0),
+    }
+
+
+def relationships(scene: Scene) -> dict[str, list[list[int]]]:
+    """For each relation and each thing, the indices of the things that stand so to it: `left[i]` are left of i."""
+    towards = directions(scene.camera)
+    centers = [thing.center for thing in scene.things]
+    return {
+        relation: [
+            [j for j, other in enumerate(centers) if j != i and _dot(_minus(other, center), towards[relation]) > 0]
+            for i, center in enumerate(centers)
+        ]
+        for relation in RELATIONS
+    }
+
+
+def scene_json(scene: Scene, index: int, split: str, width: int, height: int) -> dict:
+    """The scene as one entry of CLEVR's scenes file."""
+    return {
+        "image_index": index,
+        "objects": [_thing_json(thing, scene.camera, width, height) for thing in scene.things],
+        "relationships": relationships(scene),
+        "image_filename": image_filename(split, index),
+        "split": split,
+        "directions": {name: _rounded(vector) for name, vector in directions(scene.camera).items()},
+    }
+
+
+def image_filename(split: str, index: int) -> str:
+    """CLEVR's name of an image."""
+    return f"CLEVR_{split}_{index:06d}.png"
+
+
+def _thing_json(thing: Thing, camera: Camera, width: int, height: int) -> dict:
+    column, row, depth = camera.project(thing.center, width, height)
+    return {
+        "color": thing.color,
+        "size": thing.size,
+        "rotation": round(thing.rotation, DIGITS),
+        "shape": thing.shape,
+        "3d_coords": _rounded(thing.center),
+        "material": thing.material,
+        "pixel_coords": [round(column), round(row), round(depth, DIGITS)],
+    }
+
+
+def _sample_camera(rng: Random, rules: SceneRules) -> Camera:
+    x, y, z = (rules.distance * (c + rng.uniform(-CAMERA_JITTER, CAMERA_JITTER)) for c in CAMERA)
+    length = math.sqrt(x * x + y * y + z * z)
+    forward = (-x / length, -y / length, -z / length)
+    flat = math.hypot(forward[0], forward[1])
+    right = (forward[1] / flat, -forward[0] / flat, 0.0)
+    return Camera((x, y, z), right, _cross(right, forward), forward)
+
+
+def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) -> tuple[Thing, ...]:
+    towards = directions(camera)
+    while True:
+        things: list[Thing] = []
+        for _ in range(count):
+            thing = _place_one(rng, rules, things, (towards["right"], towards["behind"]))
+            if thing is None:
+                break
+            things.append(thing)
+        if len(things) == count:
+            return tuple(things)
+
+
+def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[Vector, Vector]) -> Thing | None:
+    """A thing that keeps gap and margin to those before it, or None when no place was found."""
+    size = rng.choice(VALUES["size"])
+    shape = rng.choice(VALUES["shape"])
+    color = rng.choice(COLORS_OF_SHAPE[rules.cogent][shape])
+    material = rng.choice(VALUES["material"])
+    rotation = 360.0 * rng.random()
+    for _ in range(PLACE_TRIES):
+        x, y = rng.uniform(-rules.spread, rules.spread), rng.uniform(-rules.spread, rules.spread)
+        thing = Thing(size, color, material, shape, (x, y, extent(size, shape)), rotation)
+        if all(_clear_of(thing, other, axes) for other in things):
+            return thing
+    return None
+
+
+def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
+    """Whether two things stand `GAP` apart and differ by `MARGIN` along both axes of the relations."""
+    x, y = thing.center[0] - other.center[0], thing.center[1] - other.center[1]
+    if math.hypot(x, y) < _footprint(thing) + _footprint(other) + GAP:
+        return False
+    return all(abs(x * axis[0] + y * axis[1]) >= MARGIN for axis in axes)
+
+
+def _footprint(thing: Thing) -> float:
+    """Radius of the circle on the ground that holds the thing, however it is turned."""
+    return thing.extent * math.sqrt(2) if thing.shape == "cube" else thing.extent
+
+
+def _rounded(vector: Vector) -> list[float]:
+    return [round(value, DIGITS) + 0.0 for value in vector]
+
+
+def _minus(a: Vector, b: Vector) -> Vector:
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
+def _cross(a: Vector, b: Vector) -> Vector:
+    return (a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0])
