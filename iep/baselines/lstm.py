@@ -40,11 +40,7 @@ class LSTMBaseline(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(num_question_tokens, embedding_dim)
         self.rnn = nn.LSTM(embedding_dim, hidden_dim, num_layers, dropout=dropout, batch_first=True)
-        hidden = [
-            layer
-            for pair in pairwise([hidden_dim, *classifier_dims])
-            for layer in (nn.Linear(*pair), nn.ReLU())
-        ]
+        hidden = [layer for pair in pairwise([hidden_dim, *classifier_dims]) for layer in (nn.Linear(*pair), nn.ReLU())]
         self.classifier = nn.Sequential(*hidden, nn.Linear([hidden_dim, *classifier_dims][-1], num_answers))
 
     def forward(self, questions_BT: Tensor) -> Tensor:

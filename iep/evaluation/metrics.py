@@ -55,9 +55,7 @@ def score(correct_N: np.ndarray, types_N: np.ndarray) -> Scores:
     if len(correct_N) == 0 or len(correct_N) != len(types_N):
         raise ValueError(f"{len(correct_N)} results and {len(types_N)} types, expected as many, at least one")
     right, total = count_types(types_N[correct_N]), count_types(types_N)
-    return Scores(
-        float(correct_N.mean()), {name: right.get(name, 0) / count for name, count in total.items()}
-    )
+    return Scores(float(correct_N.mean()), {name: right.get(name, 0) / count for name, count in total.items()})
 
 
 def exact_match(predicted_NL: np.ndarray, programs_NL: np.ndarray) -> np.ndarray:

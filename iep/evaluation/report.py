@@ -70,12 +70,8 @@ def read_report(path: Path) -> Report:
     for name in ("split", "device", "programs"):
         expect(name, isinstance(content[name], str), "text")
     expect("questions", isinstance(content["questions"], int), "a whole number")
-    expect(
-        "questions_per_second", _is_number(content["questions_per_second"], or_none=True), "a number or null"
-    )
-    expect(
-        "questions_by_type", _is_table(content["questions_by_type"], int), "whole numbers by question type"
-    )
+    expect("questions_per_second", _is_number(content["questions_per_second"], or_none=True), "a number or null")
+    expect("questions_by_type", _is_table(content["questions_by_type"], int), "whole numbers by question type")
     expect("checkpoints", _is_table(content["checkpoints"], str), "file names by part")
     expect("baselines", _is_table(content["baselines"], dict), "scores by name")
     expect("baselines", all(map(_is_scores, content["baselines"].values())), "scores by name")

@@ -1,10 +1,11 @@
 """Question tokens to program tokens: greedily, by sampling or by beam search, in whole minibatches.
 
 Every function returns programs that begin with `<START>`, end with `<END>` and are padded with `<NULL>` on
-the right. `max_length` counts all tokens, `<START>` and `<END>` too; a program that has not ended by then is
-cut off there, without `<END>`. The matrix is as wide as its longest program. Sampling and beam search never
-choose `<NULL>` or `<START>` (the other tokens' probabilities are scaled up to sum to one), so that padding is
-always padding; greedy decoding takes the greatest logit whatever it is, as the original toolkit does.
+the right. `max_length` counts all tokens, `<START>` and `<END>` too; greedily and by sampling, a program that
+has not ended by then is cut off there, without `<END>`. The matrix is as wide as its longest program.
+Sampling and beam search never choose `<NULL>` or `<START>` (the other tokens' probabilities are scaled up to
+sum to one), so that padding is always padding; greedy decoding takes the greatest logit whatever it is, as
+the original toolkit does.
 
 Legend: B examples, T question tokens, L program tokens, V program vocabulary, K beams, H hidden units.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from iep.program_generator.encoder import trim
 from iep.program_generator.seq2seq import Seq2Seq, State
 from iep.vocab import END, NULL, START
 
@@ -24,15 +26,14 @@ def _check_max_length(max_length: int) -> None:
 
 
 def _program_log_softmax(logits: Tensor) -> Tensor:
-    """Log probabilities over the last dimension, with none for `<NULL>` and `<START>`."""
+    """Log probabilities over the last dimension, minus infinity for `<NULL>` and `<START>`; at least float32."""
     never = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     never[NULL] = never[START] = True
-    return logits.float().masked_fill(never, -torch.inf).log_softmax(-1)
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return precise.masked_fill(never, -torch.inf).log_softmax(-1)
 
 
-def _unroll(
-    model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
     """(B, L) programs whose every next token is `choose(logits_BV)`, until all rows have ended."""
     previous_B = encoding_BH.new_full((len(encoding_BH),), START, dtype=torch.long)
     finished_B = torch.zeros_like(previous_B, dtype=torch.bool)
@@ -104,11 +105,12 @@ def sample(
 def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) -> tuple[Tensor, Tensor]:
     """Likeliest programs by beam search over the whole minibatch.
 
-    Each question keeps its `beam_size` likeliest hypotheses; one that has reached `<END>` stays among them
-    with its score as it is. Scores are not normalised by length: what is sought is the most probable program.
-    Search stops when every question's best hypothesis has ended, as scores only fall. At `max_length` a
-    program that has ended is preferred to one that is cut off. `beam_size=1` is greedy decoding without
-    `<NULL>` and `<START>`.
+    At every step each question keeps the `beam_size` likeliest hypotheses. One that reaches `<END>` leaves its
+    place, and the likeliest of those that have left is the result. Scores are not normalised by length: what is
+    sought is the most probable program that ends within `max_length`. The last token is `<END>` there
+    whatever its probability, so no program is cut off. Search stops as soon as no hypothesis can overtake the
+    ended ones, as scores only fall. A beam of 1 gives greedy decoding's programs, where those end and hold no
+    `<NULL>` or `<START>`.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats.
@@ -121,30 +123,32 @@ def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) 
         raise ValueError(f"beam_size is {beam_size}, expected at least 1")
     B, K = len(questions_BT), beam_size
     encoding = model.encode(questions_BT).repeat_interleave(K, dim=0)  # (B * K, H)
-    programs_BKL = torch.full((B, K, 1), START, device=encoding.device)
-    scores_BK = torch.full((B, K), -torch.inf, device=encoding.device)
-    scores_BK[:, 0] = 0.0  # the K hypotheses begin alike: only the first may branch
-    finished_BK = torch.zeros(B, K, dtype=torch.bool, device=encoding.device)
+    device = encoding.device
+    rows_B = torch.arange(B, device=device)
+    programs_BKL = torch.full((B, K, max_length), NULL, device=device)
+    programs_BKL[:, :, 0] = START
+    scores_BK = torch.full((B, K), -torch.inf, device=device)  # minus infinity: the place is empty
+    scores_BK[:, 0] = 0.0
+    best_B, best_BL = torch.full((B,), -torch.inf, device=device), programs_BKL[:, 0]
     state: State | None = None
-    while programs_BKL.shape[2] < max_length and not finished_BK[:, 0].all():
-        logits, state = model.decode(encoding, programs_BKL[:, :, -1].reshape(B * K, 1), state)
+    for t in range(1, max_length):
+        if (scores_BK.amax(1) <= best_B).all():
+            break
+        logits, state = model.decode(encoding, programs_BKL[:, :, t - 1].reshape(B * K, 1), state)
         steps_BKV = _program_log_softmax(logits).view(B, K, -1)
         V = steps_BKV.shape[2]
-        # A hypothesis that has ended goes on with padding alone, at no cost.
-        steps_BKV.masked_fill_(finished_BK.unsqueeze(2), -torch.inf)
-        steps_BKV[..., NULL].masked_fill_(finished_BK, 0.0)
+        if t == max_length - 1:
+            steps_BKV = steps_BKV.masked_fill(torch.arange(V, device=device) != END, -torch.inf)
         scores_BK, chosen_BK = (scores_BK.unsqueeze(2) + steps_BKV).flatten(1).topk(K, dim=1)
         parents_BK, tokens_BK = chosen_BK // V, chosen_BK % V
-        programs_BKL = programs_BKL.gather(1, parents_BK.unsqueeze(2).expand(-1, -1, programs_BKL.shape[2]))
-        programs_BKL = torch.cat([programs_BKL, tokens_BK.unsqueeze(2)], dim=2)
-        finished_BK = finished_BK.gather(1, parents_BK) | (tokens_BK == END)
-        rows = (parents_BK + torch.arange(B, device=parents_BK.device).unsqueeze(1) * K).flatten()
-        state = (state[0][:, rows], state[1][:, rows])
-    ended_BK = finished_BK & scores_BK.isfinite()
-    best_B = torch.where(ended_BK.any(1), scores_BK.where(ended_BK, -torch.inf).argmax(1), 0)
-    rows_B = torch.arange(B, device=best_B.device)
-    return _without_padding(programs_BKL[rows_B, best_B]), scores_BK[rows_B, best_B]
+        programs_BKL = programs_BKL[rows_B.unsqueeze(1), parents_BK]
+        programs_BKL[:, :, t] = tokens_BK
+        flat = (rows_B.unsqueeze(1) * K + parents_BK).flatten()
+        state = (state[0][:, flat], state[1][:, flat])
 
-
-def _without_padding(programs_BL: Tensor) -> Tensor:
-    return programs_BL[:, : max(1, int((programs_BL != NULL).any(0).sum()))]
+        ended_B, place_B = scores_BK.masked_fill(tokens_BK != END, -torch.inf).max(1)
+        better_B = ended_B > best_B
+        best_B = torch.where(better_B, ended_B, best_B)
+        best_BL = torch.where(better_B.unsqueeze(1), programs_BKL[rows_B, place_B], best_BL)
+        scores_BK = scores_BK.masked_fill(tokens_BK == END, -torch.inf)
+    return trim(best_BL), best_B

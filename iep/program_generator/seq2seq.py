@@ -50,9 +50,7 @@ class Seq2Seq(nn.Module):
         """(B, H) encodings: the top layer's state at each question's last token that is not `<NULL>`."""
         return encoder.encode(self.encoder_embed, self.encoder_rnn, questions_BT)
 
-    def decode(
-        self, encoding_BH: Tensor, programs_BL: Tensor, state: State | None = None
-    ) -> tuple[Tensor, State]:
+    def decode(self, encoding_BH: Tensor, programs_BL: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Read program tokens; after each one, predict the next.
 
         Args:

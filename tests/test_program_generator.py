@@ -1,0 +1,185 @@
+"""The generator's network against an LSTM written out by hand, one question and one token at a time."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
+
+from iep.program_generator import encoder
+from iep.program_generator.decode import greedy
+from iep.program_generator.seq2seq import Seq2Seq
+from iep.vocab import END, NULL, START
+
+LayerStates = list[tuple[Tensor, Tensor]]  # (hidden, cell) of every layer
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
+    """A small generator in float64 with weights large enough to tell questions apart."""
+    torch.manual_seed(seed)
+    sizes = {"num_question_tokens": 9, "num_program_tokens": 8, "embedding_dim": 5, "hidden_dim": 6}
+    model = Seq2Seq(**(sizes | kwargs)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def pad_rows(rows: list[list[int]]) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
+
+
+def random_rows(count: int, num_tokens: int, longest: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest - 1, (count,), generator=generator).tolist()
+    return [[START, *torch.randint(3, num_tokens, (n,), generator=generator).tolist(), END] for n in lengths]
+
+
+def naive_lstm_step(rnn: nn.LSTM, x: Tensor, state: LayerStates) -> LayerStates:
+    """One step of a stacked LSTM on vectors, from its equations."""
+    new_state = []
+    for layer, (hidden, cell) in enumerate(state):
+        weight_ih, weight_hh, bias_ih, bias_hh = (
+            getattr(rnn, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        gates = weight_ih @ x + bias_ih + weight_hh @ hidden + bias_hh
+        update, forget, candidate, output = gates.chunk(4)
+        cell = forget.sigmoid() * cell + update.sigmoid() * candidate.tanh()
+        x = output.sigmoid() * cell.tanh()
+        new_state.append((x, cell))
+    return new_state
+
+
+def zero_state(model: Seq2Seq) -> LayerStates:
+    zeros = model.decoder_linear.weight.new_zeros(model.encoder_rnn.hidden_size)
+    return [(zeros, zeros)] * model.encoder_rnn.num_layers
+
+
+def naive_encoding(model: Seq2Seq, question: list[int]) -> Tensor:
+    state = zero_state(model)
+    for token in question:
+        state = naive_lstm_step(model.encoder_rnn, model.encoder_embed.weight[token], state)
+    return state[-1][0]
+
+
+def naive_logits(model: Seq2Seq, question: list[int], program: list[int]) -> Tensor:
+    """(len(program), V) logits of the token after each program token."""
+    encoding, state, logits = naive_encoding(model, question), zero_state(model), []
+    for token in program:
+        x = torch.cat([encoding, model.decoder_embed.weight[token]])
+        state = naive_lstm_step(model.decoder_rnn, x, state)
+        logits.append(model.decoder_linear.weight @ state[-1][0] + model.decoder_linear.bias)
+    return torch.stack(logits)
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+QUESTIONS = random_rows(7, 9, 9, seed=1)
+PROGRAMS = random_rows(7, 8, 8, seed=2)
+
+
+def test_parameters_have_the_original_toolkits_names_and_shapes():
+    shapes = {name: tuple(value.shape) for name, value in Seq2Seq(93, 44).state_dict().items()}
+    lstm = {
+        "weight_hh_l0": (1024, 256),
+        "bias_ih_l0": (1024,),
+        "bias_hh_l0": (1024,),
+        "weight_ih_l1": (1024, 256),
+        "weight_hh_l1": (1024, 256),
+        "bias_ih_l1": (1024,),
+        "bias_hh_l1": (1024,),
+    }
+    assert shapes == {
+        "encoder_embed.weight": (93, 300),
+        "encoder_rnn.weight_ih_l0": (1024, 300),
+        **{f"encoder_rnn.{name}": shape for name, shape in lstm.items()},
+        "decoder_embed.weight": (44, 300),
+        "decoder_rnn.weight_ih_l0": (1024, 556),
+        **{f"decoder_rnn.{name}": shape for name, shape in lstm.items()},
+        "decoder_linear.weight": (44, 256),
+        "decoder_linear.bias": (44,),
+    }
+
+
+def test_logits_match_lstm_equations_one_question_at_a_time():
+    model = make_model()
+    logits = model(pad_rows(QUESTIONS), pad_rows(PROGRAMS))
+    for row, (question, program) in enumerate(zip(QUESTIONS, PROGRAMS, strict=True)):
+        torch.testing.assert_close(logits[row, : len(program) - 1], naive_logits(model, question, program[:-1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loss_and_every_gradient_match_lstm_equations(device):
+    model = make_model().to(device)
+    losses = [
+        cross_entropy(
+            naive_logits(model, question, program[:-1]),
+            torch.tensor(program[1:], device=device),
+            reduction="sum",
+        )
+        for question, program in zip(QUESTIONS, PROGRAMS, strict=True)
+    ]
+    expected = torch.stack(losses).sum() / sum(len(program) - 1 for program in PROGRAMS)
+    loss = model.loss(pad_rows(QUESTIONS).to(device), pad_rows(PROGRAMS).to(device))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients(model, loss), gradients(model, expected))
+
+
+def test_more_padding_on_the_right_changes_nothing():
+    model = make_model()
+    questions, programs = pad_rows(QUESTIONS), pad_rows(PROGRAMS)
+    wider_questions, wider_programs = pad(questions, (0, 11)), pad(programs, (0, 6))
+    torch.testing.assert_close(model.encode(wider_questions), model.encode(questions))
+    torch.testing.assert_close(model.loss(wider_questions, wider_programs), model.loss(questions, programs))
+    alone = torch.stack([model.encode(torch.tensor([row]))[0] for row in QUESTIONS])
+    torch.testing.assert_close(model.encode(questions), alone)
+
+
+def test_a_question_of_padding_alone_has_an_encoding_that_does_not_depend_on_its_width():
+    model = make_model()
+    short, wide = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)
+    torch.testing.assert_close(model.encode(wide), model.encode(short))
+    beside_another = pad_rows([[NULL], [START, 4, 5, END]])
+    torch.testing.assert_close(model.encode(beside_another)[:1], model.encode(short))
+
+
+def test_lengths_count_up_to_the_last_real_token_and_trim_drops_the_rest():
+    tokens = torch.tensor([[1, 4, NULL, 5, NULL, NULL], [1, NULL, NULL, NULL, NULL, NULL]])
+    assert encoder.lengths(tokens).tolist() == [4, 1]
+    assert encoder.trim(tokens).tolist() == tokens[:, :4].tolist()
+    assert encoder.trim(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 1)
+    assert encoder.trim(tokens[:0]).shape == (0, 1)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 0), (2, 3, 4)])
+def test_tokens_that_are_no_matrix_are_refused_with_their_shape(shape):
+    with pytest.raises(ValueError, match=r"expected \(examples, tokens\)") as caught:
+        make_model().encode(torch.zeros(shape, dtype=torch.long))
+    assert str(shape) in str(caught.value)
+
+
+def test_teacher_forcing_calls_each_lstm_once():
+    model, calls = make_model(), []
+    for name in ("encoder_rnn", "decoder_rnn"):
+        getattr(model, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    model.loss(pad_rows(QUESTIONS), pad_rows(PROGRAMS))
+    assert calls == ["encoder_rnn", "decoder_rnn"]
+
+
+def test_a_generator_learns_to_copy():
+    torch.manual_seed(0)
+    model = Seq2Seq(8, 8, embedding_dim=16, hidden_dim=48, num_layers=1)
+    rows = pad_rows(random_rows(3000, 8, 6, seed=3))
+    train, held_out = rows[:2600], rows[2600:]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(250):
+        batch = train[step * 100 % 2600 : step * 100 % 2600 + 100]
+        optimizer.zero_grad()
+        model.loss(batch, batch).backward()
+        optimizer.step()
+    copied = (greedy(model, held_out, max_length=rows.shape[1]) == held_out).all(1)
+    assert copied.float().mean() >= 0.99

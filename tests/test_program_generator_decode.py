@@ -1,0 +1,250 @@
+"""Whole-minibatch decoding against loops over single questions and against all programs there are."""
+
+from copy import deepcopy
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from test_program_generator import (
+    DEVICES,
+    QUESTIONS,
+    gradients,
+    make_model,
+    naive_logits,
+    pad_rows,
+    random_rows,
+)
+from torch import Tensor
+from torch.nn.functional import pad
+
+from iep.program_generator.decode import beam, greedy, sample
+from iep.program_generator.seq2seq import Seq2Seq
+from iep.vocab import END, NULL, START
+
+NUM_TOKENS = 6  # the special tokens and two more
+LETTERS = (3, 4, 5)  # tokens other than <END> that a program may hold
+
+
+@cache
+def trained_decoder(seed: int) -> Seq2Seq:
+    """A generator trained just long enough to give different questions different programs, without certainty."""
+    model = make_model(seed, num_program_tokens=NUM_TOKENS)
+    programs = pad_rows(random_rows(len(QUESTIONS), NUM_TOKENS, 7, seed=seed + 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.loss(pad_rows(QUESTIONS), programs).backward()
+        optimizer.step()
+    return model
+
+
+def make_decoder(seed: int = 0, end_bias: float = 0.0) -> Seq2Seq:
+    model = deepcopy(trained_decoder(seed))
+    with torch.no_grad():
+        model.decoder_linear.bias[END] += end_bias
+    return model
+
+
+def never_special(model: Seq2Seq) -> Seq2Seq:
+    """The same model with no probability to speak of for `<NULL>` and `<START>`."""
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] = -1e4
+    return model
+
+
+def unpadded(programs_BL: Tensor) -> list[list[int]]:
+    return [[token for token in row if token != NULL] for row in programs_BL.tolist()]
+
+
+def naive_greedy(model: Seq2Seq, question: list[int], max_length: int) -> list[int]:
+    program = [START]
+    while len(program) < max_length and program[-1] != END:
+        program.append(int(naive_logits(model, question, program)[-1].argmax()))
+    return program
+
+
+def naive_log_prob(model: Seq2Seq, question: list[int], program: list[int], temperature: float = 1.0) -> Tensor:
+    """Log probability of a program's tokens after `<START>`, where none can be `<NULL>` or `<START>`."""
+    logits = naive_logits(model, question, program[:-1])[:, 2:] / temperature
+    return sum(row.log_softmax(0)[token - 2] for row, token in zip(logits, program[1:], strict=True))
+
+
+def all_programs(max_length: int) -> list[list[int]]:
+    """Every program that decoding can give: ended, or cut off at `max_length`."""
+    steps = max_length - 1
+    ended = [[START, *body, END] for n in range(steps) for body in product(LETTERS, repeat=n)]
+    return ended + [[START, *body] for body in product(LETTERS, repeat=steps)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_matches_a_loop_over_single_questions(seed, device):
+    model = never_special(make_decoder(seed)).to(device)
+    programs = greedy(model, pad_rows(QUESTIONS).to(device), max_length=7)
+    expected = [naive_greedy(model, question, 7) for question in QUESTIONS]
+    assert unpadded(programs) == expected
+    assert len({tuple(program) for program in expected}) > 2, "the case should hold different programs"
+
+
+def test_greedy_takes_the_greatest_logit_even_of_null():
+    model = make_decoder()
+    with torch.no_grad():
+        model.decoder_linear.bias[NULL] = 1e4
+    assert greedy(model, pad_rows(QUESTIONS), max_length=4).tolist() == [[START, NULL, NULL, NULL]] * 7
+
+
+def test_programs_are_null_after_end_and_as_wide_as_the_longest():
+    programs, _ = sample(make_decoder(), pad_rows(QUESTIONS * 40), 9, generator=torch.Generator().manual_seed(0))
+    after_end = (programs == END).cumsum(1) - (programs == END).long() > 0
+    assert (programs[:, 0] == START).all()
+    assert (programs[after_end] == NULL).all()
+    assert not (programs[~after_end] == NULL).any()
+    assert (programs[:, -1] != NULL).any()
+
+
+def test_max_length_counts_start_and_end():
+    ends_at_once, questions = make_decoder(end_bias=1e4), pad_rows(QUESTIONS)
+    for decode in (greedy, lambda *args: sample(*args)[0], lambda m, q, n: beam(m, q, 3, n)[0]):
+        assert decode(ends_at_once, questions, 2).tolist() == [[START, END]] * 7
+        assert decode(ends_at_once, questions, 30).tolist() == [[START, END]] * 7
+
+
+def test_a_program_that_does_not_end_is_cut_off_but_by_beam_search_made_to_end():
+    never_ends, questions = never_special(make_decoder(end_bias=-1e3)), pad_rows(QUESTIONS)
+    for decode in (greedy, lambda *args: sample(*args)[0]):
+        programs = decode(never_ends, questions, 5)
+        assert programs.shape == (7, 5)
+        assert not ((programs == END) | (programs == NULL)).any()
+    programs, scores = beam(never_ends, questions, 3, 5)
+    assert ((programs == END).sum(1) == 1).all()
+    assert (scores < -900).all()
+
+
+def test_decoding_does_not_depend_on_padding_or_on_the_questions_beside():
+    model, questions = never_special(make_decoder(1)), pad_rows(QUESTIONS)
+    for decode in (greedy, lambda m, q, n: beam(m, q, 3, n)[0]):
+        together = unpadded(decode(model, questions, 6))
+        assert unpadded(decode(model, pad(questions, (0, 9)), 6)) == together
+        assert [unpadded(decode(model, torch.tensor([row]), 6))[0] for row in QUESTIONS] == together
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beam_of_one_is_greedy(seed):
+    model, questions = never_special(make_decoder(seed, end_bias=1.0)), pad_rows(QUESTIONS)
+    programs, scores = beam(model, questions, beam_size=1, max_length=30)
+    assert torch.equal(programs, greedy(model, questions, max_length=30))
+    expected = [naive_log_prob(model, q, p) for q, p in zip(QUESTIONS, unpadded(programs), strict=True)]
+    torch.testing.assert_close(scores, torch.stack(expected).detach())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("beam_size", "max_length"), [(NUM_TOKENS, 4), (200, 6)])
+@pytest.mark.parametrize("end_bias", [0.0, -2.0, -4.0])
+def test_a_beam_that_holds_every_prefix_finds_the_likeliest_program_of_all(beam_size, max_length, end_bias, device):
+    model = make_decoder(3, end_bias).to(device)
+    programs, scores = beam(model, pad_rows(QUESTIONS).to(device), beam_size, max_length)
+    for question, program, score in zip(QUESTIONS, unpadded(programs), scores, strict=True):
+        with torch.no_grad():
+            ended = [candidate for candidate in all_programs(max_length) if candidate[-1] == END]
+            log_probs = {tuple(p): naive_log_prob(model, question, p).item() for p in ended}
+        assert tuple(program) == max(log_probs, key=log_probs.__getitem__)
+        assert score.item() == pytest.approx(log_probs[tuple(program)])
+
+
+def test_a_wider_beam_finds_programs_that_greedy_decoding_misses():
+    model, questions = never_special(make_decoder(2)), pad_rows(QUESTIONS)
+    narrow, wide = (beam(model, questions, beam_size, max_length=8)[1] for beam_size in (1, 8))
+    assert (wide >= narrow - 1e-9).all()
+    assert (wide > narrow + 1e-3).any()
+
+
+def test_beam_never_chooses_null_or_start():
+    model = make_decoder()
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] = 50.0
+    programs, scores = beam(model, pad_rows(QUESTIONS), 4, max_length=6)
+    assert all(START not in row[1:] for row in unpadded(programs))
+    expected = [naive_log_prob(model, q, p) for q, p in zip(QUESTIONS, unpadded(programs), strict=True)]
+    torch.testing.assert_close(scores, torch.stack(expected).detach())
+
+
+def test_sampled_programs_occur_as_often_as_their_probabilities_say():
+    model, draws = make_decoder(2, end_bias=1.0), 20_000
+    with torch.no_grad():
+        model.decoder_linear.bias[[NULL, START]] = 5.0  # likely tokens that sampling must leave out
+    for temperature in (1.0, 3.0):
+        generator = torch.Generator().manual_seed(5)
+        questions = torch.tensor([QUESTIONS[0]]).expand(draws, -1)
+        programs, _ = sample(model, questions, 4, temperature, generator)
+        drawn = unpadded(programs)
+        possible = all_programs(4)
+        assert all(program in possible for program in drawn)
+        probs = torch.stack([naive_log_prob(model, QUESTIONS[0], p, temperature) for p in possible]).exp()
+        assert probs.sum().item() == pytest.approx(1.0)
+        counts = torch.tensor([drawn.count(program) for program in possible])
+        expected = probs.detach() * draws
+        often = expected >= 5
+        chi_square = ((counts - expected)[often] ** 2 / expected[often]).sum()
+        degrees = int(often.sum()) - 1
+        # Four standard deviations above the mean of the chi-square distribution.
+        assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
+        assert abs((counts - expected)[~often].sum()) < 5 * (expected[~often].sum() + 1) ** 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_log_probs_and_reinforce_gradients_match_a_naive_loop(temperature, device):
+    model = make_decoder(4, end_bias=1.0).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    questions = pad_rows(QUESTIONS).to(device)
+    programs, log_probs = sample(model, questions, 6, temperature, generator)
+    lengths = {len(program) for program in unpadded(programs)}
+    assert len(lengths) > 1, "the case should hold programs of different lengths"
+    rows = zip(QUESTIONS, unpadded(programs), strict=True)
+    naive = torch.stack([naive_log_prob(model, question, program, temperature) for question, program in rows])
+    torch.testing.assert_close(log_probs, naive)
+    advantages = torch.linspace(-1, 1, len(QUESTIONS), dtype=torch.float64, device=device)
+    surrogate, naive_surrogate = (-(advantages * values).mean() for values in (log_probs, naive))
+    torch.testing.assert_close(gradients(model, surrogate), gradients(model, naive_surrogate))
+
+
+def test_sampling_at_a_low_temperature_is_greedy():
+    model, questions = never_special(make_decoder(1)), pad_rows(QUESTIONS)
+    programs, log_probs = sample(model, questions, 6, temperature=1e-5)
+    assert torch.equal(programs, greedy(model, questions, max_length=6))
+    torch.testing.assert_close(log_probs, torch.zeros_like(log_probs))
+
+
+def test_sampling_follows_its_generator():
+    model, questions = make_decoder(), pad_rows(QUESTIONS * 10)
+    first, again, other = (
+        sample(model, questions, 6, generator=torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_sampling_encodes_each_question_once_and_scores_in_one_call():
+    model, lengths, encoded = make_decoder(end_bias=-1e4), [], []
+    model.encoder_rnn.register_forward_hook(lambda *_: encoded.append(1))
+    model.decoder_rnn.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+    sample(model, pad_rows(QUESTIONS), max_length=6)
+    assert len(encoded) == 1
+    assert lengths == [1] * 5 + [5]
+
+
+@pytest.mark.parametrize(
+    ("decode", "message"),
+    [
+        (lambda m, q: greedy(m, q, 1), "max_length is 1"),
+        (lambda m, q: sample(m, q, 1), "max_length is 1"),
+        (lambda m, q: beam(m, q, 3, 1), "max_length is 1"),
+        (lambda m, q: beam(m, q, 0, 5), "beam_size is 0"),
+        (lambda m, q: sample(m, q, 5, temperature=0.0), r"temperature is 0\.0"),
+        (lambda m, q: sample(m, q, 5, temperature=float("nan")), "temperature is nan"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(decode, message):
+    with pytest.raises(ValueError, match=message):
+        decode(make_decoder(), pad_rows(QUESTIONS))
