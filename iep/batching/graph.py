@@ -24,7 +24,8 @@ class Graph:
     arguments, at least one.
 
     Raises:
-        ValueError: the arrays' lengths differ, a node takes a later node's result, or a root is not a slot.
+        ValueError: the arrays' lengths differ, a node takes nothing or a later node's result, nodes of one op
+            take different numbers of arguments, or a root is not a slot.
     """
 
     num_inputs: int
@@ -43,17 +44,22 @@ class Graph:
                 f"a graph's op, args and example have lengths {len(self.op)}, {len(self.args)} and "
                 f"{len(self.example)}, expected the same"
             )
-        late = self.args.max(axis=1, initial=-1) >= self.num_inputs + np.arange(self.num_nodes)
-        if late.any():
-            node = int(np.argmax(late))
-            raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots below its own")
-        if (
-            len(self.roots)
-            and not 0 <= self.roots.min() <= self.roots.max() < self.num_inputs + self.num_nodes
-        ):
+        own_slot = self.num_inputs + np.arange(self.num_nodes)
+        bad = (self.args[:, :1] < 0).any(axis=1) | (self.args >= own_slot[:, None]).any(axis=1)
+        if bad.any():
+            node = int(np.argmax(bad))
+            raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
+        arity = (self.args >= 0).sum(axis=1)
+        _, first, kind = np.unique(self.op, return_index=True, return_inverse=True)
+        odd = arity != arity[first][kind]
+        if odd.any():
+            node = int(np.argmax(odd))
             raise ValueError(
-                f"roots {self.roots} are not all slots 0 to {self.num_inputs + self.num_nodes - 1}"
+                f"node {node} has arguments {self.args[node]}, but other nodes of op {self.op[node]} have "
+                f"{arity[first][kind][node]}"
             )
+        if len(self.roots) and not 0 <= self.roots.min() <= self.roots.max() < self.num_inputs + self.num_nodes:
+            raise ValueError(f"roots {self.roots} are not all slots 0 to {self.num_inputs + self.num_nodes - 1}")
 
     @property
     def num_nodes(self) -> int:
@@ -152,11 +158,11 @@ def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.nd
 
 
 def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each position's arguments begin, (M, greatest arity) with -1 after the last, and where it ends, (M,).
+    """Where each position's arguments begin, (M, greatest arity) with -1 after the last, and it ends, (M,).
 
-    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees, so
-    that none lowers it by more than one: the subtree at i ends, and the next begins, where that number first
-    falls to one less than it was before i.
+    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees,
+    so that none lowers it by more than one: the subtree at i ends, and the next begins, where that number
+    first falls to one less than it was before i.
     """
     count = len(arity_M)
     level = np.zeros(count + 1, dtype=np.int64)

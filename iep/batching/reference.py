@@ -46,6 +46,4 @@ def _run_tree(
         return input_value
     if arity(token) == 0:
         return run(token, input_value)
-    return run(
-        token, *[_run_tree(tokens, arity, run, input_value, leaf, leaf_is_input) for _ in range(arity(token))]
-    )
+    return run(token, *[_run_tree(tokens, arity, run, input_value, leaf, leaf_is_input) for _ in range(arity(token))])

@@ -69,7 +69,7 @@ def make_stem(
         layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1, stride=stride, bias=not norm))
         if norm:
             layers.append(nn.BatchNorm2d(after))
-        layers.append(nn.ReLU())
+        layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)
 
 
@@ -104,18 +104,14 @@ def make_pixel_stem(
     """
     patch = round((feature_dim / 3) ** 0.5)
     if 3 * patch * patch != feature_dim:
-        raise ValueError(
-            f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels"
-        )
+        raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
     halvings = (patch * stride).bit_length() - 1
     if patch * stride != 2**halvings:
-        raise ValueError(
-            f"patches of {patch} pixels and a stride of {stride} are not a power of two together"
-        )
+        raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
     if len(widths) + 1 < halvings:
         raise ValueError(
-            f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected at "
-            f"least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
+            f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
+            f"{halvings} or more to halve patches of {patch} pixels to a stride of {stride}"
         )
     strides = [2] * halvings + [1] * (len(widths) + 1 - halvings)
     return nn.Sequential(nn.PixelShuffle(patch), *make_stem(3, widths, out_dim, strides, norm, coordinates))
