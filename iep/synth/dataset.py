@@ -9,6 +9,7 @@ asked `questions.py`.
 import io
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 from collections import Counter
@@ -23,7 +24,7 @@ from random import Random
 from PIL import Image
 
 from iep.errors import InputError
-from iep.files import atomic_path, read_json, write_bytes, write_json
+from iep.files import atomic_path, read_json, write_json
 from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
 from iep.synth.questions import Question, ask
@@ -228,8 +229,16 @@ def _naming(path: Path) -> Iterator[None]:
 def _write_image(path: Path, scene: Scene, options: Options) -> None:
     content = io.BytesIO()
     Image.fromarray(render(scene, options.width, options.height)).save(content, "PNG", compress_level=1)
-    with _naming(path):
-        write_bytes(path, content.getvalue())
+    # Not flushed to disk one by one, which would cost more than drawing them: a picture that a power cut left short
+    # is found by its end, and made again.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with _naming(path):
+            temporary.write_bytes(content.getvalue())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _is_whole_png(path: Path) -> bool:
@@ -288,5 +297,6 @@ def _claim(out: Path, options: Options, force: bool) -> None:
 def resolve(preset: str, scene: dict, **given: int | None) -> Options:
     """A preset's options with those that were given (not None) in their place; `scene` holds those of the rules."""
     base = PRESETS[preset]
-    rules = replace(base.rules, **{name: value for name, value in scene.items() if value is not None})
-    return replace(base, rules=rules, **{name: value for name, value in given.items() if value is not None})
+    options = replace(base, **{name: value for name, value in given.items() if value is not None})
+    rules = {name: value for name, value in scene.items() if value is not None}
+    return replace(options, rules=replace(base.rules, aspect=options.width / options.height, **rules))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
+
 from iep.programs import prefix_to_json
 from iep.synth.executor import Facts
 from iep.synth.language import word
@@ -19,9 +21,16 @@ from iep.synth.templates import FAMILIES, Family
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 TRIES = 12
-LENGTH_WEIGHTS = (0.08, 0.30, 0.34, 0.22, 0.06)  # how often a description mentions 0, 1, .. 4 attributes
-COUNT_WEIGHTS = tuple(0.7**count for count in range(11))
+LENGTH_WEIGHTS = (0.05, 0.21, 0.32, 0.28, 0.14)  # how often a description mentions 0, 1, .. 4 attributes
+COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are seldom possible anyway
 YES_NO = ("yes", "no")
+LEAD = 1  # an answer of two that is further ahead within its family waits for the other
+
+# Accepts some of many sets: (D,) sets as integers -> (D,) booleans, D descriptions.
+Accept = Callable[[np.ndarray], np.ndarray]
+_LENGTHS_D = np.array(LENGTHS)
+_MENTIONS_D = np.array(MENTIONS)
+_SIZES = np.array([objects.bit_count() for objects in range(1 << 10)])  # of every set of at most 10 objects
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Search:
 
     facts: Facts
     fitting: tuple[int, ...]
+    fitting_D: np.ndarray
     rng: Random
 
 
@@ -49,7 +59,8 @@ def ask(facts: Facts, count: int, rng: Random, tally: Counter) -> list[Question]
     `tally` counts answers per family, `(family, answer)`, and is updated: whoever keeps it over several scenes gets
     answers that are balanced over them.
     """
-    search = Search(facts, _fitting(facts), rng)
+    fitting = _fitting(facts)
+    search = Search(facts, fitting, np.array(fitting), rng)
     questions: list[Question] = []
     known: set[tuple[str, ...]] = set()
     for _ in range(TRIES):
@@ -93,7 +104,10 @@ def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
         answer: (tally[family.index, answer] + search.rng.random()) / weight
         for answer, weight in zip(answers, weights, strict=False)
     }
-    return sorted(due, key=due.__getitem__)
+    order = sorted(due, key=due.__getitem__)
+    if answers is YES_NO and tally[family.index, order[1]] > tally[family.index, order[0]] + LEAD:
+        return order[:1]
+    return order
 
 
 def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
@@ -121,14 +135,14 @@ def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
     for _ in range(TRIES):
         value = search.rng.choice(VALUES[family.extra]) if family.extra else None
         kept = search.facts.having[family.extra][value] if family.extra else search.facts.everything
-        left = _describe_set(search, bool, family.links[0], silent, 1 if family.links[0] == 0 else 0)
+        left = _describe_set(search, _some, family.links[0], silent, 1 if family.links[0] == 0 else 0)
         if left is None:
             return None
         ours = left.objects
 
-        def accept(objects: int, ours: int = ours, kept: int = kept) -> bool:
-            adds = objects & ~ours and ours & ~objects
-            return bool(adds) and ((objects | ours) & kept).bit_count() == wanted
+        def accept(objects_D: np.ndarray, ours: int = ours, kept: int = kept) -> np.ndarray:
+            adds_D = ((objects_D & ~ours) != 0) & ((ours & ~objects_D) != 0)
+            return adds_D & (_SIZES[(objects_D | ours) & kept] == wanted)
 
         right = _describe_set(search, accept, family.links[1], silent, 1 if family.links[1] == 0 else 0)
         if right is not None:
@@ -143,12 +157,14 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
         size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
-        left = _describe_set(search, lambda objects, size=size: min(objects.bit_count(), 3) == size, family.links[0])
+        left = _describe_set(
+            search, lambda objects_D, size=size: np.minimum(_SIZES[objects_D], 3) == size, family.links[0]
+        )
         if left is None:
             continue
 
-        def accept(objects: int, ours: int = left.objects) -> bool:
-            return objects != ours and compare(ours.bit_count(), objects.bit_count()) == (answer == "yes")
+        def accept(objects_D: np.ndarray, ours: int = left.objects) -> np.ndarray:
+            return (objects_D != ours) & (compare(ours.bit_count(), _SIZES[objects_D]) == (answer == "yes"))
 
         right = _describe_set(search, accept, family.links[1])
         if right is not None:
@@ -175,7 +191,7 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
     return None
 
 
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
+_COMPARE: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
     "equal_integer": lambda left, right: left == right,
     "less_than": lambda left, right: left < right,
     "greater_than": lambda left, right: left > right,
@@ -190,11 +206,15 @@ _FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
 }
 
 
-def _accepts(answer: str) -> Callable[[int], bool]:
-    """Whether a set gives the wanted answer to `exist` or `count`."""
+def _some(objects_D: np.ndarray) -> np.ndarray:
+    return objects_D != 0
+
+
+def _accepts(answer: str) -> Accept:
+    """Which sets give the wanted answer to `exist` or `count`."""
     if answer in YES_NO:
-        return lambda objects: (objects != 0) == (answer == "yes")
-    return lambda objects: objects.bit_count() == int(answer)
+        return _some if answer == "yes" else lambda objects_D: objects_D == 0
+    return lambda objects_D: _SIZES[objects_D] == int(answer)
 
 
 def _describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
@@ -210,41 +230,39 @@ def _describe_one(search: Search, target: int, link: int | str, silent: int = 0,
             and all(search.fitting[d] & other != alone for other in weaker)
         ]
         if options:
-            return _phrase(search, options, links, base)
+            length = _draw_length(search.rng)
+            nearest = min(abs(LENGTHS[d] - length) for d in options)
+            chosen = search.rng.choice([d for d in options if abs(LENGTHS[d] - length) == nearest])
+            return _phrase(search, chosen, links, base)
     return None
 
 
 def _describe_set(
-    search: Search,
-    accept: Callable[[int], bool],
-    link: int | str,
-    silent: int = 0,
-    shortest: int = 0,
-    longest: int = 4,
+    search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
 ) -> Phrase | None:
     """A phrase with this link that names a set which `accept` accepts."""
+    allowed_D = (_LENGTHS_D >= shortest) & (_LENGTHS_D <= longest) & (_MENTIONS_D & silent == 0)
     for links, base, weaker in _bases(search, link, None, 0):
-        options = [
-            d
-            for d, objects in enumerate(search.fitting)
-            if accept(objects & base)
-            and shortest <= LENGTHS[d] <= longest
-            and not MENTIONS[d] & silent
-            and all(objects & other != objects & base for other in weaker)
-        ]
-        if options:
-            return _phrase(search, options, links, base)
+        named_D = search.fitting_D & base
+        ok_D = allowed_D & accept(named_D)
+        for other in weaker:
+            ok_D &= search.fitting_D & other != named_D
+        options = ok_D.nonzero()[0]
+        if len(options):
+            away = np.abs(_LENGTHS_D[options] - _draw_length(search.rng))
+            return _phrase(search, search.rng.choice(options[away == away.min()].tolist()), links, base)
     return None
 
 
-def _phrase(search: Search, options: list[int], links: tuple, base: int) -> Phrase:
-    """A phrase by one of the possible descriptions, as near as can be to a length drawn first."""
-    length = search.rng.choices(range(5), LENGTH_WEIGHTS)[0]
-    nearest = min(abs(LENGTHS[d] - length) for d in options)
-    chosen = search.rng.choice([d for d in options if abs(LENGTHS[d] - length) == nearest])
-    fitting = search.fitting[chosen]
+def _draw_length(rng: Random) -> int:
+    """How many attributes a description should mention, if it can."""
+    return rng.choices(range(5), LENGTH_WEIGHTS)[0]
+
+
+def _phrase(search: Search, description: int, links: tuple, base: int) -> Phrase:
+    fitting = search.fitting[description]
     other = any(link.startswith("same_") and inner.objects & fitting for link, inner in links)
-    return Phrase(DESCRIPTIONS[chosen], links, fitting & base, other)
+    return Phrase(DESCRIPTIONS[description], links, fitting & base, other)
 
 
 Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]

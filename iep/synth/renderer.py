@@ -18,6 +18,7 @@ from iep.synth.world import RGB
 SUPERSAMPLING = 2
 COARSE_WIDTH = 120  # columns of the picture on which visibility is judged, whatever the image's size
 BEVEL = 5  # edges look rounded: normals are blended by the 2 ** BEVEL-th power of the distance from the middle
+HAZE = 0.14  # share of light grey in the colour of rubber
 AMBIENT = 0.30
 
 Grid = np.ndarray
@@ -51,9 +52,9 @@ def render(scene: Scene, width: int, height: int) -> np.ndarray:
     return np.clip(image_3HW * 255 + 0.5, 0, 255).astype(np.uint8).transpose(1, 2, 0)
 
 
-def visible_share(scene: Scene) -> list[float]:
-    """Each thing's share of the pixels of a coarse 3:2 picture, 0 when it is hidden or outside."""
-    width, height = COARSE_WIDTH, COARSE_WIDTH * 2 // 3
+def visible_share(scene: Scene, aspect: float) -> list[float]:
+    """Each thing's share of the pixels of a coarse picture (width / height = `aspect`), 0 when it is hidden."""
+    width, height = COARSE_WIDTH, max(round(COARSE_WIDTH / aspect), 1)
     hits = _nearest_hits(scene, width, height, 1)
     counts = np.bincount(hits.thing_HW.ravel() + 1, minlength=len(scene.things) + 1)
     return [count / (width * height) for count in counts[1:].tolist()]
@@ -302,14 +303,10 @@ def _shade(index: int, scene: Scene, lights: list[tuple[Light, Grid]], u_P: Grid
         gloss_P += light.strength * (_lamp(towards_mirror_P) if shiny else np.float32(0.1) * towards_mirror_P**8)
     color_31 = np.array(RGB[thing.color], np.float32)[:, None] / 255
     if not shiny:
-        return color_31 * diffuse_P + gloss_P
-    surround_P = _surround(mirror_3P[2])
-    rim_P = np.float32(0.25) * (1 - np.clip(facing_P, 0, 1)) ** 4
-    return (
-        color_31 * (np.float32(0.42) * diffuse_P + np.float32(1.15) * surround_P)
-        + np.float32(1.3) * gloss_P
-        + rim_P * surround_P
-    )
+        return (color_31 * np.float32(1 - HAZE) + np.float32(HAZE / 2)) * diffuse_P + gloss_P
+    surround_P = _surround(mirror_3P, local_3P[2] + np.float32(thing.center[2]), lights)
+    rim_P = np.float32(0.3) * (1 - np.clip(facing_P, 0, 1)) ** 4 * surround_P
+    return color_31 * (np.float32(0.25) * diffuse_P + np.float32(1.5) * surround_P) + np.float32(1.3) * gloss_P + rim_P
 
 
 def _normals(thing: Thing, local_3P: Grid) -> Grid:
@@ -317,14 +314,15 @@ def _normals(thing: Thing, local_3P: Grid) -> Grid:
     half = np.float32(thing.extent)
     if thing.shape == "sphere":
         return local_3P / half
+    sharpness = BEVEL - 1 if thing.material == "metal" else BEVEL
     frame = _frame(thing).astype(np.float32)
     scaled_3P = _turn(frame, local_3P) / half
     if thing.shape == "cylinder":
         radius_P = np.sqrt(scaled_3P[0] ** 2 + scaled_3P[1] ** 2)
-        side_P, top_P = _steep(radius_P), _steep(scaled_3P[2])
+        side_P, top_P = _steep(radius_P, sharpness), _steep(scaled_3P[2], sharpness)
         normal_3P = np.stack([scaled_3P[0] / radius_P * side_P, scaled_3P[1] / radius_P * side_P, top_P])
     else:
-        normal_3P = _turn(frame.T, np.sign(scaled_3P) * _steep(scaled_3P))
+        normal_3P = _turn(frame.T, np.sign(scaled_3P) * _steep(scaled_3P, sharpness))
     return normal_3P / np.sqrt(_dot(normal_3P, normal_3P))
 
 
@@ -337,8 +335,9 @@ def _turn(frame_33: Grid, vector_3P: Grid) -> Grid:
     return np.stack([_dot(row_3, vector_3P) for row_3 in frame_33])
 
 
-def _steep(value: Grid) -> Grid:
-    for _ in range(BEVEL):
+def _steep(value: Grid, doublings: int = 5) -> Grid:
+    """The power 2 ** doublings."""
+    for _ in range(doublings):
         value = value * value
     return value
 
@@ -349,12 +348,24 @@ def _lamp(towards_mirror: Grid) -> Grid:
     return core * core * (3 - 2 * core) * np.float32(1.2) + np.float32(0.25) * _steep(towards_mirror)
 
 
-def _surround(up: Grid) -> Grid:
-    """Brightness of the made-up surrounding of a metal thing, by the height of the mirrored direction."""
-    sky = np.float32(0.16) + np.float32(0.30) * (1 - np.clip(up, 0, 1)) ** 3 + np.float32(0.25) * np.clip(up, 0, 1) ** 4
-    floor = np.float32(0.46) + np.float32(0.14) * np.clip(-up, 0, 1)
-    edge = np.clip(up * np.float32(12) + np.float32(0.5), 0, 1)
-    return floor + (sky - floor) * edge
+def _surround(mirror_3P: Grid, height_P: Grid, lights: list[tuple[Light, Grid]]) -> Grid:
+    """Brightness of the made-up surrounding that a metal thing mirrors.
+
+    A dark sky, brighter straight above; a floor that is dark near the thing; and an upright bright strip below each
+    lamp. `mirror_3P` are the mirrored directions, `height_P` the heights over the ground where they start.
+    """
+    up_P = mirror_3P[2]
+    rising_P = np.clip(up_P, 0, 1)
+    sky_P = np.float32(0.14) + np.float32(0.22) * (1 - rising_P) ** 3 + np.float32(0.45) * rising_P**3
+    reach_P = height_P / np.maximum(-up_P, np.float32(0.05))  # of the mirrored ray to the floor
+    floor_P = np.float32(0.10) + np.float32(0.40) * np.clip(reach_P * np.float32(0.7), 0, 1)
+    edge_P = np.clip(up_P * np.float32(12) + np.float32(0.5), 0, 1)
+    surround_P = floor_P + (sky_P - floor_P) * edge_P
+    level_P = np.sqrt(mirror_3P[0] ** 2 + mirror_3P[1] ** 2) + np.float32(1e-3)
+    for light, towards in lights:
+        below_P = (mirror_3P[0] * towards[0] + mirror_3P[1] * towards[1]) / (level_P * np.hypot(towards[0], towards[1]))
+        surround_P += np.float32(0.25 + light.strength) * _steep(np.maximum(below_P, 0)) * level_P**2
+    return surround_P
 
 
 def _shadow_on(index: int, scene: Scene, light: Light, towards: Grid, local_3P: Grid) -> Grid | np.float32:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from iep.errors import InputError
 from iep.synth.world import COLORS_OF_SHAPE, CUBE_HALF_SIDE, RADIUS, RELATIONS, VALUES
 
 FOCAL = 35 / 32  # focal length over the image's width: Blender's standard camera
@@ -18,6 +19,7 @@ CAMERA_JITTER = 0.5
 GAP = 0.25
 MARGIN = 0.4
 PLACE_TRIES = 50
+SCENE_TRIES = 1000
 DIGITS = 6  # of every number in the scenes file
 
 Vector = tuple[float, float, float]
@@ -26,13 +28,15 @@ Vector = tuple[float, float, float]
 @dataclass(frozen=True)
 class SceneRules:
     """How scenes are drawn. `spread` is half the side of the square of positions; `distance` scales CLEVR's camera
-    position towards the origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320)."""
+    position towards the origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320); `aspect` is
+    the image's width over its height."""
 
     min_objects: int = 3
     max_objects: int = 10
     spread: float = 3.0
     distance: float = 1.0
     min_visible: float = 200 / (480 * 320)
+    aspect: float = 1.5
     cogent: str | None = None
 
 
@@ -88,17 +92,23 @@ def extent(size: str, shape: str) -> float:
     return RADIUS[size] * (CUBE_HALF_SIDE if shape == "cube" else 1.0)
 
 
-def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene], list[float]]) -> Scene:
-    """A scene that keeps the rules; draws again until every thing shows `rules.min_visible` of the pixels.
+def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene, float], list[float]]) -> Scene:
+    """A scene that keeps the rules; draws again until every thing lies in the picture and shows enough of itself.
 
-    `visible_share` gives, for a scene, each thing's share of the image's pixels.
+    `visible_share` gives, for a scene and an aspect, each thing's share of the image's pixels.
+
+    Raises:
+        InputError: no such scene was found; the picture has too odd a shape for so many objects.
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
-    while True:
+    for _ in range(SCENE_TRIES):
         camera = _sample_camera(rng, rules)
         scene = Scene(camera, _place_things(rng, rules, camera, count), math.radians(rng.uniform(-12, 12)))
-        if min(visible_share(scene)) >= rules.min_visible:
+        if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
             return scene
+    raise InputError(
+        f"no picture of {rules.aspect:.2f}:1 found that shows {count} objects; show fewer or change its shape"
+    )
 
 
 def directions(camera: Camera) -> dict[str, Vector]:
@@ -202,6 +212,17 @@ def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
     if math.hypot(x, y) < _footprint(thing) + _footprint(other) + GAP:
         return False
     return all(abs(x * axis[0] + y * axis[1]) >= MARGIN for axis in axes)
+
+
+def _in_picture(scene: Scene, aspect: float) -> bool:
+    """Whether every thing's outline (that of a sphere around it, at a thing's own height) lies inside the picture."""
+    for thing in scene.things:
+        column, row, depth = scene.camera.project(thing.center, 1, 1)
+        reach, height = FOCAL * _footprint(thing) / depth, 1 / aspect
+        row += (height - 1) / 2
+        if not (reach <= column <= 1 - reach and reach <= row <= height - reach):
+            return False
+    return True
 
 
 def _footprint(thing: Thing) -> float:

@@ -5,9 +5,9 @@ own sentences in CLEVR's words. A *phrase* names a set of objects ("big red cube
 a scene is `questions.py`, how it is worded `language.py`.
 
 In a sentence `{a}`, `{b}` are the phrases in the plural, `{the_a}`, `{the_b}` in the singular after "the", `{an_a}`
-after an article; `{are_a}` is a statement ("cubes are left of the ball"); `{an_o}` the object that the last relation starts
-from, `{own}`, `{an_own}` the phrase without that relation and `{it}` the relation to "it"; `{thing}`, `{things}` a bare
-noun (with the union's extra value); `{same}`, `{same_many}`, `{as}` what the things have in common.
+after an article; `{are_a}` is a statement ("cubes are left of the ball"); `{an_o}` the object that the last relation
+starts from, `{own}`, `{an_own}` the phrase without that relation and `{it}` the relation to "it"; `{thing}`,
+`{things}` a bare noun (with the union's extra value); `{same}`, `{same_many}`, `{as}` what the things have in common.
 """
 
 from dataclasses import dataclass
