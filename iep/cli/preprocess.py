@@ -112,51 +112,52 @@ def main(
         raise click.UsageError("--expand-vocab goes with --vocab FILE")
     # Imported late: `--help` should not wait for torch.
     from iep.devices import resolve_device
-    from iep.preprocess.clevr_files import image_directories, image_paths, question_files
-    from iep.preprocess.features import extract_features
+    from iep.preprocess.clevr_files import count_images, image_directories, image_paths, question_files
+    from iep.preprocess.features import preprocess_features
     from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
 
-    chosen = _backbone(
+    model = _backbone(
         backbone, {"stage": stage, "weights": weights, "seed": seed, "image_size": image_size}, patch_size
     )
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
-    images = {split: image_paths(path) for split, path in image_directories(clevr_dir).items()}
+    directories = image_directories(clevr_dir)
     files = {splits[0]: question_file} if question_file else question_files(clevr_dir)
-    if parts == {"questions", "features"} and not splits:
-        for split in sorted(set(images) ^ set(files)):
-            click.echo(f"{split}: no {'images' if split in files else 'questions'}")
-
+    if len(parts) == 2 and not splits:
+        for split in sorted(set(directories) ^ set(files)):
+            click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
+    images = {}
+    if "features" in parts:
+        chosen = _chosen(directories, splits, clevr_dir, "images")
+        images = {split: image_paths(directory) for split, directory in chosen.items()}
     if "questions" in parts:
         preprocess_questions(
             _chosen(files, splits, clevr_dir, "questions"),
             out,
             QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk),
-            num_images={split: len(paths) for split, paths in images.items()},
+            num_images={split: count_images(directory) for split, directory in directories.items()},
             overwrite=overwrite,
             say=click.echo,
         )
     if "features" in parts:
-        for split, paths in _chosen(images, splits, clevr_dir, "images").items():
-            path = out / f"{split}_features.h5"
-            written = extract_features(
-                paths,
-                path,
-                chosen,
-                dtype,
-                resolve_device(device),
-                batch_size,
-                min(len(os.sched_getaffinity(0)), 8) if workers is None else workers,
-                overwrite,
-            )
-            click.echo(f"{path}: {len(paths)} images" if written else f"{path}: already done")
+        preprocess_features(
+            images,
+            out,
+            model,
+            dtype=dtype,
+            device=resolve_device(device),
+            batch_size=batch_size,
+            workers=min(len(os.sched_getaffinity(0)), 8) if workers is None else workers,
+            overwrite=overwrite,
+            say=click.echo,
+        )
 
 
-def _chosen(found: dict, splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict:
+def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:
     """Those of the splits found that the user named, or all of them."""
-    for split in splits or ([] if found else ["any"]):
+    for split in splits or ([] if found else ["train"]):
         if split not in found:
             there = ", ".join(found) or "none"
-            raise InputError(f"{clevr_dir}: no {what} of split {split!r}, found {there}; --only does one part alone")
+            raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {there}); --only does one part alone")
     return {split: found[split] for split in splits} if splits else found
 
 

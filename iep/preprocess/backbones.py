@@ -16,7 +16,6 @@ from torch.nn import functional
 from iep.errors import InputError
 from iep.preprocess.recipe import Recipe, file_digest
 
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 GRID = 14
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -62,7 +61,7 @@ class ResNet:
     The features that Johnson et al. 2017 (section 4.1) train on are resnet101's to the end of stage 3: (1024, 14, 14).
 
     Args:
-        name: one of `RESNETS`.
+        name: torchvision's: resnet18, resnet34, resnet50, resnet101 or resnet152.
         stage: 1 to 4, torchvision's layer1 to layer4.
         weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`, or
             a file with a state dict of this ResNet.

@@ -49,6 +49,11 @@ def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
     return {split: by_split[split] for split in (*known, *sorted(set(by_split) - set(known)))}
 
 
+def count_images(directory: Path) -> int:
+    """How many PNG files `directory` holds, whatever their names."""
+    return sum(1 for _ in directory.glob("*.png"))
+
+
 def image_paths(directory: Path) -> list[Path]:
     """The PNG files of `directory`, the one with image index i at position i.
 

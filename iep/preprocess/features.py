@@ -4,9 +4,10 @@ Memory holds a few batches, whatever the number of images. The parts are `images
 `features_file.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -14,68 +15,83 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.features_file import FeaturesSpec, feature_rows, is_done
 from iep.preprocess.images import image_batches
+from iep.preprocess.recipe import listing
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
-
-def extract_features(
-    images: Sequence[Path],
-    path: Path,
+def preprocess_features(
+    images: Mapping[str, Sequence[Path]],
+    out: Path,
     backbone: Patches | ResNet,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     batch_size: int = 64,
     workers: int = 0,
     overwrite: bool = False,
+    say: Callable[[str], None] = print,
     flush_seconds: float = 5.0,
-) -> bool:
-    """Write the features file `path` of `images`, row i from image i. Returns False when it was there already.
+) -> None:
+    """Write `{split}_features.h5` in `out` for the images of some splits, row i from image i.
 
-    An interrupted run is taken up where it stopped. The finished file is the same bytes as without interruption if the
-    batch size and the device are the same too (a ResNet's last bits depend on them).
+    Every file that stands there is checked before any is made; what is done is skipped. An interrupted run is taken up
+    where it stopped: the finished file is the same bytes as without interruption if the batch size and the device are
+    the same too (a ResNet's last bits depend on them).
 
     Args:
-        images: N image files.
-        path: gets the data set `features` (N, C, H, W).
+        images: split -> N image files.
+        out: gets files with a data set `features` (N, C, H, W).
         backbone: what makes the features.
         dtype: `float32` or `float16`, of the stored features.
         device: where the backbone runs.
         batch_size: images run at once.
         workers: processes that decode images; 0 decodes in this one.
-        overwrite: replace a file, finished or not, that was made otherwise.
+        overwrite: replace files, finished or not, that were made otherwise.
+        say: gets one line for each file.
         flush_seconds: at most this much work, and a batch, is lost when the process is killed.
 
     Raises:
-        InputError: an image cannot be read, the file was made otherwise, the disk or the device is too small, the
+        InputError: an image cannot be read, a file was made otherwise, the disk or the device is too small, the
             weights do not fit, or features are not finite numbers in `dtype`.
-        OSError: the file cannot be written.
+        OSError: a file cannot be written (names it).
     """
     recipe = {**backbone.recipe(), "dtype": dtype}
-    if is_done(path, images, recipe, overwrite):
-        return False
+    todo = {}
+    for split, paths in images.items():
+        path, names = out / f"{split}_features.h5", listing(paths)
+        if is_done(path, names, recipe, overwrite):
+            say(f"{path}: already done")
+        else:
+            todo[path] = (paths, names)
+    if not todo:
+        return
     with torch.inference_mode():
         extract = backbone.extractor(torch.device(device))
         size = backbone.image_size
-        _, channels, height, width = extract(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape
-        numpy_dtype = torch.zeros(0, dtype=DTYPES[dtype]).numpy().dtype
-        spec = FeaturesSpec((len(images), channels, height, width), numpy_dtype, images, recipe)
-        with (
-            feature_rows(path, spec, overwrite, flush_seconds) as rows,
-            tqdm(total=len(images), initial=rows.count, desc=path.name, unit="image") as bar,
-        ):
-            for pixels_BCHW in image_batches(images[rows.count :], size, batch_size, workers):
-                features_BCHW = _run(extract, pixels_BCHW, batch_size).to(DTYPES[dtype])
-                if not features_BCHW.isfinite().all():
-                    raise InputError(f"{path}: the features of images from {rows.count} on are not finite in {dtype}")
-                rows.append(features_BCHW.cpu().numpy())
-                bar.update(len(pixels_BCHW))
-    return True
+        chw = extract(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
+        for path, (paths, names) in todo.items():
+            spec = FeaturesSpec((len(paths), *chw), np.dtype(dtype), names, recipe)
+            with (
+                feature_rows(path, spec, overwrite, flush_seconds) as rows,
+                tqdm(total=len(paths), initial=rows.count, desc=path.name, unit="image") as bar,
+            ):
+                for pixels_BCHW in image_batches(paths[rows.count :], size, batch_size, workers):
+                    rows.append(_stored(_run(extract, pixels_BCHW), getattr(torch, dtype), paths[rows.count]))
+                    bar.update(len(pixels_BCHW))
+            say(f"{path}: {spec.shape} {dtype}")
 
 
-def _run(extract, pixels_BCHW: torch.Tensor, batch_size: int) -> torch.Tensor:
+def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Tensor) -> torch.Tensor:
     try:
         return extract(pixels_BCHW)
     except torch.OutOfMemoryError:
+        batch_size = len(pixels_BCHW)
         raise InputError(
-            f"not enough memory on the device for a batch of {batch_size} images: lower --batch-size"
+            f"not enough memory on the device for {batch_size} images at once: lower --batch-size"
         ) from None
+
+
+def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:
+    stored_BCHW = features_BCHW.to(dtype)
+    if not stored_BCHW.isfinite().all():
+        largest = features_BCHW.abs().max().item()
+        raise InputError(f"{first}: this image or one after it has features up to {largest:.4g}, not finite in {dtype}")
+    return stored_BCHW.cpu().numpy()

@@ -14,9 +14,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from iep.errors import InputError
 from iep.files import read_json, write_json
-from iep.preprocess.recipe import Recipe, is_current, listing_digest, opened, os_errors_name
+from iep.preprocess.recipe import Recipe, is_current, opened, os_errors_name, value_digest
 
 _DATASET = "features"
 _IMAGES = "images_digest"
@@ -38,23 +39,23 @@ class FeaturesSpec:
     Args:
         shape: (N, C, H, W).
         dtype: of the features.
-        images: the N image files, in the order of the rows.
+        images: names and sizes of the N image files, in the order of the rows.
         recipe: how the rows are made.
     """
 
     shape: tuple[int, int, int, int]
     dtype: np.dtype
-    images: Sequence[Path]
+    images: tuple[str, ...]
     recipe: Recipe
 
 
-def is_done(path: Path, images: Sequence[Path], recipe: Recipe, overwrite: bool) -> bool:
-    """Whether the features file is there, made of these images by this recipe.
+def is_done(path: Path, images: tuple[str, ...], recipe: Recipe, overwrite: bool) -> bool:
+    """Whether the features file is there, made of these images (names and sizes) by this recipe.
 
     Raises:
         InputError: it was made otherwise or cannot be read, and `overwrite` is not set.
     """
-    wanted = {"images": len(images), **recipe, _IMAGES: listing_digest(images)}
+    wanted = {"images": len(images), **recipe, _IMAGES: value_digest(images)}
     return is_current(path, lambda: _recorded(path, path)[0], wanted, overwrite)
 
 
@@ -78,7 +79,7 @@ class FeatureRows:
     """
 
     def __init__(
-        self, file: BinaryIO, offset: int, count: int, spec: FeaturesSpec, journal: Path, flush_seconds: float
+        self, file: FileIO, offset: int, count: int, spec: FeaturesSpec, journal: Path, flush_seconds: float
     ) -> None:
         self.count = count
         self._file, self._offset, self._spec = file, offset, spec
@@ -101,7 +102,7 @@ class FeatureRows:
     def flush(self) -> None:
         """Put the rows on disk, then record them in the journal."""
         os.fsync(self._file.fileno())
-        images = listing_digest(self._spec.images[: self.count])
+        images = value_digest(self._spec.images[: self.count])
         write_json(self._journal, {"rows": self.count, _IMAGES: images})
         self._flushed = time.monotonic()
 
@@ -119,7 +120,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
     """
     partial, journal = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.progress")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with os_errors_name(partial), open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+    with os_errors_name(partial), open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
         _lock(file, partial)
         start = _resume(file, partial, journal, spec, overwrite) or _begin(file, partial, journal, spec)
         rows = FeatureRows(file, *start, spec, journal, flush_seconds)
@@ -135,7 +136,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         journal.unlink()
 
 
-def _lock(file: BinaryIO, partial: Path) -> None:
+def _lock(file: FileIO, partial: Path) -> None:
     # A record lock belongs to this process alone: worker processes that outlive it by moments do not hold it. It is
     # lost when the process closes any other handle of the file, so that HDF5 too must use this one.
     try:
@@ -146,7 +147,12 @@ def _lock(file: BinaryIO, partial: Path) -> None:
         raise InputError(f"{partial}: another process is writing it") from None
 
 
-def _begin(file: BinaryIO, partial: Path, journal: Path, spec: FeaturesSpec) -> tuple[int, int]:
+def _buffered(file: FileIO) -> BinaryIO:
+    """The same open file for HDF5, which wants whole reads and writes; closing it leaves `file` open."""
+    return open(file.fileno(), "r+b", closefd=False)
+
+
+def _begin(file: FileIO, partial: Path, journal: Path, spec: FeaturesSpec) -> tuple[int, int]:
     """Make the file at its full size, without rows. Returns the offset of the first row, and 0.
 
     The journal comes last: a file without one is begun again.
@@ -154,9 +160,8 @@ def _begin(file: BinaryIO, partial: Path, journal: Path, spec: FeaturesSpec) -> 
     journal.unlink(missing_ok=True)
     try:
         file.truncate(0)
-        with h5py.File(file, "w") as hdf5:
+        with _buffered(file) as buffered, h5py.File(buffered, "w") as hdf5:
             offset = _create_dataset(hdf5, spec)
-        file.flush()
         os.posix_fallocate(file.fileno(), offset, _num_bytes(spec))
     except OSError as error:
         partial.unlink()
@@ -176,6 +181,7 @@ def _num_bytes(spec: FeaturesSpec) -> int:
 def _create_dataset(hdf5: h5py.File, spec: FeaturesSpec) -> int:
     """Add the data set, whole and without content, and its attributes. Returns where in the file its storage lies."""
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_obj_track_times(False)  # the same bytes whenever it is made
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -183,29 +189,41 @@ def _create_dataset(hdf5: h5py.File, spec: FeaturesSpec) -> int:
     dataset = h5py.Dataset(h5py.h5d.create(hdf5.id, _DATASET.encode(), element, extent, layout))
     dataset.attrs.update({**spec.recipe, "images": spec.shape[0]})
     # Of a fixed length, so that it can be replaced in its place.
-    dataset.attrs[_IMAGES] = np.bytes_(listing_digest(spec.images))
+    dataset.attrs[_IMAGES] = np.bytes_(value_digest(spec.images))
     return dataset.id.get_offset()
 
 
-def _resume(
-    file: BinaryIO, partial: Path, journal: Path, spec: FeaturesSpec, overwrite: bool
-) -> tuple[int, int] | None:
+def _resume(file: FileIO, partial: Path, journal: Path, spec: FeaturesSpec, overwrite: bool) -> tuple[int, int] | None:
     """The offset of the first row and how many rows are complete, or None when the file is to be begun."""
-    if not journal.exists():
+    if not journal.exists() or not os.fstat(file.fileno()).st_size:
         return None
-    wanted = {"images": len(spec.images), **spec.recipe}
-    if not is_current(partial, lambda: _recorded(partial, file)[0], wanted, overwrite):
+
+    def recorded() -> Recipe:
+        _completed_rows(journal, spec)
+        with _buffered(file) as buffered:
+            return _recorded(partial, buffered)[0]
+
+    if not is_current(partial, recorded, {"images": len(spec.images), **spec.recipe}, overwrite):
         return None
+    with _buffered(file) as buffered:
+        attributes, offset = _recorded(partial, buffered)
+    images = value_digest(spec.images)
+    if attributes[_IMAGES] != images:  # images of rows to come were replaced since
+        with _buffered(file) as buffered, h5py.File(buffered, "r+") as hdf5:
+            hdf5[_DATASET].attrs.modify(_IMAGES, np.bytes_(images))
+    return offset, _completed_rows(journal, spec)
+
+
+def _completed_rows(journal: Path, spec: FeaturesSpec) -> int:
+    """How many rows the journal says are complete.
+
+    Raises:
+        InputError: it is no journal, or the images of those rows are no longer the same.
+    """
     progress = read_json(journal)
-    if listing_digest(spec.images[: progress["rows"]]) != progress[_IMAGES]:
-        if overwrite:
-            return None
-        raise InputError(
-            f"{partial}: the images of its first {progress['rows']} rows have changed; --overwrite begins again"
-        )
-    attributes, offset = _recorded(partial, file)
-    if attributes[_IMAGES] != listing_digest(spec.images):  # images of rows to come were replaced since
-        with h5py.File(file, "r+") as hdf5:
-            hdf5[_DATASET].attrs.modify(_IMAGES, np.bytes_(listing_digest(spec.images)))
-        file.flush()
-    return offset, progress["rows"]
+    rows = progress.get("rows") if isinstance(progress, dict) else None
+    if not isinstance(rows, int) or not 0 <= rows <= spec.shape[0]:
+        raise InputError(f"{journal}: not the journal of {spec.shape[0]} rows; --overwrite begins again")
+    if progress.get(_IMAGES) != value_digest(spec.images[:rows]):
+        raise InputError(f"{journal}: the images of its {rows} rows have changed since; --overwrite begins again")
+    return rows

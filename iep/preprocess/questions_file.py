@@ -6,6 +6,7 @@ questions is `questions.py`.
 
 import io
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import h5py
 import numpy as np
 
 from iep.errors import InputError
-from iep.files import write_bytes
+from iep.files import atomic_path
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
 from iep.preprocess.recipe import Recipe, file_digest, is_current, opened, os_errors_name, value_digest
 from iep.vocab import Vocab
@@ -77,17 +78,18 @@ def preprocess_questions(
             check_images(load(split), count)
         arrays[split] = encode(load(split), vocab, source, options.encode_unk)
 
-    if not vocab_is_done:
-        with os_errors_name(out / "vocab.json"):
-            vocab.save(out / "vocab.json")
-        sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
-        say(f"{out / 'vocab.json'}: {sizes}")
-    for split in files:
-        if split in todo:
-            _write(_target(out, split), arrays[split], recipes[split] | {"vocab_from": made_from})
-            say(f"{_target(out, split)}: {len(arrays[split]['questions'])} questions")
-        else:
-            say(f"{_target(out, split)}: already done")
+    made = {}
+    with ExitStack() as stack:  # all are written beside their targets before any takes its name
+        if not vocab_is_done:
+            vocab.save(_temporary(stack, out / "vocab.json"))
+            sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
+            made["vocab.json"] = sizes
+        for split in todo:
+            path = _target(out, split)
+            _write(_temporary(stack, path), arrays[split], recipes[split] | {"vocab_from": made_from})
+            made[path.name] = f"{len(arrays[split]['questions'])} questions"
+    for name in ("vocab.json", *(_target(out, split).name for split in files)):
+        say(f"{out / name}: {made.get(name, 'already done')}")
     for path in _encoded_otherwise(out, common["vocab_digest"]):
         say(f"{path}: encoded with another vocabulary than the new vocab.json, preprocess that split again")
 
@@ -128,12 +130,14 @@ def _vocabulary(
 
 def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
     """The vocabulary in `out`, when `split` was encoded with it and it was made as `made_from` says."""
+    found = _recorded_if_sound(_target(out, split))
+    if found.get("vocab_from") != made_from:
+        return None
     try:
-        vocab, found = Vocab.load(out / "vocab.json"), _recorded(_target(out, split))
+        vocab = Vocab.load(out / "vocab.json")
     except InputError:
-        return None  # missing or damaged: what is to be done about that is decided for each file
-    same = found.get("vocab_from") == made_from and found.get("vocab_digest") == _digest(vocab)
-    return vocab if same else None
+        return None  # then it is made again, and `_vocab_is_done` decides about the file
+    return vocab if found.get("vocab_digest") == _digest(vocab) else None
 
 
 def _vocab_is_done(path: Path, vocab: Vocab, overwrite: bool) -> bool:
@@ -161,15 +165,27 @@ def _num_features(path: Path) -> int | None:
 def _encoded_otherwise(out: Path, vocab_digest: str) -> list[Path]:
     """The question files in `out` that were encoded with another vocabulary."""
     paths = sorted(out.glob("*_questions.h5"))
-    return [path for path in paths if _recorded(path).get("vocab_digest", vocab_digest) != vocab_digest]
+    return [path for path in paths if _recorded_if_sound(path).get("vocab_digest", vocab_digest) != vocab_digest]
+
+
+def _recorded_if_sound(path: Path) -> dict[str, Any]:
+    try:
+        return _recorded(path)
+    except InputError:
+        return {}
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
-    # Laid out in memory, because HDF5 reports a full disk late and without saying which file it is.
+    # Laid out in memory, because HDF5 reports a full disk late and without saying so plainly.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
         file.attrs.update(recipe)
-    with os_errors_name(path):
-        write_bytes(path, image.getbuffer())
+    path.write_bytes(image.getbuffer())
+
+
+def _temporary(stack: ExitStack, target: Path) -> Path:
+    """A temporary file beside `target` that becomes it when `stack` closes without an error."""
+    stack.enter_context(os_errors_name(target))
+    return stack.enter_context(atomic_path(target))

@@ -1,0 +1,411 @@
+"""Images -> features.h5: what the rows hold, being killed and started again, and what is said about bad input."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from clevr_files import write_clevr, write_images
+from click.testing import CliRunner
+from PIL import Image
+from torch.nn import functional
+
+from iep.cli.preprocess import main
+from iep.files import read_json
+
+
+@pytest.fixture
+def clevr(tmp_path):
+    write_images(tmp_path / "CLEVR", "val", 7)
+    return tmp_path / "CLEVR"
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "data"
+
+
+PATCHES = ("--backbone", "patches", "--patch-size", 2)
+RESNET = ("--backbone", "resnet18", "--image-size", 64)
+
+
+def run(*arguments, code=0) -> str:
+    """The lines that `iep-preprocess --only features` writes, besides the progress bar; it must end with `code`."""
+    flags = ("--only", "features", "--workers", 0, "--device", "cpu", "--batch-size", 2)
+    result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *flags)])
+    assert result.exit_code == code, result.output
+    if code == 1:
+        errors = [line for line in result.stderr.splitlines() if line and "image/s" not in line]
+        assert len(errors) == 1, result.stderr
+        assert errors[0].startswith("Error: ")
+        return errors[0]
+    return result.output
+
+
+def features(path: Path) -> np.ndarray:
+    with h5py.File(path) as file:
+        return file["features"][()]
+
+
+def resized(path: Path, size: int) -> torch.Tensor:
+    """(3, size, size) values 0 to 255 of an image, read without the code under test."""
+    pixels = Image.open(path).convert("RGB").resize((size, size), Image.BICUBIC)
+    return torch.tensor(np.array(pixels)).permute(2, 0, 1).float()
+
+
+def test_pixel_shuffle_of_patches_gives_the_picture_back(clevr, out):
+    run(clevr, "--out", out, "--backbone", "patches")
+    rows = features(out / "val_features.h5")
+    assert rows.shape == (7, 3 * 8 * 8, 14, 14)
+    assert rows.dtype == np.float32
+    for index in (0, 3, 6):
+        picture = functional.pixel_shuffle(torch.tensor(rows[index]), 8)
+        expected = resized(clevr / "images" / "val" / f"CLEVR_val_{index:06d}.png", 112) / 127.5 - 1
+        assert torch.allclose(picture, expected, atol=1e-6)
+
+
+def test_float16_rows_are_the_float32_rows_rounded(clevr, out, tmp_path):
+    run(clevr, "--out", out, *PATCHES)
+    run(clevr, "--out", tmp_path / "half", *PATCHES, "--dtype", "float16")
+    assert np.array_equal(
+        features(tmp_path / "half" / "val_features.h5"), features(out / "val_features.h5").astype("f2")
+    )
+
+
+def test_the_file_says_how_it_was_made(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    with h5py.File(out / "val_features.h5") as file:
+        attributes = dict(file["features"].attrs)
+    attributes.pop("images_digest")
+    assert attributes == {
+        "backbone": "patches",
+        "patch_size": 2,
+        "image_size": 28,
+        "normalisation": "x / 127.5 - 1",
+        "dtype": "float32",
+        "images": 7,
+    }
+
+
+def test_worker_processes_change_nothing(clevr, out, tmp_path):
+    run(clevr, "--out", out, *PATCHES)
+    flags = ("--only", "features", "--workers", "2", "--batch-size", "2", "--device", "cpu")
+    arguments = [str(clevr), "--out", str(tmp_path / "w"), *map(str, PATCHES), *flags]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert (tmp_path / "w" / "val_features.h5").read_bytes() == (out / "val_features.h5").read_bytes()
+    broken = clevr / "images" / "val" / "CLEVR_val_000004.png"
+    os.truncate(broken, 300)
+    arguments[2] = str(tmp_path / "v")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert f"Error: {broken}: cannot be read as an image" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_resnet_rows_equal_torchvisions_network_cut_by_hand(clevr, out, tmp_path):
+    import torchvision
+
+    torch.manual_seed(3)
+    model = torchvision.models.resnet18(weights=None).eval()
+    torch.save(model.state_dict(), tmp_path / "resnet18.pth")
+    run(clevr, "--out", out, *RESNET, "--weights", tmp_path / "resnet18.pth")
+    rows = features(out / "val_features.h5")
+    assert rows.shape == (7, 256, 4, 4)
+    image = resized(clevr / "images" / "val" / "CLEVR_val_000006.png", 64) / 255
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    x = ((image - mean[:, None, None]) / std[:, None, None])[None]
+    with torch.no_grad():
+        for layer in list(model.children())[:7]:  # conv1, bn1, relu, maxpool, layer1, layer2, layer3
+            x = layer(x)
+    assert torch.allclose(torch.tensor(rows[6]), x[0], rtol=1e-4, atol=1e-4)
+
+
+def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tmp_path):
+    import torchvision
+
+    run(clevr, "--out", out, *RESNET, "--weights", "random", "--seed", 5)
+    torch.manual_seed(5)
+    torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "resnet18.pth")
+    run(clevr, "--out", tmp_path / "again", *RESNET, "--weights", tmp_path / "resnet18.pth")
+    run(clevr, "--out", tmp_path / "other", *RESNET, "--weights", "random", "--seed", 6)
+    expected = features(out / "val_features.h5")
+    assert np.array_equal(features(tmp_path / "again" / "val_features.h5"), expected)
+    assert not np.allclose(features(tmp_path / "other" / "val_features.h5"), expected)
+
+
+def test_a_later_stage_has_more_channels_on_a_coarser_grid(clevr, out):
+    run(clevr, "--out", out, *RESNET, "--weights", "random", "--stage", 4)
+    assert features(out / "val_features.h5").shape == (7, 512, 2, 2)
+
+
+KILLED_RUN = """
+import sys, time
+from pathlib import Path
+import iep.preprocess.features as features
+from iep.preprocess.backbones import Patches
+from iep.preprocess.clevr_files import image_paths
+
+def slowly(extract, pixels, run=features._run):
+    time.sleep(0.02)
+    return run(extract, pixels)
+
+features._run = slowly
+images, out = map(Path, sys.argv[1:])
+features.preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, workers=1, flush_seconds=0)
+"""
+
+
+def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
+    """SIGKILL `process`, and its workers, at an arbitrary moment after the journal says that `rows` are complete."""
+    deadline = time.monotonic() + 60
+    while not journal.exists() or read_json(journal)["rows"] < rows:
+        assert process.poll() is None, "the process ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(random.Random(rows).uniform(0, 0.03))
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_path, out):
+    images = write_images(tmp_path / "CLEVR", "val", 151)
+    run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
+    expected = (tmp_path / "whole" / "val_features.h5").read_bytes()
+    journal = out / "val_features.h5.progress"
+    for rows in (9, 60):
+        command = [sys.executable, "-c", KILLED_RUN, str(images[0].parent), str(out)]
+        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as process:
+            kill_when(process, journal, rows)
+        assert not (out / "val_features.h5").exists()
+        assert read_json(journal)["rows"] >= rows
+    # Were it read again, this image (of the same size, so that it counts as unchanged) would be an error.
+    images[59].write_bytes(b"\0" * images[59].stat().st_size)
+    run(tmp_path / "CLEVR", "--out", out, *PATCHES)
+    assert (out / "val_features.h5").read_bytes() == expected
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+
+
+def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
+    broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
+    sound = broken.read_bytes()
+    broken.write_bytes(sound[:200])
+    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert read_json(out / "val_features.h5.progress")["rows"] == 4
+    broken.write_bytes(sound)
+    run(clevr, "--out", out, *PATCHES)
+    assert "already done" in run(clevr, "--out", out, *PATCHES)
+    assert len(features(out / "val_features.h5")) == 7
+
+
+def interrupt(clevr: Path, out: Path) -> Path:
+    """Leave a run that stopped at image 4, and mend the image. Returns the unfinished file."""
+    image = clevr / "images" / "val" / "CLEVR_val_000004.png"
+    sound = image.read_bytes()
+    image.write_bytes(b"")
+    run(clevr, "--out", out, *PATCHES, code=1)
+    image.write_bytes(sound)
+    return out / "val_features.h5.partial"
+
+
+def test_an_interrupted_run_with_other_options_is_refused_unless_overwritten(clevr, out):
+    partial = interrupt(clevr, out)
+    line = run(clevr, "--out", out, "--backbone", "patches", code=1)
+    assert f"{partial}: was made with patch_size 2, now it is 8" in line
+    run(clevr, "--out", out, "--backbone", "patches", "--overwrite")
+    assert features(out / "val_features.h5").shape == (7, 192, 14, 14)
+
+
+def test_an_interrupted_run_whose_first_images_changed_is_refused(clevr, out):
+    interrupt(clevr, out)
+    with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
+        file.write(b"more")
+    assert "the images of its 4 rows have changed" in run(clevr, "--out", out, *PATCHES, code=1)
+
+
+def test_a_truncated_unfinished_file_is_named(clevr, out):
+    partial = interrupt(clevr, out)
+    os.truncate(partial, 5000)
+    assert f"{partial}: cannot be read as HDF5" in run(clevr, "--out", out, *PATCHES, code=1)
+    run(clevr, "--out", out, *PATCHES, "--overwrite")
+    assert len(features(out / "val_features.h5")) == 7
+
+
+def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    os.truncate(out / "val_features.h5", 5000)
+    line = run(clevr, "--out", out, *PATCHES, code=1)
+    assert f"{out / 'val_features.h5'}: cannot be read as HDF5" in line
+    assert (out / "val_features.h5").stat().st_size == 5000
+
+
+def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    path = out / "val_features.h5"
+    before = path.read_bytes()
+    assert f"{path}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
+    for options, difference in (
+        (RESNET, "backbone patches, now it is resnet18"),
+        ((*PATCHES, "--dtype", "float16"), "dtype float32, now it is float16"),
+    ):
+        assert f"{path}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
+        assert path.read_bytes() == before
+    run(clevr, "--out", out, *PATCHES, "--dtype", "float16", "--overwrite")
+    assert features(path).dtype == np.float16
+
+
+def test_every_file_is_checked_before_any_is_made(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    write_images(clevr, "train", 2)
+    run(clevr, "--out", out, "--backbone", "patches", code=1)
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+
+
+def test_a_new_image_makes_a_done_file_differ(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    write_images(clevr, "val", 8)
+    assert "was made with images 7, now it is 8" in run(clevr, "--out", out, *PATCHES, code=1)
+
+
+def test_two_processes_do_not_write_the_same_file(clevr, out):
+    out.mkdir()
+    locking = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", locking, str(out / "val_features.h5.partial")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        assert "another process is writing it" in run(clevr, "--out", out, *PATCHES, code=1)
+        other.communicate(b"\n")
+
+
+def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    before = (out / "val_features.h5").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        line = run(clevr, "--out", out, "--backbone", "patches", "--overwrite", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "val_features.h5.partial: no room for the features: needs 0.001 GB" in line
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+    assert (out / "val_features.h5").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ("CLEVR_val_000009.png", "image index 3 is missing, while 9 is there"),
+        ("CLEVR_new_000002.png", "image index 2 is also that of CLEVR_new_000002.png"),
+        ("picture.png", "picture.png: no image index in the name"),
+    ],
+)
+def test_gaps_and_duplicates_of_image_indices_are_named(clevr, out, rename, message):
+    images = clevr / "images" / "val"
+    (images / "CLEVR_val_000003.png").rename(images / rename)
+    assert message in run(clevr, "--out", out, *PATCHES, code=1)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n"])
+def test_a_file_that_is_no_image_is_named(clevr, out, content):
+    broken = clevr / "images" / "val" / "CLEVR_val_000000.png"
+    broken.write_bytes(content)
+    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
+
+
+def test_wrong_weight_files_are_one_clear_line(clevr, out, tmp_path):
+    import torchvision
+
+    weights = tmp_path / "weights.pth"
+
+    def line(content) -> str:
+        torch.save(content, weights)
+        return run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
+
+    state = torchvision.models.resnet18(weights=None).state_dict()
+    assert "'conv1.weight' is missing" in line({k: v for k, v in state.items() if k != "conv1.weight"})
+    assert "it has 'layer3.2.conv1.weight', which resnet18 has not" in line(
+        state | {"layer3.2.conv1.weight": state["layer3.1.conv1.weight"]}
+    )
+    assert "'conv1.weight' is (3,), expected (64, 3, 7, 7) for resnet18" in line(
+        state | {"conv1.weight": torch.zeros(3)}
+    )
+    assert "not a state dict of resnet18, but a list" in line([1, 2])
+    assert f"{weights}: not a state dict of resnet18" in line(torch.nn.Linear(1, 1))
+    weights.write_bytes(b"\0" * 100)
+    assert f"{weights}: not a state dict" in run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
+    absent = tmp_path / "absent.pth"
+    assert f"{absent}: no such file" in run(clevr, "--out", out, *RESNET, "--weights", absent, code=1)
+
+
+def test_a_failed_download_is_one_clear_line(clevr, out, monkeypatch, tmp_path):
+    import urllib.request
+
+    def offline(*_args, **_kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
+    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), "--only", "features", *map(str, RESNET)])
+    assert result.exit_code == 1
+    assert "the weights of resnet18 cannot be downloaded" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operator torchvision::nms does not exist"), ImportError("no symbol")])
+def test_a_torchvision_that_does_not_fit_its_torch_is_one_clear_line(clevr, out, monkeypatch, error):
+    class Broken:
+        def find_spec(self, name, *_args):
+            if name == "torchvision":
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    line = run(clevr, "--out", out, *RESNET, "--weights", "random", code=1)
+    assert f"torchvision cannot be imported ({error}); install the version that belongs to torch" in line
+    run(clevr, "--out", out, *PATCHES)  # patches do without it
+
+
+def test_features_too_large_for_float16_are_refused(clevr, out, tmp_path):
+    import torchvision
+
+    model = torchvision.models.resnet18(weights=None)
+    with torch.no_grad():
+        model.layer3[1].bn2.weight.fill_(1e6)
+    torch.save(model.state_dict(), tmp_path / "large.pth")
+    line = run(clevr, "--out", out, *RESNET, "--weights", tmp_path / "large.pth", "--dtype", "float16", code=1)
+    assert "not finite in torch.float16" in line
+
+
+@pytest.mark.parametrize(
+    "flags", [(*PATCHES, "--stage", 3), (*PATCHES, "--weights", "random"), (*RESNET, "--patch-size", 8), ("--stage", 5)]
+)
+def test_flags_of_the_other_backbone_are_usage_errors(clevr, out, flags):
+    run(clevr, "--out", out, *flags, code=2)
+
+
+def test_one_command_does_all_splits_and_both_parts(tmp_path, out):
+    clevr = write_clevr(tmp_path / "CLEVR")
+    shutil.rmtree(clevr / "images" / "test")
+    flags = ("--workers", "0", "--device", "cpu")
+    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, PATCHES), *flags])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {
+        "vocab.json",
+        "train_questions.h5",
+        "val_questions.h5",
+        "test_questions.h5",
+        "train_features.h5",
+        "val_features.h5",
+    }
+    assert "no images of split 'test'" in result.stdout

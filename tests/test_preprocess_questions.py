@@ -1,0 +1,302 @@
+"""CLEVR's question files -> vocab.json and questions.h5, and what is said about bad ones."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from clevr_files import COLORS, question, write_clevr, write_questions
+from click.testing import CliRunner
+
+from iep.cli.preprocess import main
+from iep.vocab import Vocab
+
+
+@pytest.fixture
+def clevr(tmp_path):
+    return write_clevr(tmp_path / "CLEVR")
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "data"
+
+
+def run(*arguments, code=0) -> str:
+    """The output of `iep-preprocess --only questions`, which must end with the exit code `code`."""
+    only = [] if "--questions" in arguments else ["--only", "questions"]
+    result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *only)])
+    assert result.exit_code == code, result.output
+    if code == 1:
+        assert result.output.count("\n") == 1, result.output
+        assert result.output.startswith("Error: ")
+    return result.output
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    with h5py.File(path) as file:
+        return {name: dataset[()] for name, dataset in file.items()}
+
+
+def text(tokens: tuple[str, ...], row: np.ndarray) -> str:
+    return " ".join(tokens[index] for index in row)
+
+
+def test_questions_programs_and_answers_decode_to_what_the_release_says(clevr, out):
+    run(clevr, "--out", out)
+    vocab, train = Vocab.load(out / "vocab.json"), read(out / "train_questions.h5")
+    assert text(vocab.question, train["questions"][1]) == "<START> How many green things are there <END>"
+    assert text(vocab.program, train["programs"][1]) == "<START> count filter_color[green] scene <END>"
+    assert text(vocab.answer, train["answers"]) == "2 2 2 2 2 2"
+    assert train["image_idxs"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert train["orig_idxs"].tolist() == [100, 101, 102, 103, 104, 105]
+    assert train["question_families"].tolist() == [7] * 6
+    assert {array.dtype for array in train.values()} == {np.dtype("int32")}
+
+
+def test_rows_are_padded_with_null_to_the_longest(clevr, out):
+    longer = question(0, 0, "train") | {"question": "How many red things are there; and then some?"}
+    write_questions(clevr, "train", [question(1, 0, "train"), longer])
+    run(clevr, "--out", out, "--split", "train")
+    vocab, train = Vocab.load(out / "vocab.json"), read(out / "train_questions.h5")
+    assert text(vocab.question, train["questions"][0]) == (
+        "<START> How many red things are there <END> <NULL> <NULL> <NULL> <NULL>"
+    )
+    assert text(vocab.question, train["questions"][1]) == "<START> How many red things are there ; and then some <END>"
+
+
+def test_the_test_split_has_neither_programs_nor_answers(clevr, out):
+    run(clevr, "--out", out)
+    assert set(read(out / "test_questions.h5")) == {"questions", "image_idxs", "orig_idxs", "question_families"}
+
+
+def test_the_public_generators_forms_give_the_same_arrays_as_the_release(clevr, out, tmp_path):
+    released = [question(n, 0, "train", COLORS[n]) | {"answer": answer} for n, answer in enumerate(("yes", "no", "3"))]
+    write_questions(clevr, "train", released)
+    run(clevr, "--out", out, "--split", "train")
+    generated = [released[n] | {"answer": answer} for n, answer in enumerate((True, False, 3))]
+    for q in generated:
+        calls = [{"type": call["function"], **call} for call in q["program"]]
+        q["program"] = [{key: value for key, value in call.items() if key != "function"} for call in calls]
+    write_questions(clevr, "train", generated)
+    run(clevr, "--out", tmp_path / "generated", "--split", "train")
+    expected, found = read(out / "train_questions.h5"), read(tmp_path / "generated" / "train_questions.h5")
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
+
+
+def test_clevr_humans_is_read_with_an_expanded_vocabulary(clevr, out, tmp_path):
+    run(clevr, "--out", out)
+    humans = [
+        {"image_filename": "CLEVR_val_000002.png", "question": "How many red zebras?", "answer": "2", "split": "val"},
+        {
+            "image_filename": "CLEVR_val_000000.png",
+            "question": "are there many aardvarks",
+            "answer": "2",
+            "split": "val",
+        },
+    ]
+    file = tmp_path / "CLEVR-Humans-val.json"
+    file.write_text(json.dumps({"questions": humans}))
+    arguments = (
+        clevr,
+        "--out",
+        tmp_path / "humans",
+        "--questions",
+        file,
+        "--split",
+        "val",
+        "--vocab",
+        out / "vocab.json",
+    )
+    run(*arguments, "--expand-vocab")
+    before, after = Vocab.load(out / "vocab.json"), Vocab.load(tmp_path / "humans" / "vocab.json")
+    assert after.question == (*before.question, "aardvarks", "zebras")
+    assert (after.program, after.answer) == (before.program, before.answer)
+    found = read(tmp_path / "humans" / "val_questions.h5")
+    assert set(found) == {"questions", "answers", "image_idxs", "orig_idxs"}
+    assert found["image_idxs"].tolist() == [2, 0]
+    assert found["orig_idxs"].tolist() == [0, 1]
+
+
+def test_clevr_humans_files_are_found_by_their_names(clevr, out, tmp_path):
+    run(clevr, "--out", out)
+    directory = tmp_path / "CLEVR-Humans"
+    directory.mkdir()
+    entry = {"image_index": 5, "question": "any red things", "answer": "2"}
+    (directory / "CLEVR-Humans-train.json").write_text(json.dumps({"questions": [entry]}))
+    run(directory, "--out", tmp_path / "humans", "--vocab", out / "vocab.json", "--encode-unk")
+    vocab = Vocab.load(tmp_path / "humans" / "vocab.json")
+    row = read(tmp_path / "humans" / "train_questions.h5")["questions"][0]
+    assert text(vocab.question, row) == "<START> <UNK> red things <END>"
+
+
+def test_tokens_below_the_threshold_are_left_out_and_become_unk(clevr, out):
+    questions = [question(0, 0, "train", "red"), question(1, 0, "train", "red"), question(2, 0, "train", "blue")]
+    write_questions(clevr, "train", questions)
+    arguments = (clevr, "--out", out, "--split", "train", "--unk-threshold", 2)
+    assert "question 2: question token 'blue'" in run(*arguments, code=1)
+    assert not out.exists() or not list(out.iterdir())
+    run(*arguments, "--encode-unk")
+    vocab = Vocab.load(out / "vocab.json")
+    assert "red" in vocab.question
+    assert "blue" not in vocab.question
+    assert "filter_color[blue]" in vocab.program
+    row = read(out / "train_questions.h5")["questions"][2]
+    assert text(vocab.question, row) == "<START> How many <UNK> things are there <END>"
+
+
+def test_other_splits_use_the_vocabulary_that_train_left(clevr, out):
+    assert "preprocess the train split first" in run(clevr, "--out", out, "--split", "val", code=1)
+    run(clevr, "--out", out, "--split", "train")
+    vocab = (out / "vocab.json").read_bytes()
+    run(clevr, "--out", out, "--split", "val")
+    assert (out / "vocab.json").read_bytes() == vocab
+    assert text(Vocab.load(out / "vocab.json").question, read(out / "val_questions.h5")["questions"][2]) == (
+        "<START> How many blue things are there <END>"
+    )
+
+
+def test_a_token_that_the_vocabulary_lacks_is_named_with_file_and_question(clevr, out, tmp_path):
+    foreign = tmp_path / "other_vocab.json"
+    Vocab(*(("<NULL>", "<START>", "<END>", "<UNK>", "How"),) * 3).save(foreign)
+    line = run(clevr, "--out", out, "--vocab", foreign, code=1)
+    assert "CLEVR_train_questions.json: question 0: question token 'many' is not in the vocabulary" in line
+    assert str(foreign) in line
+    line = run(clevr, "--out", out, "--vocab", foreign, "--encode-unk", code=1)
+    assert "question 0: program token 'count' is not in the vocabulary" in line
+
+
+def test_done_files_are_skipped_and_stay_the_same(clevr, out):
+    run(clevr, "--out", out)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+    assert set(before) == {"vocab.json", "train_questions.h5", "val_questions.h5", "test_questions.h5"}
+    output = run(clevr, "--out", out)
+    assert output.count("already done") == 4
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [("questions", "questions_digest"), ("--encode-unk", "encode_unk"), ("--unk-threshold=3", "vocab_digest")],
+)
+def test_files_made_otherwise_are_refused_untouched_unless_overwritten(clevr, out, change, difference):
+    run(clevr, "--out", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    options = [] if change == "questions" else [change]
+    if change == "questions":
+        write_questions(clevr, "val", [question(0, 0, "val")])
+    if difference == "vocab_digest":
+        options.append("--encode-unk")
+    line = run(clevr, "--out", out, *options, code=1)
+    assert f"_questions.h5: was made with {difference}" in line
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    run(clevr, "--out", out, *options, "--overwrite")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} != before
+    assert "already done" in run(clevr, "--out", out, *options)
+
+
+def test_replacing_the_vocabulary_says_which_files_no_longer_fit(clevr, out):
+    run(clevr, "--out", out)
+    write_questions(clevr, "train", [question(0, 0, "train") | {"question": "How many new words?"}])
+    output = run(clevr, "--out", out, "--split", "train", "--overwrite")
+    assert f"{out / 'val_questions.h5'}: encoded with another vocabulary" in output
+
+
+def test_a_truncated_questions_file_of_an_earlier_run_is_named(clevr, out):
+    run(clevr, "--out", out)
+    broken = out / "val_questions.h5"
+    sound = broken.read_bytes()
+    os.truncate(broken, 1000)
+    assert f"{broken}: cannot be read as HDF5" in run(clevr, "--out", out, code=1)
+    run(clevr, "--out", out, "--overwrite")
+    assert broken.read_bytes() == sound
+
+
+def test_questions_about_images_that_are_not_there_are_named(clevr, out):
+    write_questions(clevr, "val", [question(0, 2, "val"), question(1, 3, "val")])
+    line = run(clevr, "--out", out, code=1)
+    assert "CLEVR_val_questions.json: question 1 is about image 3, but there are 3 images (0 to 2)" in line
+    assert not (out / "vocab.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not JSON (line 1, column 1"),
+        ("[1, 2]", "expected an object with a list 'questions'"),
+        ('{"info": {}, "scenes": []}', "expected the key 'questions' with a list, found info, scenes"),
+        ('{"questions": {}}', "expected the key 'questions' with a list"),
+        ('{"questions": []}', "the list 'questions' is empty"),
+        ('{"questions": [3]}', "question 0 is 3, expected an object"),
+        (
+            '{"questions": [{"text": "How?"}]}',
+            "question 0: expected the key 'question' with a text, found the keys text",
+        ),
+        ('{"questions": [{"question": "How?"}]}', "question 0: expected the key 'image_index', or 'image_filename'"),
+        ('{"questions": [{"question": "How?", "image_index": "0"}]}', "'image_index' is '0', expected an integer"),
+        ('{"questions": [{"question": "How?", "image_index": 0, "answer": 1.5}]}', "'answer' is 1.5, expected"),
+        (
+            '{"questions": [{"question": "How?", "image_index": 0, "answer": 1}, {"question": "a", "image_index": 0}]}',
+            "question 1: 'answer' is missing, unlike in the questions before it",
+        ),
+        (
+            '{"questions": [{"question": "How?", "image_index": 0, "program": [{"function": "count", "inputs": []}]}]}',
+            "question 0: program call 0 (count) has inputs [], expected 1",
+        ),
+        ('{"questions": [{"question": "How?", "image_index": 0}', "not JSON (line 1, column 54"),
+        ('{"questions": [{"question": "How?", "image_ind', "not JSON (line 1, column 37"),
+    ],
+)
+def test_a_file_that_is_not_clevr_is_named_with_what_was_expected(clevr, out, content, message):
+    path = clevr / "questions" / "CLEVR_train_questions.json"
+    path.write_text(content)
+    line = run(clevr, "--out", out, "--split", "train", code=1)
+    assert f"{path}: " in line
+    assert message in line
+    assert not out.exists() or not list(out.iterdir())
+
+
+def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
+    run(clevr, "--out", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    write_questions(clevr, "train", [question(n, n % 3, "train", COLORS[n % 3]) for n in range(2000)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        line = run(clevr, "--out", out, "--overwrite", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{out / 'train_questions.h5'}: file size limit reached" in line
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--questions", "x.json"), ("--questions", "x.json", "--split", "a", "--split", "b"), ("--expand-vocab",)],
+)
+def test_flags_that_do_not_go_together_are_usage_errors(clevr, out, flags):
+    assert "goes with" in run(clevr, "--out", out, *flags, code=2)
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are(clevr, out):
+    line = run(clevr, "--out", out, "--split", "valid", code=1)
+    assert "no questions of split 'valid' (found: train, val, test)" in line
+
+
+def test_questions_are_checked_against_features_where_images_are_not_at_hand(clevr, out, tmp_path):
+    out.mkdir()
+    with h5py.File(out / "train_features.h5", "w") as file:
+        file["features"] = np.zeros((2, 1, 1, 1), dtype=np.float32)
+    for path in (clevr / "images" / "train").iterdir():
+        path.unlink()
+    assert "question 4 is about image 2, but there are 2 images" in run(clevr, "--out", out, "--split", "train", code=1)
+
+
+@pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
+def test_real_clevr_encodes_with_a_vocabulary_of_its_own(out):
+    run(os.environ["IEP_CLEVR_DIR"], "--out", out, "--split", "train")
+    vocab = Vocab.load(out / "vocab.json")
+    assert {"count", "filter_color[red]", "scene"} <= set(vocab.program)
