@@ -63,7 +63,7 @@ def main(
     if dry_run:
         click.echo(json.dumps(asdict(options), indent=2))
         return
-    with tqdm(total=total, unit=" images", smoothing=0.05) as bar:
+    with tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:
             bar.set_description(split, refresh=False)
@@ -71,7 +71,10 @@ def main(
 
         tallies = synthesize(out, options, workers, force, progress)
     for split, tally in tallies.items():
-        click.echo(f"{split}: {getattr(options, split)} images in {out}\n{table(tally)}")
+        stood = " (stood already)" if tally is None else ""
+        click.echo(f"{split}: {getattr(options, split)} images in {out}{stood}")
+        if tally is not None and split != "test":
+            click.echo(table(tally))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -38,6 +39,8 @@ GENERATOR = 1  # raised whenever the same options begin to give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 SPLITS = ("train", "val", "test")
+
+Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ def synthesize(
     options: Options,
     workers: int = 1,
     force: bool = False,
-    progress: Callable[[str, int], None] | None = None,
-) -> dict[str, Tally]:
-    """Write the data set into the directory `out`; the tally of each split's questions.
+    progress: Progress | None = None,
+) -> dict[str, Tally | None]:
+    """Write the data set into the directory `out`; the tally of each split's questions, None where it stood already.
 
     `progress` hears a split and the number of images just made.
 
@@ -95,13 +98,19 @@ def synthesize(
         OSError: a file cannot be written; it names the file.
     """
     _claim(out, options, force)
-    tallies = {}
+    tallies: dict[str, Tally | None] = {}
     with _mapping(workers) as run:
         for split in SPLITS:
-            if count := getattr(options, split):
-                blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
-                made = run(_Maker(out, options), blocks)
-                tallies[split] = _write_split(out, split, zip(blocks, made, strict=True), progress)
+            count = getattr(options, split)
+            if count == 0:
+                continue
+            if _is_finished(out, split, count):
+                tallies[split] = None
+                _tell(progress, split, count)
+                continue
+            blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
+            made = run(_Maker(out, options), blocks)
+            tallies[split] = _write_split(out, split, zip(blocks, made, strict=True), progress)
     return tallies
 
 
@@ -167,15 +176,11 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
     return entry
 
 
-def _write_split(
-    out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Callable[[str, int], None] | None
-) -> Tally:
+def _write_split(out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Progress | None) -> Tally:
     """Write a split's questions and scenes as its blocks come in; both files appear when all are there."""
     tally = Tally()
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
-    questions_path = out / "questions" / f"CLEVR_{split}_questions.json"
-    # CLEVR v1.0 keeps the scenes of the test split to itself: there they are written nowhere.
-    scenes_path = out / "scenes" / f"CLEVR_{split}_scenes.json" if split != "test" else None
+    questions_path, scenes_path = _json_paths(out, split)
     with (
         _list_file(questions_path, f'{head}, "questions": [') as add_questions,
         _scenes_file(scenes_path, head) as add_scenes,
@@ -184,9 +189,26 @@ def _write_split(
             add_questions(made.questions)
             add_scenes(made.scenes)
             tally.update(made.tally)
-            if progress is not None:
-                progress(split, block.stop - block.start)
+            _tell(progress, split, block.stop - block.start)
     return tally
+
+
+def _tell(progress: Progress | None, split: str, images: int) -> None:
+    if progress is not None:
+        progress(split, images)
+
+
+def _json_paths(out: Path, split: str) -> tuple[Path, Path | None]:
+    """A split's questions and scenes files. CLEVR v1.0 keeps the scenes of its test split to itself: there is none."""
+    scenes = out / "scenes" / f"CLEVR_{split}_scenes.json" if split != "test" else None
+    return out / "questions" / f"CLEVR_{split}_questions.json", scenes
+
+
+def _is_finished(out: Path, split: str, count: int) -> bool:
+    """Whether an earlier run with the same options left the split whole: its JSON appears last."""
+    if not all(path is None or path.exists() for path in _json_paths(out, split)):
+        return False
+    return all(_is_whole_png(out / "images" / split / image_filename(split, index)) for index in range(count))
 
 
 @contextmanager
@@ -201,18 +223,22 @@ def _scenes_file(path: Path | None, head: str) -> Iterator[Callable[[str], None]
 @contextmanager
 def _list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
     """A JSON file whose list's entries are added as text, written whole or not at all."""
+    # `_naming` twice: inside for what this file's own writes raise, outside for what its closing does.
     with _naming(path), atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
-        file.write(head)
         separator = ""
+
+        def write(text: str) -> None:
+            with _naming(path):
+                file.write(text)
 
         def add(text: str) -> None:
             nonlocal separator
-            file.write(separator + text)
+            write(separator + text)
             separator = ", "
 
+        write(head)
         yield add
-        file.write("]}\n")
-        file.flush()
+        write("]}\n")
 
 
 @contextmanager
@@ -258,7 +284,7 @@ def _mapping(workers: int) -> Iterator[Callable]:
         yield map
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_ignore_interrupts)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
     try:
         yield pool.map
     except BrokenProcessPool as error:
@@ -267,9 +293,15 @@ def _mapping(workers: int) -> Iterator[Callable]:
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C is the parent's to handle; a worker ends its block and is told to go."""
+def _prepare_worker() -> None:
+    """Leave Ctrl-C to the parent, which lets a worker end its block; and do not outlive the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _claim(out: Path, options: Options, force: bool) -> None:
@@ -284,6 +316,8 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
         if read_json(path) == record:
+            for left_over in out.glob("**/.*.tmp"):  # of a run that was killed
+                left_over.unlink(missing_ok=True)
             return
         if not force:
             raise InputError(f"{out}: made with other options (see {RECORD}); choose a new directory or give --force")

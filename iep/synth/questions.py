@@ -241,7 +241,7 @@ def _describe_set(
     search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
 ) -> Phrase | None:
     """A phrase with this link that names a set which `accept` accepts."""
-    allowed_D = (_LENGTHS_D >= shortest) & (_LENGTHS_D <= longest) & (_MENTIONS_D & silent == 0)
+    allowed_D = (shortest <= _LENGTHS_D) & (longest >= _LENGTHS_D) & (_MENTIONS_D & silent == 0)
     for links, base, weaker in _bases(search, link, None, 0):
         named_D = search.fitting_D & base
         ok_D = allowed_D & accept(named_D)
