@@ -152,6 +152,29 @@ def test_a_beam_that_holds_every_prefix_finds_the_likeliest_program_of_all(beam_
         assert score.item() == pytest.approx(log_probs[tuple(program)])
 
 
+def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: int) -> tuple[list[int], float]:
+    hypotheses, ended = [([START], 0.0)], []
+    for step in range(1, max_length):
+        tokens = [END] if step == max_length - 1 else [END, *LETTERS]
+        grown = [[*program, token] for program, _ in hypotheses for token in tokens]
+        scored = [(program, naive_log_prob(model, question, program).item()) for program in grown]
+        kept = sorted(scored, key=lambda pair: -pair[1])[:beam_size]
+        ended += [pair for pair in kept if pair[0][-1] == END]
+        hypotheses = [pair for pair in kept if pair[0][-1] != END]
+    return max(ended, key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize("beam_size", [2, 3])
+@pytest.mark.parametrize(("seed", "end_bias"), [(1, 0.0), (3, -2.0), (4, -4.0)])
+def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(beam_size, seed, end_bias):
+    model = make_decoder(seed, end_bias)
+    programs, scores = beam(model, pad_rows(QUESTIONS), beam_size, max_length=7)
+    with torch.no_grad():
+        naive = [naive_beam(model, question, beam_size, 7) for question in QUESTIONS]
+    assert unpadded(programs) == [program for program, _ in naive]
+    assert scores.tolist() == pytest.approx([score for _, score in naive])
+
+
 def test_a_wider_beam_finds_programs_that_greedy_decoding_misses():
     model, questions = never_special(make_decoder(2)), pad_rows(QUESTIONS)
     narrow, wide = (beam(model, questions, beam_size, max_length=8)[1] for beam_size in (1, 8))

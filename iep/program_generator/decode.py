@@ -144,7 +144,7 @@ def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) 
         programs_BKL = programs_BKL[rows_B.unsqueeze(1), parents_BK]
         programs_BKL[:, :, t] = tokens_BK
         flat = (rows_B.unsqueeze(1) * K + parents_BK).flatten()
-        state = (state[0][:, flat], state[1][:, flat])
+        state = (state[0].index_select(1, flat), state[1].index_select(1, flat))
 
         ended_B, place_B = scores_BK.masked_fill(tokens_BK != END, -torch.inf).max(1)
         better_B = ended_B > best_B
