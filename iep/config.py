@@ -210,9 +210,7 @@ def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any
     if value is not None and minimum is not None and not value >= minimum:
         raise InputError(f"{name} is {value!r}, expected at least {minimum}")
     if value is not None and choices is not None and value not in choices:
-        raise InputError(
-            f"{name} is {value!r}, expected one of {', '.join(choices)}{nearest(value, choices)}"
-        )
+        raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{nearest(value, choices)}")
     return value
 
 

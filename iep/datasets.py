@@ -97,9 +97,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
     """
     with open_hdf5(path) as file:
         if "questions" not in file:
-            raise InputError(
-                f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess"
-            )
+            raise InputError(f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess")
         count = len(file["questions"])
         arrays = {
             name: _read_array(file, name, dimensions, count, required)
@@ -131,9 +129,7 @@ def _read_array(file: h5py.File, name: str, dimensions: int, count: int, require
     dataset = file[name]
     if dataset.ndim != dimensions or len(dataset) != count or dataset.dtype.kind not in "iu":
         expected = f"({count},)" if dimensions == 1 else f"({count}, length)"
-        raise InputError(
-            f"{file.filename}: {name} is {dataset.shape} {dataset.dtype}, expected integers {expected}"
-        )
+        raise InputError(f"{file.filename}: {name} is {dataset.shape} {dataset.dtype}, expected integers {expected}")
     try:
         return dataset[()].astype(np.int64)
     except OSError as error:
@@ -171,13 +167,9 @@ class Features:
         with open_hdf5(path) as file:
             dataset = file.get("features")
             if not isinstance(dataset, h5py.Dataset):
-                raise InputError(
-                    f"{path}: has no dataset 'features', expected a features file of iep-preprocess"
-                )
+                raise InputError(f"{path}: has no dataset 'features', expected a features file of iep-preprocess")
             if dataset.ndim != 4 or dataset.dtype.kind != "f" or 0 in dataset.shape[1:]:
-                raise InputError(
-                    f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats"
-                )
+                raise InputError(f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype
 
@@ -197,9 +189,7 @@ class Features:
             self._dataset.read_direct(values, np.s_[int(row)], np.s_[place])
         values_NCHW = torch.from_numpy(values).float()
         return (
-            values_NCHW
-            if len(distinct) == len(rows) and (inverse[:-1] < inverse[1:]).all()
-            else values_NCHW[inverse]
+            values_NCHW if len(distinct) == len(rows) and (inverse[:-1] < inverse[1:]).all() else values_NCHW[inverse]
         )
 
 
@@ -274,9 +264,7 @@ class Order:
         return self._shuffled[1][place * self.batch_size : (place + 1) * self.batch_size]
 
 
-def make_order(
-    lengths: np.ndarray | None, count: int, curriculum: Sequence[tuple[int, int]], **kwargs: int
-) -> Order:
+def make_order(lengths: np.ndarray | None, count: int, curriculum: Sequence[tuple[int, int]], **kwargs: int) -> Order:
     """An `Order` over `count` examples; `curriculum` pairs are (first step, greatest program length).
 
     Raises:
@@ -287,9 +275,7 @@ def make_order(
         return Order([(0, np.arange(count))], **kwargs)
     firsts = [first for first, _ in curriculum]
     if firsts[0] != 0 or firsts != sorted(set(firsts)):
-        raise InputError(
-            f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising"
-        )
+        raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
     if lengths is None:
         raise InputError("a curriculum needs programs, and the training questions have none")
     stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
@@ -313,16 +299,12 @@ class _Rows(Sampler):
         return len(self.numbers)
 
 
-def training_batches(
-    dataset: ClevrDataset, order: Order, steps: range, workers: int, pin: bool = False
-) -> DataLoader:
+def training_batches(dataset: ClevrDataset, order: Order, steps: range, workers: int, pin: bool = False) -> DataLoader:
     """The batches of `steps`, made by `workers` processes (0: in this one)."""
     return _loader(dataset, order.rows, steps, workers, pin)
 
 
-def sequential_batches(
-    dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False
-) -> DataLoader:
+def sequential_batches(dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False) -> DataLoader:
     """Every example once, in the file's order."""
 
     def rows(number: int) -> np.ndarray:

@@ -16,6 +16,9 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
     The temporary file is flushed to disk before the rename and removed when the block raises, so `target` holds
     either its old content or all of the new one.
+
+    Raises:
+        OSError: as the block does, its `filename` set to `target` where it had none.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -25,6 +28,11 @@ def atomic_path(target: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
+    except OSError as error:
+        # A write that fails on an open file (a full disk, say) does not know the file's name.
+        if error.errno is not None and error.filename is None:
+            error.filename = str(target)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

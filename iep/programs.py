@@ -42,7 +42,7 @@ def call_token(call: dict) -> str:
     """
     function = call.get("function", call.get("type"))
     values = call.get("value_inputs") or []
-    if not isinstance(function, str) or len(values) > 1:
+    if not isinstance(function, str) or not isinstance(values, list) or len(values) > 1:
         raise InputError(f"not a program call: {call!r}, expected a function and at most one value")
     return f"{function}[{values[0]}]" if values else function
 

@@ -71,7 +71,9 @@ class Vocab:
         """
         if not isinstance(content, dict):
             raise InputError(f"{source}: not a vocabulary, expected a JSON object with question_token_to_idx")
-        return cls(*(_tokens_in_order(content, f"{kind}_token_to_idx", source) for kind in ("question", "program", "answer")))
+        return cls(
+            *(_tokens_in_order(content, f"{kind}_token_to_idx", source) for kind in ("question", "program", "answer"))
+        )
 
     def save(self, path: Path) -> None:
         """Write vocab.json, whole or not at all."""

@@ -7,7 +7,11 @@ import click
 
 from iep.errors import InputError
 
-FULL_DISK = {errno.ENOSPC: "no space left on the device", errno.EFBIG: "file size limit reached", errno.EDQUOT: "disk quota exceeded"}
+FULL_DISK = {
+    errno.ENOSPC: "no space left on the device",
+    errno.EFBIG: "file size limit reached",
+    errno.EDQUOT: "disk quota exceeded",
+}
 
 
 def describe_os_error(error: OSError) -> str:

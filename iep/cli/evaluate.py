@@ -12,24 +12,16 @@ from iep.config import BATCHING, PROGRAM_SOURCES
 @click.command(cls=Command)
 @click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option(
-    "--lstm", type=click.Path(path_type=Path), help="Checkpoint or run of the question-only LSTM, alone."
-)
-@click.option(
-    "--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote."
-)
+@click.option("--lstm", type=click.Path(path_type=Path), help="Checkpoint or run of the question-only LSTM, alone.")
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
 @click.option("--split", help="Split to evaluate on.  [default: val]")
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
-@click.option(
-    "--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.  [default: improved]"
-)
-@click.option(
-    "--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]"
-)
+@click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.  [default: improved]")
+@click.option("--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]")
 @click.option(
     "--max-program-length",
     type=click.IntRange(min=2),
@@ -37,9 +29,7 @@ from iep.config import BATCHING, PROGRAM_SOURCES
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
-@click.option(
-    "--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]"
-)
+@click.option("--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]")
 @click.option("--device", help="auto, cpu, cuda, cuda:1, ...  [default: auto]")
 @click.option(
     "--out",
@@ -61,15 +51,11 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     from iep.evaluation.report import format_table, read_report
     from iep.evaluation.run import Evaluation, evaluate
 
-    earlier = [
-        (label, read_report(path / "report.json" if path.is_dir() else path)) for label, path in others
-    ]
+    earlier = [(label, read_report(path / "report.json" if path.is_dir() else path)) for label, path in others]
     report = evaluate(Evaluation(**{key: value for key, value in options.items() if value is not None}), out)
     click.echo(format_table([*earlier, (name, report)]))
     if report.accuracy is None and (options["ee"] or options["lstm"]):
-        click.echo(
-            f"The {report.split} split has no answers: accuracies are unknown, predictions are written."
-        )
+        click.echo(f"The {report.split} split has no answers: accuracies are unknown, predictions are written.")
     if out is not None:
         click.echo(f"Wrote {out / 'report.json'} and {out / 'predictions.jsonl'}")
 

@@ -22,26 +22,18 @@ from iep.config import BATCHING, MODELS, PROGRAM_SOURCES, Config, read_config, t
     required=True,
     help="Run directory: config, checkpoints, metrics.",
 )
-@click.option(
-    "--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="YAML file of settings."
-)
+@click.option("--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="YAML file of settings.")
 @click.option(
     "--pg",
     type=click.Path(path_type=Path),
     help="Checkpoint or run of a program generator to start from or predict with.",
 )
-@click.option(
-    "--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from."
-)
-@click.option(
-    "--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on."
-)
+@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from.")
+@click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
 @click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
-@click.option(
-    "--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is."
-)
+@click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")
 @click.option("--device", type=str, help="auto, cpu, cuda, cuda:1, ...")
 @click.option(
     "--resume",

@@ -97,6 +97,4 @@ def predict(
 
 def _stack_programs(programs: list[Tensor]) -> Tensor:
     width = max(programs_BL.shape[1] for programs_BL in programs)
-    return torch.cat(
-        [F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs]
-    )
+    return torch.cat([F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs])

@@ -59,9 +59,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
         scene = predictor.engine.scene_kind
-        make_plan = partial(
-            plan_programs, program_tokens=vocab.program, scene=scene, batching=settings.batching
-        )
+        make_plan = partial(plan_programs, program_tokens=vocab.program, scene=scene, batching=settings.batching)
     dataset = ClevrDataset(questions, features, make_plan)
     device = resolve_device(settings.device)
     predictions = predict(predictor, dataset, settings.batch_size, settings.workers, device)
@@ -77,9 +75,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         questions_per_second=len(questions) / predictions.seconds,
         device=str(device),
         programs=_programs_used(settings),
-        checkpoints={
-            name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None
-        },
+        checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
         baselines=_baselines(settings.data, vocab, questions, types),
     )
     if out is not None:
@@ -106,9 +102,7 @@ def _load(settings: Evaluation, vocab: Vocab, features: Features | None, questio
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
     if settings.ee is not None and not predicted and questions.programs is None:
-        raise InputError(
-            f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted"
-        )
+        raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     device = resolve_device(settings.device)
     networks = {}
     if settings.pg is not None:
@@ -152,9 +146,7 @@ def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray
     return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
 
 
-def _rows(
-    vocab: Vocab, questions: Questions, predictions: Predictions, types: np.ndarray
-) -> Iterator[dict[str, Any]]:
+def _rows(vocab: Vocab, questions: Questions, predictions: Predictions, types: np.ndarray) -> Iterator[dict[str, Any]]:
     return prediction_rows(
         vocab,
         questions.orig_idxs,

@@ -102,9 +102,7 @@ class Trainer:
         self._train_mode(True)
         with (
             Records(self.out, self.step) as records,
-            tqdm(
-                total=config.iterations, initial=self.step, unit="it", desc=config.model, mininterval=1.0
-            ) as bar,
+            tqdm(total=config.iterations, initial=self.step, unit="it", desc=config.model, mininterval=1.0) as bar,
         ):
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(training, config.iterations - self.step):

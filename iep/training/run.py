@@ -131,14 +131,10 @@ def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] |
     if not (out / LAST).exists():
         return None
     if not resume:
-        raise InputError(
-            f"{out}: already holds a run; add --resume to go on with it, or choose another --out"
-        )
+        raise InputError(f"{out}: already holds a run; add --resume to go on with it, or choose another --out")
     checkpoint = load_checkpoint(out / LAST)
     if checkpoint["model"] != config.model:
-        raise InputError(
-            f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}"
-        )
+        raise InputError(f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}")
     return checkpoint
 
 
@@ -167,15 +163,9 @@ def _make_task(
             check_vocab(Vocab.from_json(checkpoint["vocab"], str(path)), vocab, name, path)
             made = unpack(checkpoint, name, path)
         else:
-            made = (
-                build(name, kwargs())
-                if start is None
-                else load_network(start, name, vocab, torch.device("cpu"))
-            )
+            made = build(name, kwargs()) if start is None else load_network(start, name, vocab, torch.device("cpu"))
         if name == "engine":
-            check_features(
-                made, feature_shape, path if checkpoint is not None else start or training.features.path
-            )
+            check_features(made, feature_shape, path if checkpoint is not None else start or training.features.path)
         return made.to(device)
 
     def generator() -> nn.Module:

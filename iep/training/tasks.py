@@ -118,10 +118,7 @@ class JointTask:
     def correct(self, batch: Batch) -> Tensor:
         """Is the answer right, with the greedily decoded program?"""
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return (
-            self.engine(batch.features, self.engine.plan(programs_BL, self.batching)).argmax(1)
-            == batch.answers
-        )
+        return self.engine(batch.features, self.engine.plan(programs_BL, self.batching)).argmax(1) == batch.answers
 
 
 class LstmTask:
