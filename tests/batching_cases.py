@@ -1,0 +1,98 @@
+"""Random prefix programs over a small vocabulary, and the comparison of two ways to run the same networks.
+
+Token matrices are drawn by Hypothesis, deterministically. Any sequence of tokens is a program, so drawing sequences
+draws trees: without leaves among the tokens they are large, with them small and often followed by ignored tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+from hypothesis import settings
+from torch import nn
+
+PAD, SKIP, UNARY_END, UNARY_UNK, LEAF, OTHER_LEAF, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY = range(11)
+ARITY_V = np.array([1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 3])
+"""Special tokens count as unary, as in a program vocabulary; PAD and SKIP never run where they are named as such."""
+
+quick = settings(deadline=None, derandomize=True, database=None)
+
+
+def matrix(rows: Sequence[Sequence[int]], pad: int = PAD) -> np.ndarray:
+    """Rows of tokens as a matrix, padded on the right."""
+    width = max((len(row) for row in rows), default=0)
+    return np.array([[*row, *[pad] * (width - len(row))] for row in rows], dtype=np.int64).reshape(len(rows), width)
+
+
+def token_matrices(
+    vocabulary: int,
+    inner: Sequence[int],
+    unary: Sequence[int],
+    binary: Sequence[int],
+    max_batch: int = 16,
+    wide: int = 18,
+) -> st.SearchStrategy[np.ndarray]:
+    """Matrices of 1 to `max_batch` programs: any tokens, large trees, deep chains and lone leaves, side by side.
+
+    The tokens `inner` are those with arguments and the skipped one.
+    """
+    anything = st.lists(st.integers(0, vocabulary - 1), max_size=2 * wide)
+    large_tree = st.lists(st.sampled_from(inner), max_size=wide)
+    chain = st.lists(st.sampled_from(unary), min_size=wide, max_size=2 * wide)
+    bushy = st.lists(st.sampled_from(binary), min_size=2, max_size=wide)
+    lone_leaf = st.just([])
+    row = st.one_of(anything, large_tree, chain, bushy, lone_leaf)
+    return st.lists(row, min_size=1, max_size=max_batch).map(matrix)
+
+
+toy_programs = token_matrices(
+    len(ARITY_V),
+    inner=[SKIP, UNARY_END, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY],
+    unary=[UNARY_A, UNARY_B],
+    binary=[BINARY_A, BINARY_B, UNARY_A],
+)
+
+
+class ToyModule(nn.Module):
+    """tanh of a sum of linear maps, one for each argument: smooth, bounded, and no two arguments interchange."""
+
+    def __init__(self, arity: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(max(1, arity), dim, dim) / dim**0.5)
+        self.bias = nn.Parameter(torch.randn(dim))
+
+    def forward(self, *args_GD: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.bias + sum(x_GD @ weight for x_GD, weight in zip(args_GD, self.weight, strict=True)))
+
+
+def toy_modules(dim: int = 3, dtype: torch.dtype = torch.float64) -> nn.ModuleList:
+    """One seeded module per toy token."""
+    torch.manual_seed(0)
+    return nn.ModuleList(ToyModule(arity, dim) for arity in ARITY_V.tolist()).to(dtype)
+
+
+def results(
+    run: Callable[[torch.Tensor], torch.Tensor], network: nn.Module, inputs: torch.Tensor
+) -> dict[str, torch.Tensor | None]:
+    """The output of `run(inputs)` and the gradients of an uneven sum of it: of the inputs and every parameter."""
+    inputs = inputs.clone().requires_grad_()
+    network.zero_grad(set_to_none=True)
+    output = run(inputs)
+    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in network.named_parameters()}
+    return {"output": output.detach(), "gradient of the inputs": inputs.grad, **gradients}
+
+
+def assert_same(actual: dict, expected: dict, relative: float) -> None:
+    """Every result within `relative` of the expected one's greatest element, None where None is expected."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, f"{name} is {actual[name]}, expected None"
+        else:
+            assert actual[name] is not None, f"{name} is None"
+            assert actual[name].shape == value.shape, f"{name} has shape {actual[name].shape}, expected {value.shape}"
+            error, scale = (actual[name] - value).abs().max().item(), value.abs().max().item()
+            assert error <= relative * scale, f"{name} differs by {error}, its greatest element is {scale}"

@@ -1,0 +1,189 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, matrix, quick, results, token_matrices
+from hypothesis import example, given, settings
+
+from iep.batching.schedulers import SCHEDULERS
+from iep.execution_engine.engine import ExecutionEngine, plan_programs
+from iep.programs import arity
+from iep.vocab import END, NULL, START, UNK, index_tokens
+
+FUNCTIONS = ("count", "equal_size", "filter_color[red]", "greater_than", "intersect", "relate[left]", "scene", "union")
+TOKENS = index_tokens(FUNCTIONS)
+INDEX = {token: index for index, token in enumerate(TOKENS)}
+UNARY = [INDEX[token] for token in ("count", "filter_color[red]", "relate[left]")]
+BINARY = [INDEX[token] for token in ("equal_size", "greater_than", "intersect", "union")]
+
+
+def program(*tokens):
+    return [START, *(INDEX[token] for token in tokens), END]
+
+
+PROGRAMS_BL = matrix(
+    [
+        program("count", "filter_color[red]", "scene"),
+        program("greater_than", "count", "scene", "count", "filter_color[red]", "relate[left]", "scene"),
+        program("count", "union", "filter_color[red]", "scene", "relate[left]", "scene"),
+        program("scene"),
+    ],
+    pad=NULL,
+)
+
+
+def small_engine(scene="module", dtype=torch.float64, **kwargs):
+    torch.manual_seed(0)
+    settings = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
+    settings |= {"classifier_projection": 6, "classifier_hidden": (7,), "scene": scene}
+    return ExecutionEngine(TOKENS, num_answers=4, **(settings | kwargs)).to(dtype)
+
+
+any_programs = token_matrices(
+    len(TOKENS), inner=[START, END, UNK, *UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=6, wide=10
+)
+
+
+@pytest.mark.parametrize("scene", ["module", "stem"])
+@given(programs_BL=any_programs)
+@example(programs_BL=PROGRAMS_BL)
+@example(programs_BL=np.full((2, 3), NULL))
+@example(programs_BL=np.array([[END, UNK, START, END, INDEX["union"], NULL, START]]))
+@settings(quick, max_examples=25)
+def test_every_scheduler_matches_the_reference_on_logits_and_all_gradients(scene, programs_BL):
+    engine = small_engine(scene)
+    features_BCHW = torch.randn(len(programs_BL), 5, 3, 4, dtype=torch.float64)
+    expected = results(lambda x: engine.reference(x, programs_BL), engine, features_BCHW)
+    for name in SCHEDULERS:
+        plan = engine.plan(programs_BL, name)
+        assert_same(results(lambda x, plan=plan: engine(x, plan), engine, features_BCHW), expected, 1e-9)
+
+
+def test_modules_that_no_program_uses_get_no_gradient():
+    engine = small_engine()
+    engine(torch.randn(4, 5, 3, 4).double(), engine.plan(PROGRAMS_BL)).sum().backward()
+    used = {"count", "filter_color[red]", "greater_than", "relate[left]", "scene", "union", "stem", "classifier"}
+    for name, child in engine.named_children():
+        assert {p.grad is not None for p in child.parameters()} == {name in used}, name
+
+
+def test_the_default_engine_at_full_size_matches_the_reference():
+    torch.manual_seed(0)
+    engine = ExecutionEngine(TOKENS, num_answers=28)
+    features_BCHW = torch.rand(3, 1024, 14, 14)
+    expected = results(lambda x: engine.reference(x, PROGRAMS_BL[:3]), engine, features_BCHW)
+    plan = engine.plan(PROGRAMS_BL[:3])
+    actual = results(lambda x: engine(x, plan), engine, features_BCHW)
+    assert actual["output"].shape == (3, 28)
+    assert_same(actual, expected, 1e-4)
+
+
+def test_the_default_engine_has_the_published_layers_under_the_published_names():
+    shapes = {name: tuple(value.shape) for name, value in ExecutionEngine(TOKENS, num_answers=28).state_dict().items()}
+    layers = {
+        "stem.0": (128, 1024, 3, 3),
+        "stem.2": (128, 128, 3, 3),
+        "classifier.0": (512, 128, 1, 1),
+        "classifier.4": (1024, 512 * 7 * 7),
+        "classifier.6": (28, 1024),
+    }
+    for token in TOKENS:
+        if token in ("<NULL>", "<START>"):
+            continue
+        block = token
+        if arity(token) == 2:
+            layers[f"{token}.proj"] = (128, 256, 1, 1)
+            block = f"{token}.res_block"
+        layers |= {f"{block}.{conv}": (128, 128, 3, 3) for conv in ("conv1", "conv2")}
+    expected = {f"{layer}.weight": shape for layer, shape in layers.items()}
+    expected |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
+    assert shapes == expected
+
+
+def test_scene_as_the_stem_has_no_module_and_returns_the_stem():
+    engine = small_engine("stem")
+    assert "scene" not in dict(engine.named_children())
+    features_BCHW = torch.randn(1, 5, 3, 4, dtype=torch.float64)
+    logits = engine(features_BCHW, engine.plan(matrix([program("scene")])))
+    assert logits.equal(engine.classifier(engine.stem(features_BCHW)))
+
+
+def test_a_residual_block_and_a_binary_module_compute_what_the_paper_says():
+    engine = small_engine()
+    x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
+    unary = engine.get_submodule("count")
+    by_hand = torch.relu(x + unary.conv2(torch.relu(unary.conv1(x))))
+    assert torch.allclose(unary(x), by_hand)
+    binary = engine.get_submodule("union")
+    joined = torch.relu(binary.proj(torch.cat([x, y], dim=1)))
+    by_hand = torch.relu(joined + binary.res_block.conv2(torch.relu(binary.res_block.conv1(joined))))
+    assert torch.allclose(binary(x, y), by_hand)
+
+
+def test_weights_begin_kaiming_normal():
+    engine = ExecutionEngine(TOKENS, num_answers=28)
+    for weight in (engine.get_submodule("count").conv1.weight, engine.stem[0].weight, engine.classifier[4].weight):
+        fan_in = weight[0].numel()
+        assert weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.02)
+        assert weight.abs().max().item() > 3.3 * (2 / fan_in) ** 0.5, "uniform weights end at 1.7 deviations"
+
+
+def test_a_plan_survives_the_way_from_a_worker_process():
+    engine = small_engine()
+    features_BCHW = torch.randn(4, 5, 3, 4, dtype=torch.float64)
+    plan = engine.plan(PROGRAMS_BL)
+    assert engine(features_BCHW, pickle.loads(pickle.dumps(plan))).equal(engine(features_BCHW, plan))
+
+
+def test_plans_of_a_function_and_of_the_engine_agree_for_torch_tensors_and_lists_of_tokens():
+    engine = small_engine("stem")
+    mine = engine.plan(torch.from_numpy(PROGRAMS_BL), "standard")
+    plain = plan_programs(PROGRAMS_BL, list(TOKENS), scene="stem", batching="standard")
+    assert [(g.op, g.nodes.tolist()) for g in mine.schedule] == [(g.op, g.nodes.tolist()) for g in plain.schedule]
+    assert mine.graph.args.tolist() == plain.graph.args.tolist()
+
+
+def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
+    programs_BL = np.random.default_rng(0).integers(0, len(TOKENS), (64, 30))
+    for scene in ("module", "stem"):
+        ops = set(plan_programs(programs_BL, TOKENS, scene=scene).graph.op.tolist())
+        assert ops == set(range(len(TOKENS))) - {NULL, START} - ({INDEX["scene"]} if scene == "stem" else set())
+
+
+def test_a_plan_for_another_number_of_examples_is_refused():
+    engine = small_engine()
+    with pytest.raises(ValueError, match="3 inputs for a graph of 4 inputs"):
+        engine(torch.randn(3, 5, 3, 4).double(), engine.plan(PROGRAMS_BL))
+
+
+def test_a_batch_without_examples_is_refused():
+    engine = small_engine()
+    with pytest.raises(ValueError, match="at least one root"):
+        engine(torch.zeros(0, 5, 3, 4).double(), engine.plan(PROGRAMS_BL[:0]))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scene": "image"}, "scene is 'image', expected one of module, stem"),
+        ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
+        ({"stem": "pixels", "feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
+        ({"stem": "pixels", "feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
+        ({"stem": "pixels", "feature_dim": 192}, "make 2 convolutions, expected 3 or more to halve patches of 8"),
+    ],
+)
+def test_settings_that_cannot_be_built_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small_engine(**kwargs)
+
+
+@pytest.mark.parametrize("token", ["forward", "stem", "a.b"])
+def test_a_token_that_cannot_name_a_module_is_refused(token):
+    with pytest.raises(ValueError, match=f"program token '{token}' cannot name a module"):
+        ExecutionEngine([*TOKENS, token], num_answers=2)
+
+
+def test_a_vocabulary_without_scene_is_refused():
+    with pytest.raises(ValueError, match="lacks 'scene'"):
+        plan_programs(PROGRAMS_BL, index_tokens(["count"]))

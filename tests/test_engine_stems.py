@@ -1,0 +1,99 @@
+import pytest
+import torch
+from batching_cases import assert_same, matrix, results
+from torch.nn import functional
+
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.modules import Coordinates, make_classifier, make_conv_stem, make_pixel_stem
+from iep.vocab import END, START, index_tokens
+
+TOKENS = index_tokens(["count", "scene", "union"])
+PROGRAMS_BL = matrix([[START, TOKENS.index("count"), TOKENS.index("scene"), END], [START, TOKENS.index("union"), END]])
+
+
+@pytest.mark.parametrize(
+    ("patch", "widths", "stride", "grid"),
+    [(8, (16, 32), 1, 14), (8, (16, 32, 48), 2, 7), (8, (16, 32, 48, 48), 1, 14), (4, (8,), 1, 14), (2, (), 1, 14)],
+)
+def test_the_pixel_stem_brings_patches_down_to_the_working_grid(patch, widths, stride, grid):
+    stem = make_pixel_stem(3 * patch**2, widths, 24, stride, norm=True, coordinates=True)
+    assert stem(torch.rand(2, 3 * patch**2, 14, 14)).shape == (2, 24, grid, grid)
+
+
+def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
+    image_B3HW = torch.rand(2, 3, 56, 56)
+    stem = make_pixel_stem(48, (8,), 6)
+    patches_BCHW = functional.pixel_unshuffle(image_B3HW, 4)
+    assert stem(patches_BCHW).equal(stem[1:](image_B3HW))
+    assert stem[0](patches_BCHW).equal(image_B3HW)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_the_conv_stem_strides_in_its_last_convolution(stride):
+    stem = make_conv_stem(6, (5,), 4, stride)
+    grid = -(-14 // stride)
+    assert stem(torch.rand(2, 6, 14, 14)).shape == (2, 4, grid, grid)
+    assert stem[:2](torch.rand(2, 6, 14, 14)).shape == (2, 5, 14, 14)
+
+
+def test_coordinates_rise_from_minus_one_to_one_to_the_right_and_downwards():
+    x_BCHW = torch.rand(2, 3, 3, 5)
+    out_BCHW = Coordinates()(x_BCHW)
+    assert out_BCHW[:, :3].equal(x_BCHW)
+    assert out_BCHW[1, 3].tolist() == [[-1.0, -0.5, 0.0, 0.5, 1.0]] * 3
+    assert out_BCHW[1, 4].tolist() == [[-1.0] * 5, [0.0] * 5, [1.0] * 5]
+
+
+def test_coordinates_go_into_the_last_convolution_of_the_stem():
+    stem = make_pixel_stem(192, (16, 32), 24, coordinates=True)
+    widths = [layer.in_channels for layer in stem if isinstance(layer, torch.nn.Conv2d)]
+    assert widths == [3, 16, 34]
+
+
+def test_only_coordinates_let_the_stem_tell_equal_places_apart():
+    constant_BCHW = torch.ones(1, 12, 9, 9)
+    for coordinates in (False, True):
+        torch.manual_seed(0)
+        centre_CHW = make_pixel_stem(12, (), 8, coordinates=coordinates)(constant_BCHW)[0, :, 3:6, 3:6]
+        spread = (centre_CHW - centre_CHW[:, :1, :1]).abs().max().item()
+        assert (spread > 1e-2) == coordinates
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kind", ["conv", "pixels"])
+def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind, stride):
+    torch.manual_seed(0)
+    engine = ExecutionEngine(
+        TOKENS,
+        num_answers=3,
+        feature_dim=12,
+        feature_height=5,
+        feature_width=6,
+        module_dim=4,
+        stem=kind,
+        stem_widths=(3, 5),
+        stem_stride=stride,
+        stem_norm=True,
+        coordinates=True,
+        classifier_projection=6,
+        classifier_hidden=(),
+    ).double()
+    features_BCHW = torch.randn(2, 12, 5, 6, dtype=torch.float64)
+    expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, features_BCHW)
+    actual = results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, features_BCHW)
+    assert_same(actual, expected, 1e-9)
+
+
+def test_classifier_pools_what_is_left_of_an_odd_grid():
+    classifier = make_classifier(4, 7, 5, projection=3, pool=2, hidden=(9, 8), num_answers=6)
+    assert classifier[4].in_features == 3 * 4 * 3
+    x_BCHW = torch.zeros(2, 4, 7, 5)
+    corner_BCHW = x_BCHW.clone()
+    corner_BCHW[:, :, 6, 4] = 10.0
+    assert classifier(x_BCHW).shape == (2, 6)
+    assert not classifier(x_BCHW).equal(classifier(corner_BCHW))
+
+
+def test_a_classifier_without_hidden_layers_is_linear_after_its_pooling():
+    classifier = make_classifier(4, 4, 4, projection=3, pool=4, hidden=(), num_answers=6)
+    assert [type(layer).__name__ for layer in classifier] == ["Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear"]
