@@ -33,7 +33,7 @@ from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, SceneRules, image_filename, sample_scene, scene_json
 
 BLOCK = 50
-SCENE_TRIES = 20
+SCENE_TRIES = 5
 RECORD = "synth.json"
 GENERATOR = 1  # raised whenever the same options begin to give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}

@@ -19,7 +19,7 @@ CAMERA_JITTER = 0.5
 GAP = 0.25
 MARGIN = 0.4
 PLACE_TRIES = 50
-SCENE_TRIES = 1000
+SCENE_TRIES = 100
 DIGITS = 6  # of every number in the scenes file
 
 Vector = tuple[float, float, float]

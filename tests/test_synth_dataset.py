@@ -1,0 +1,297 @@
+"""The written directory: CLEVR's layout and keys, the same bytes always, and whole files whatever happens."""
+
+import hashlib
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from iep.cli.synth import main
+from iep.files import read_json
+from iep.synth.balance import main as balance_main
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = ROOT / "data" / "sample"
+SMALL = ["--preset", "mini", "--width", "60", "--height", "40", "--questions-per-image", "4"]
+COUNTS = ["--train", "53", "--val", "3", "--test", "2"]
+
+QUESTION_KEYS = {
+    "image_index", "program", "question_index", "image_filename", "question_family_index", "split", "answer",
+    "question",
+}  # fmt: skip
+SCENE_KEYS = {"image_index", "objects", "relationships", "image_filename", "split", "directions"}
+OBJECT_KEYS = {"color", "size", "rotation", "shape", "3d_coords", "material", "pixel_coords"}
+
+
+def synth(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def digests(root: Path) -> dict[str, str]:
+    """A hash of every file under `root`."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("synth") / "out"
+    code, output = synth(out, *SMALL, *COUNTS)
+    assert code == 0, output
+    return out
+
+
+def test_files_are_named_and_counted_as_in_clevr(made: Path) -> None:
+    images = [
+        f"images/{split}/CLEVR_{split}_{i:06d}.png"
+        for split, n in (("train", 53), ("val", 3), ("test", 2))
+        for i in range(n)
+    ]
+    questions = [f"questions/CLEVR_{split}_questions.json" for split in ("train", "val", "test")]
+    scenes = [f"scenes/CLEVR_{split}_scenes.json" for split in ("train", "val")]
+    assert set(digests(made)) == {*images, *questions, *scenes, "synth.json"}
+    with Image.open(made / images[0]) as image:
+        assert (image.format, image.size, image.mode) == ("PNG", (60, 40), "RGB")
+
+
+def test_json_keys_and_indices_are_clevrs(made: Path) -> None:
+    for split, count in (("train", 53), ("val", 3)):
+        questions = read_json(made / f"questions/CLEVR_{split}_questions.json")
+        assert set(questions) == {"info", "questions"}
+        assert questions["info"]["split"] == split
+        assert [q["question_index"] for q in questions["questions"]] == list(range(4 * count))
+        for number, question in enumerate(questions["questions"]):
+            assert set(question) == QUESTION_KEYS
+            assert question["image_index"] == number // 4
+            assert question["image_filename"] == f"CLEVR_{split}_{number // 4:06d}.png"
+            assert question["split"] == split
+            assert isinstance(question["answer"], str)
+            assert all(set(call) == {"inputs", "function", "value_inputs"} for call in question["program"])
+        scenes = read_json(made / f"scenes/CLEVR_{split}_scenes.json")
+        assert set(scenes) == {"info", "scenes"}
+        for index, scene in enumerate(scenes["scenes"]):
+            assert set(scene) == SCENE_KEYS
+            assert (scene["image_index"], scene["split"]) == (index, split)
+            assert set(scene["directions"]) == {"left", "right", "behind", "front", "above", "below"}
+            assert set(scene["relationships"]) == {"left", "right", "behind", "front"}
+            assert all(set(thing) == OBJECT_KEYS for thing in scene["objects"])
+
+
+def test_the_test_split_gives_away_neither_answers_nor_programs_nor_scenes(made: Path) -> None:
+    questions = read_json(made / "questions/CLEVR_test_questions.json")["questions"]
+    assert len(questions) == 8
+    hidden = {"program", "answer", "question_family_index"}
+    assert all(set(question) == QUESTION_KEYS - hidden for question in questions)
+
+
+@pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
+def test_keys_are_those_of_genuine_clevr(made: Path) -> None:
+    for kind in ("questions", "scenes"):
+        ours, theirs = (
+            read_json(root / kind / f"CLEVR_train_{kind}.json")[kind][0]
+            for root in (made, Path(os.environ["IEP_CLEVR_DIR"]))
+        )
+        assert set(ours) == set(theirs)
+        inner = "program" if kind == "questions" else "objects"
+        assert set(ours[inner][0]) == set(theirs[inner][0])
+
+
+def test_two_workers_write_the_bytes_of_one(made: Path, tmp_path: Path) -> None:
+    code, output = synth(tmp_path / "two", *SMALL, *COUNTS, "--workers", "2")
+    assert code == 0, output
+    assert digests(tmp_path / "two") == digests(made)
+
+
+def test_another_seed_gives_other_pictures_and_questions(made: Path, tmp_path: Path) -> None:
+    synth(tmp_path, *SMALL, "--train", "2", "--val", "0", "--seed", "1")
+    assert not set(digests(tmp_path).values()) & set(digests(made).values())
+
+
+def test_splits_differ_and_fewer_images_are_the_first_ones(made: Path, tmp_path: Path) -> None:
+    synth(tmp_path, *SMALL, "--train", "2", "--val", "0")
+    assert "val" not in os.listdir(tmp_path / "images")
+    full, few = digests(made), digests(tmp_path)
+    for index in range(2):
+        name = f"images/train/CLEVR_train_{index:06d}.png"
+        assert few[name] == full[name] != full[name.replace("train", "val")]
+    name = "questions/CLEVR_train_questions.json"
+    assert read_json(tmp_path / name)["questions"] == read_json(made / name)["questions"][:8]
+
+
+def test_a_killed_run_goes_on_and_leaves_the_same_bytes(tmp_path: Path) -> None:
+    arguments = [tmp_path / "cut", *SMALL, "--train", "150", "--val", "3", "--workers", "2"]
+    command = [sys.executable, "-m", "iep.cli.synth", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    images = tmp_path / "cut" / "images" / "train"
+    deadline = time.monotonic() + 60
+    while not (images.exists() and len(os.listdir(images)) > 8) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "cut" / "questions" / "CLEVR_train_questions.json").exists()
+    cut, kept, spare = sorted(images.glob("*.png"))[:3]
+    cut.write_bytes(cut.read_bytes()[:-20])  # as a power cut might leave it
+    (images / ".CLEVR_train_000100.png.1.tmp").write_bytes(b"half")
+    stood = kept.stat().st_mtime_ns
+    wait_until_quiet(images)
+    assert synth(*arguments[:-2])[0] == 0
+    assert kept.stat().st_mtime_ns == stood
+    assert spare.exists()
+    synth(tmp_path / "whole", *arguments[1:-2])
+    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
+
+
+def wait_until_quiet(folder: Path) -> None:
+    """Workers of a killed parent end by themselves: wait until nothing is written any more."""
+    before = None
+    while (now := sorted(os.listdir(folder))) != before:
+        before = now
+        time.sleep(0.3)
+
+
+def test_a_finished_data_set_is_not_made_again(made: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
+    code, output = synth(made, *SMALL, *COUNTS)
+    assert code == 0
+    assert output.count("stood already") == 3
+    assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
+
+
+def test_a_directory_of_other_options_is_refused_until_forced(tmp_path: Path) -> None:
+    synth(tmp_path / "out", *SMALL, "--train", "3", "--val", "1")
+    before = digests(tmp_path / "out")
+    code, output = synth(tmp_path / "out", *SMALL, "--train", "2", "--val", "0")
+    assert code == 1
+    assert output.splitlines()[-1].startswith("Error: ")
+    assert "made with other options" in output
+    assert digests(tmp_path / "out") == before
+    assert synth(tmp_path / "out", *SMALL, "--train", "2", "--val", "0", "--force")[0] == 0
+    synth(tmp_path / "fresh", *SMALL, "--train", "2", "--val", "0")
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_a_directory_of_something_else_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "mine.png").write_bytes(b"precious")
+    code, output = synth(tmp_path, *SMALL, *COUNTS, "--force")
+    assert code == 1
+    assert "not empty and not made by iep-synth" in output
+    assert list(digests(tmp_path)) == ["images/mine.png"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "named", "workers"),
+    [(2_000, "CLEVR_train_000000.png", 1), (2_000, "CLEVR_train_0000", 2), (20_000, "CLEVR_train_questions.json", 1)],
+)
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int, named: str, workers: int) -> None:
+    arguments = [tmp_path / "out", *SMALL, "--train", "30", "--val", "0", "--workers", workers]
+    result = subprocess.run(
+        [sys.executable, "-m", "iep.cli.synth", *map(str, arguments)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if "Error" in line]
+    assert line.startswith("Error: ")
+    assert named in line
+    assert "file size limit reached" in line
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    assert not (tmp_path / "out" / "questions" / "CLEVR_train_questions.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--train -1", "--train"),
+        ("--workers 0", "--workers"),
+        ("--preset huge", "--preset"),
+        ("--min-objects 6 --max-objects 4", "--min-objects 6 is more than --max-objects 4"),
+        ("--max-objects 2", "--min-objects 3 is more than --max-objects 2"),
+        ("--min-objects 0", "--min-objects"),
+        ("--questions-per-image 0", "--questions-per-image"),
+        ("--width 0", "--width"),
+        ("--cogent C", "--cogent"),
+        ("--train 0 --val 0 --test 0", "nothing to make"),
+        ("--colour", "--colour"),
+    ],
+)
+def test_wrong_flags_are_usage_errors(tmp_path: Path, flags: str, complaint: str) -> None:
+    code, output = synth(tmp_path / "out", *flags.split(" "))
+    assert code == 2
+    assert complaint in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_prints_the_options_and_writes_nothing(tmp_path: Path) -> None:
+    code, output = synth(tmp_path / "out", "--preset", "mini", "--dry-run", "--cogent", "A")
+    assert code == 0
+    assert '"questions_per_image": 20' in output
+    assert '"cogent": "A"' in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_questions_than_a_scene_allows_is_one_line(tmp_path: Path) -> None:
+    flags = [
+        "--preset",
+        "mini",
+        "--train",
+        "1",
+        "--val",
+        "0",
+        "--min-objects",
+        "1",
+        "--max-objects",
+        "1",
+        "--questions-per-image",
+        "300",
+    ]
+    code, output = synth(tmp_path / "out", *flags)
+    assert code == 1
+    assert "300 different questions do not fit scenes of 1 to 1 objects" in output
+
+
+def test_the_table_of_guesses_is_printed_for_questions_files_and_refuses_those_without_answers(made: Path) -> None:
+    shown = CliRunner().invoke(balance_main, [str(made / "questions/CLEVR_train_questions.json")])
+    assert shown.exit_code == 0
+    assert "by guessing" in shown.output
+    refused = CliRunner().invoke(balance_main, [str(made / "questions/CLEVR_test_questions.json")])
+    assert refused.exit_code == 1
+    assert "question 0 has no answer or no program" in refused.output
+
+
+def test_the_sample_is_what_its_command_makes(tmp_path: Path) -> None:
+    (line,) = [
+        line for line in (ROOT / "data" / "README.md").read_text().splitlines() if "iep-synth data/sample" in line
+    ]
+    _, out, *flags = shlex.split(line.strip())
+    assert synth(tmp_path / Path(out).name, *flags)[0] == 0
+    again = tmp_path / "sample"
+    assert set(digests(again)) == set(digests(SAMPLE))
+    for path in SAMPLE.rglob("*.json"):
+        assert (again / path.relative_to(SAMPLE)).read_bytes() == path.read_bytes()
+    for path in SAMPLE.rglob("*.png"):
+        # Pixels, not bytes: the last bit of a sine and the compression differ between machines.
+        ours, theirs = (np.asarray(Image.open(p)).astype(int) for p in (again / path.relative_to(SAMPLE), path))
+        assert np.abs(ours - theirs).max() <= 2
+
+
+def test_the_sample_is_small_and_complete() -> None:
+    assert sum(path.stat().st_size for path in SAMPLE.rglob("*") if path.is_file()) < 1_000_000
+    assert {path.parent.name for path in SAMPLE.rglob("*.png")} == {"train", "val", "test"}

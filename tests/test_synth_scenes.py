@@ -1,0 +1,174 @@
+"""Scenes keep CLEVR's rules, and the ray caster shows what the scene says."""
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from iep.errors import InputError
+from iep.synth.renderer import render, visible_share
+from iep.synth.scenes import (
+    CAMERA,
+    GAP,
+    MARGIN,
+    Camera,
+    Scene,
+    SceneRules,
+    Thing,
+    directions,
+    extent,
+    relationships,
+    sample_scene,
+    scene_json,
+)
+from iep.synth.world import COLORS_OF_SHAPE, RADIUS, RELATIONS, RGB
+
+WIDTH, HEIGHT = 240, 160
+
+
+def sampled(count: int, **rules: object) -> list[Scene]:
+    return [sample_scene(Random(seed), SceneRules(**rules), visible_share) for seed in range(count)]
+
+
+def camera() -> Camera:
+    x, y, z = CAMERA
+    length, flat = math.hypot(x, y, z), math.hypot(x, y)
+    forward, right = (-x / length, -y / length, -z / length), (-y / flat, x / flat, 0.0)
+    up = (-forward[2] * x / flat * -1, -forward[2] * y / flat * -1, flat / length)
+    return Camera(CAMERA, right, up, forward)
+
+
+def thing(x: float, y: float, **given: str) -> Thing:
+    values = {"size": "large", "color": "red", "material": "rubber", "shape": "sphere", **given}
+    return Thing(**values, center=(x, y, extent(values["size"], values["shape"])), rotation=20.0)
+
+
+def picture(*things: Thing) -> np.ndarray:
+    return render(Scene(camera(), things, 0.0), WIDTH, HEIGHT).astype(int)
+
+
+def pixel_of(what: Thing) -> tuple[int, int]:
+    column, row, _ = camera().project(what.center, WIDTH, HEIGHT)
+    return round(row), round(column)
+
+
+def test_things_keep_gap_and_margin_so_that_no_relation_is_ambiguous() -> None:
+    for scene in sampled(30):
+        towards = directions(scene.camera)
+        for i, one in enumerate(scene.things):
+            for other in scene.things[:i]:
+                x, y = one.center[0] - other.center[0], one.center[1] - other.center[1]
+                assert math.hypot(x, y) >= one.extent + other.extent + GAP
+                for relation in RELATIONS:
+                    assert abs(x * towards[relation][0] + y * towards[relation][1]) >= MARGIN - 1e-9
+
+
+def test_scenes_have_three_to_ten_things_or_the_number_asked_for() -> None:
+    assert {len(scene.things) for scene in sampled(80)} == set(range(3, 11))
+    assert {len(scene.things) for scene in sampled(20, min_objects=4, max_objects=5)} == {4, 5}
+
+
+def test_relationships_are_the_order_of_the_picture() -> None:
+    for scene in sampled(10):
+        related = relationships(scene)
+        for i in range(len(scene.things)):
+            others = set(range(len(scene.things))) - {i}
+            assert set(related["left"][i]) | set(related["right"][i]) == others
+            assert not set(related["left"][i]) & set(related["right"][i])
+            assert all(i in related["behind"][j] for j in related["front"][i])
+    row, column = zip(pixel_of(thing(-2, 2)), pixel_of(thing(2, -2)), strict=True)
+    scene = Scene(camera(), (thing(-2, 2), thing(2, -2)), 0.0)
+    assert relationships(scene)["behind"] == [[], [0]]
+    assert row[0] < row[1]
+    sideways = Scene(camera(), (thing(-2, -2), thing(2, 2)), 0.0)
+    assert relationships(sideways)["left"] == [[], [0]]
+    assert pixel_of(thing(-2, -2))[1] < pixel_of(thing(2, 2))[1]
+    assert column[0] != column[1]
+
+
+def test_every_thing_shows_enough_pixels_and_lies_inside_the_picture() -> None:
+    for scene in sampled(20):
+        entry = scene_json(scene, 0, "train", 480, 320)
+        for share, what in zip(visible_share(scene, 1.5), entry["objects"], strict=True):
+            assert share * 480 * 320 >= 200
+            assert 0 < what["pixel_coords"][0] < 480
+            assert 0 < what["pixel_coords"][1] < 320
+
+
+@pytest.mark.parametrize("condition", ["A", "B"])
+def test_cogent_gives_cubes_and_cylinders_the_colours_of_their_condition(condition: str) -> None:
+    seen = {(what.shape, what.color) for scene in sampled(120, cogent=condition) for what in scene.things}
+    allowed = COLORS_OF_SHAPE[condition]
+    assert seen == {(shape, color) for shape, colors in allowed.items() for color in colors}
+
+
+def test_cogents_conditions_are_each_others_reverse() -> None:
+    assert COLORS_OF_SHAPE["A"]["cube"] == ("gray", "blue", "brown", "yellow") == COLORS_OF_SHAPE["B"]["cylinder"]
+    assert COLORS_OF_SHAPE["A"]["cylinder"] == ("red", "green", "purple", "cyan") == COLORS_OF_SHAPE["B"]["cube"]
+    assert COLORS_OF_SHAPE["A"]["sphere"] == COLORS_OF_SHAPE["B"]["sphere"] == tuple(RGB)
+
+
+def test_a_picture_too_flat_for_its_things_is_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"picture of 9\.00:1 .* 10 objects"):
+        sample_scene(Random(0), SceneRules(10, 10, aspect=9.0), visible_share)
+
+
+def test_a_thing_in_front_hides_one_behind() -> None:
+    away = camera().forward
+    back, front = thing(0, 0, size="small", color="blue"), thing(-away[0] * 2.5, -away[1] * 2.5)
+    alone = visible_share(Scene(camera(), (back,), 0.0), 1.5)[0]
+    for order in ((back, front), (front, back)):
+        scene = Scene(camera(), order, 0.0)
+        assert visible_share(scene, 1.5)[order.index(back)] <= alone / 2
+    assert picture(back)[pixel_of(back)].argmax() == 2
+    assert picture(back, front)[pixel_of(front)].argmax() == 0
+
+
+def test_shadows_darken_the_ground_and_the_things_they_fall_on() -> None:
+    empty, one = picture(), picture(thing(0, 0))
+    x, y, _ = camera().project((0.25, 1.2, 0.0), WIDTH, HEIGHT)
+    ground = round(y), round(x)
+    assert one[ground].sum() < 0.8 * empty[ground].sum()
+    lit = thing(0.3, 1.6, size="small")
+    near_lamp = thing(0.08, 0.47, shape="cylinder")
+    assert picture(lit, near_lamp)[pixel_of(lit)].sum() < 0.8 * picture(lit)[pixel_of(lit)].sum()
+
+
+@pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
+def test_metal_shines_where_rubber_does_not(shape: str) -> None:
+    matte, shiny = (picture(thing(0, 0, shape=shape, color="red", material=m)) for m in ("rubber", "metal"))
+    on_it = (matte[:, :, 0] - matte[:, :, 2] > 25) & (shiny[:, :, 0] - shiny[:, :, 2] > 25)
+    assert on_it.sum() > 500
+    assert np.abs(matte - shiny).sum(2)[on_it].mean() > 30
+    brightest = [np.percentile(image.sum(2)[on_it], 99) for image in (matte, shiny)]
+    assert brightest[1] > brightest[0] + 60
+
+
+@pytest.mark.parametrize("color", RGB)
+def test_every_colour_looks_most_like_itself(color: str) -> None:
+    for material in ("rubber", "metal"):
+        what = thing(0, 0, color=color, material=material, shape="cylinder")
+        shown = picture(what)[pixel_of(what)].astype(float)
+        angle = {name: float(shown @ rgb / np.linalg.norm(shown) / np.linalg.norm(rgb)) for name, rgb in RGB.items()}
+        assert max(angle, key=angle.get) == color
+
+
+def test_pixel_coords_and_sizes_are_those_of_the_picture() -> None:
+    for shape in ("cube", "sphere", "cylinder"):
+        what = thing(1.0, -0.5, shape=shape, color="blue")
+        rows, columns = np.nonzero(picture(what)[:, :, 2] - picture(what)[:, :, 0] > 60)
+        row, column = pixel_of(what)
+        assert abs((rows.min() + rows.max()) / 2 - row) < 4
+        assert abs((columns.min() + columns.max()) / 2 - column) < 4
+        depth = camera().project(what.center, WIDTH, HEIGHT)[2]
+        across = 2 * RADIUS["large"] * 35 / 32 * WIDTH / depth
+        assert 0.8 * across < columns.max() - columns.min() < 1.3 * across
+
+
+def test_edges_are_smoothed_as_in_a_larger_picture_scaled_down() -> None:
+    scene = sampled(1)[0]
+    fine = render(scene, 4 * WIDTH, 4 * HEIGHT).reshape(HEIGHT, 4, WIDTH, 4, 3).mean((1, 3))
+    coarse = render(scene, WIDTH, HEIGHT)
+    assert np.abs(fine - coarse).mean() < 1.0
+    assert np.abs(fine - coarse).max() < 128
