@@ -23,7 +23,10 @@ LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
 
 
 def setting(default: Any, minimum: float | None = None, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with a default and, checked when a config is read, a smallest value or a list of choices."""
+    """A dataclass field with a default and, checked when a config is read, a smallest value or a list of choices.
+
+    The smallest value of a tuple is that of each of its items.
+    """
     return field(default=default, metadata={"minimum": minimum, "choices": choices})
 
 
@@ -44,13 +47,13 @@ class EngineConfig:
     module_dim: int = setting(128, minimum=1)
     scene: str = setting("module", choices=("module", "stem"))
     stem: str = setting("conv", choices=("conv", "pixels"))
-    stem_widths: tuple[int, ...] = (128,)
+    stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     stem_stride: int = setting(1, minimum=1)
     stem_norm: bool = False
     coordinates: bool = False
     classifier_projection: int = setting(512, minimum=1)
     classifier_pool: int = setting(2, minimum=1)
-    classifier_hidden: tuple[int, ...] = (1024,)
+    classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class LstmConfig:
     hidden_dim: int = setting(256, minimum=1)
     num_layers: int = setting(2, minimum=1)
     dropout: float = setting(0.0, minimum=0)
-    classifier_dims: tuple[int, ...] = (1024,)
+    classifier_dims: tuple[int, ...] = setting((1024,), minimum=1)
 
 
 @dataclass(frozen=True)
@@ -207,8 +210,10 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
     value = _converted(value, kind, name)
     minimum, choices = limits.get("minimum"), limits.get("choices")
-    if value is not None and minimum is not None and not value >= minimum:
-        raise InputError(f"{name} is {value!r}, expected at least {minimum}")
+    if value is not None and minimum is not None:
+        for item in value if isinstance(value, tuple) else (value,):
+            if not item >= minimum:
+                raise InputError(f"{name} is {item!r}, expected at least {minimum}")
     if value is not None and choices is not None and value not in choices:
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{nearest(value, choices)}")
     return value
@@ -241,6 +246,6 @@ def _kind_name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         arguments = typing.get_args(kind)
         if arguments[-1] is Ellipsis:
-            return f"a list of {_kind_name(arguments[0])}"
+            return f"a list, each item {_kind_name(arguments[0])}"
         return f"({', '.join(_kind_name(part) for part in arguments)})"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

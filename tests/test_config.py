@@ -1,0 +1,184 @@
+"""Settings: what overrides what, what is refused and how, and that nothing is lost on the way to YAML and back."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from iep.batching.schedulers import SCHEDULERS
+from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
+from iep.errors import InputError
+from iep.execution_engine.engine import SCENES
+from iep.execution_engine.modules import STEMS
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_options_override_assignments_which_override_the_file_which_overrides_the_defaults(tmp_path: Path):
+    file = write(tmp_path / "run.yaml", "batch_size: 2\nworkers: 2\nseed: 2\n")
+    config = read_config(file, ["workers=3", "seed=3"], {"seed": 4, "device": None})
+    assert (config.batch_size, config.workers, config.seed) == (2, 3, 4)
+    assert config == replace(Config(), batch_size=2, workers=3, seed=4)
+
+
+def test_an_option_left_out_overrides_nothing():
+    assert read_config(None, ["pg=a.pt"], {"pg": None, "model": None}) == replace(Config(), pg="a.pt")
+
+
+def test_of_two_assignments_to_a_key_the_later_holds():
+    assert read_config(None, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_a_base_takes_the_place_of_the_defaults():
+    base = replace(Config(), seed=7, workers=0)
+    assert read_config(None, ["workers=5"], base=base) == replace(base, workers=5)
+
+
+def test_nested_settings_change_what_they_name_and_nothing_beside_it(tmp_path: Path):
+    file = write(tmp_path / "run.yaml", "engine:\n  module_dim: 64\n  stem_widths: [16, 32]\n")
+    engine = read_config(file, ["engine.module_dim=32", "engine.scene=stem"]).engine
+    assert engine == EngineConfig(module_dim=32, scene="stem", stem_widths=(16, 32))
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path):
+    assert read_config(write(tmp_path / "run.yaml", "# nothing yet\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "key", "value"),
+    [
+        ("learning_rate=1e-4", "learning_rate", 1e-4),
+        ("learning_rate=1", "learning_rate", 1.0),
+        ("learning_rate=null", "learning_rate", None),
+        ("curriculum=[[0, 4], [100, 30]]", "curriculum", ((0, 4), (100, 30))),
+        ("num_val_samples=null", "num_val_samples", None),
+        ("data=a=b", "data", "a=b"),
+        ("freeze=engine", "freeze", "engine"),
+    ],
+)
+def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str, value: object):
+    read = getattr(read_config(None, [assignment]), key)
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "problem"),
+    [
+        ("batchsize=3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
+        ("engine.module_dims=3", "unknown key 'engine.module_dims'; did you mean 'module_dim'?"),
+        ("zzz=3", "unknown key 'zzz'"),
+        ("batch_size=many", "batch_size is 'many', expected a whole number"),
+        ("batch_size=2.5", "batch_size is 2.5, expected a whole number"),
+        ("batch_size=true", "batch_size is True, expected a whole number"),
+        ("batch_size=null", "batch_size is None, expected a whole number"),
+        ("learning_rate=fast", "learning_rate is 'fast', expected a number"),
+        ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
+        ("learning_rate=.nan", "learning_rate is nan, expected at least 0"),
+        ("batch_size=0", "batch_size is 0, expected at least 1"),
+        ("temperature=0", "temperature is 0.0, expected at least"),
+        ("engine.module_dim=0", "engine.module_dim is 0, expected at least 1"),
+        ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
+        ("engine.classifier_hidden=[-1]", "engine.classifier_hidden is -1, expected at least 1"),
+        ("lstm.classifier_dims=[0]", "lstm.classifier_dims is 0, expected at least 1"),
+        ("engine.stem_norm=1", "engine.stem_norm is 1, expected true or false"),
+        ("engine.stem_widths=16", "engine.stem_widths is 16, expected a list, each item a whole number"),
+        ("engine.stem_widths=[a]", "engine.stem_widths is 'a', expected a whole number"),
+        ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
+        ("data=3", "data is 3, expected text"),
+        ("model=eee", "model is 'eee', expected one of pg, ee, joint, lstm; did you mean 'ee'?"),
+        ("batching=improve", "expected one of"),
+        ("freeze=all", "freeze is 'all', expected one of generator, engine"),
+        ("engine=3", "engine is 3, expected a mapping of settings"),
+    ],
+)
+def test_a_bad_assignment_is_named_with_what_was_expected(assignment: str, problem: str):
+    with pytest.raises(InputError) as caught:
+        read_config(None, [assignment])
+    assert str(caught.value).startswith(f"{assignment}: ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("assignment", ["seed", "=3", "--seed", "seed=[1"])
+def test_an_argument_that_assigns_nothing_is_refused(assignment: str):
+    with pytest.raises(InputError, match=r"expected key=value|not YAML") as caught:
+        read_config(None, [assignment])
+    assert repr(assignment) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("batchsize: 3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
+        ("batch_size: lots", "batch_size is 'lots', expected a whole number"),
+        ("engine: {module_dim: 0}", "engine.module_dim is 0, expected at least 1"),
+        ("engine: 3", "engine is 3, expected a mapping"),
+        ("decay: linear", "decay is 'linear', expected one of constant, cosine"),
+        ("3: 4", "unknown key '3'"),
+        ("- a\n- b", "expected a YAML mapping of settings, found list"),
+        ("just words", "expected a YAML mapping of settings, found str"),
+        ("a: [1\nb: 2", "not YAML"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, text: str, problem: str):
+    file = write(tmp_path / "run.yaml", text)
+    with pytest.raises(InputError) as caught:
+        read_config(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(InputError, match=r"none\.yaml: no such file"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_options_are_checked_like_the_rest():
+    with pytest.raises(InputError, match="command line: seed is -1, expected at least 0"):
+        read_config(None, [], {"seed": -1})
+
+
+def changed(config: Config) -> Config:
+    """A config none of whose own settings is the default's, as far as types tell how to change one."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    numbers = {key: value + 1 for key, value in values.items() if type(value) in (int, float)}
+    return replace(
+        config,
+        **numbers,
+        **{"model": "joint", "data": "data/a b", "pg": "1", "freeze": "engine", "learning_rate": 1e-4},
+        curriculum=((0, 4), (50, 30)),
+        engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
+    )
+
+
+@pytest.mark.parametrize("config", [Config(), changed(Config())])
+def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
+    assert read_config(write(tmp_path / "config.yaml", to_yaml(config))) == config
+    assert yaml.safe_load(to_yaml(config)) == to_dict(config)
+
+
+def test_every_choice_is_one_that_the_code_knows():
+    choices = {f.name: f.metadata["choices"] for cls in (Config, EngineConfig) for f in fields(cls) if f.metadata}
+    assert set(choices["batching"]) == set(SCHEDULERS)
+    assert set(choices["scene"]) == set(SCENES)
+    assert set(choices["stem"]) == set(STEMS)
+    assert set(choices["model"]) == set(MODELS) == set(LEARNING_RATES)
+
+
+@pytest.mark.parametrize(("model", "rate"), [("pg", 5e-4), ("ee", 1e-4), ("joint", 5e-5), ("lstm", 5e-4)])
+def test_the_learning_rate_is_the_published_one_unless_given(model: str, rate: float):
+    """Johnson et al. 2017, Inferring and Executing Programs, supplementary material (lstm: ours)."""
+    assert read_config(None, [f"model={model}"]).peak_learning_rate == rate
+    assert read_config(None, [f"model={model}", "learning_rate=3e-3"]).peak_learning_rate == 3e-3
+
+
+def test_every_recipe_in_configs_is_read():
+    recipes = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+    for recipe in recipes:
+        config = read_config(recipe)
+        assert read_config(None, base=config) == config
+        assert config != Config(), f"{recipe} changes nothing"

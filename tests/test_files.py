@@ -1,0 +1,103 @@
+"""Files are written whole or not at all, and JSON that cannot be read is named."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from iep.errors import InputError
+from iep.files import atomic_path, read_json, write_bytes, write_json
+
+
+def test_a_file_is_written_into_a_directory_that_does_not_yet_stand(tmp_path: Path):
+    target = tmp_path / "a" / "b" / "file.bin"
+    write_bytes(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_the_target_holds_its_old_content_until_the_block_ends(tmp_path: Path):
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+    with atomic_path(target) as temporary:
+        temporary.write_text("new")
+        assert target.read_text() == "old"
+        assert temporary.parent == target.parent
+    assert target.read_text() == "new"
+
+
+@pytest.mark.parametrize("failure", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, failure: BaseException):
+    target = tmp_path / "file.txt"
+    target.write_text("old")
+
+    def fail_halfway() -> None:
+        with atomic_path(target) as temporary:
+            temporary.write_text("half of the ne")
+            raise failure
+
+    with pytest.raises(type(failure)):
+        fail_halfway()
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("known", [None, "other.bin"])
+def test_a_failed_write_names_the_target_unless_it_knows_its_file(tmp_path: Path, known: str | None):
+    target = tmp_path / "file.bin"
+    with pytest.raises(OSError, match="full") as caught, atomic_path(target):
+        raise OSError(errno.ENOSPC, "full", known)
+    assert caught.value.filename == (known or str(target))
+
+
+def test_a_device_without_space_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def write_to_a_full_device(path: Path, content: bytes) -> None:
+        with open("/dev/full", "wb", 0) as full:
+            full.write(content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_to_a_full_device)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_bytes(tmp_path / "file.bin", b"new")
+    assert caught.value.filename == str(tmp_path / "file.bin")
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_survives_its_file(tmp_path: Path):
+    value = {"a": [1, 2.5, None, "ü"], "b": {"c": True}}
+    for indent in (None, 2):
+        write_json(tmp_path / "value.json", value, indent)
+        assert read_json(tmp_path / "value.json") == value
+        assert (tmp_path / "value.json").read_bytes().endswith(b"\n")
+
+
+def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path: Path):
+    write_json(tmp_path / "value.json", 1)
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "value.json", {"a": object()})
+    assert json.loads((tmp_path / "value.json").read_text()) == 1
+    assert len(os.listdir(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", r"not JSON \(line 1, column 1"),
+        (b'{"a": 1,\n"b": }', r"not JSON \(line 2, column 6"),
+        (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
+    ],
+)
+def test_a_file_that_is_not_json_is_named_with_the_place(tmp_path: Path, content: bytes, problem: str):
+    path = tmp_path / "value.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=problem) as caught:
+        read_json(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_missing_json_file_or_a_directory_in_its_place_is_named(tmp_path: Path):
+    with pytest.raises(InputError, match=r"none\.json: no such file"):
+        read_json(tmp_path / "none.json")
+    with pytest.raises(InputError, match=f"{tmp_path}: a directory"):
+        read_json(tmp_path)

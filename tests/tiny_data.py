@@ -1,0 +1,152 @@
+"""A tiny preprocessed data set for tests: questions of every CLEVR type written by hand, features drawn at random.
+
+`write_data` leaves what `iep-preprocess` would: vocab.json, {train,val,test}_questions.h5 and features of every split.
+The test split has neither programs nor answers. With the settings of `TINY` a training step takes milliseconds.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+from click.testing import Result
+
+from iep.vocab import END, START, Vocab, index_tokens, tokenize
+
+CHANNELS, GRID = 3, 4
+TRAIN, VAL, TEST = 39, 26, 13
+IMAGES = 5
+
+TINY = (
+    "workers=0",
+    "batch_size=8",
+    "iterations=4",
+    "validate_every=2",
+    "log_every=1",
+    "learning_rate=0.01",
+    "device=cpu",
+    "generator.embedding_dim=6",
+    "generator.hidden_dim=10",
+    "generator.num_layers=1",
+    "engine.module_dim=4",
+    "engine.stem_widths=[]",
+    "engine.classifier_projection=4",
+    "engine.classifier_hidden=[12]",
+    "lstm.embedding_dim=6",
+    "lstm.hidden_dim=10",
+    "lstm.num_layers=1",
+    "lstm.classifier_dims=[8]",
+)
+
+_COLORS = ("red", "green", "blue")
+_SHAPES = ("cube", "sphere", "cylinder")
+_BOTH = "filter_color[{c}] scene", "filter_shape[{s}] scene"
+_UNIQUE = "unique filter_color[{c}] scene", "unique relate[left] unique filter_shape[{s}] scene"
+_YES_NO = ("yes", "no")
+_TEMPLATES: tuple[tuple[str, str, Sequence[str]], ...] = (
+    ("Are there any {c} {s}s?", "exist filter_shape[{s}] filter_color[{c}] scene", _YES_NO),
+    ("How many things are {c} or {s}s?", f"count union {_BOTH[0]} {_BOTH[1]}", ("0", "1", "2")),
+    ("Are there as many {c} things as {s}s?", f"equal_integer count {_BOTH[0]} count {_BOTH[1]}", _YES_NO),
+    ("Are there fewer {c} things than {s}s?", f"less_than count {_BOTH[0]} count {_BOTH[1]}", _YES_NO),
+    ("Are there more {c} things than {s}s?", f"greater_than count {_BOTH[0]} count {_BOTH[1]}", _YES_NO),
+    ("What size is the {c} {s}?", "query_size unique filter_shape[{s}] filter_color[{c}] scene", ("large", "small")),
+    ("There is a {s}; what color is it, {c}?", f"query_color {_UNIQUE[1]}", _COLORS),
+    ("What is the {c} thing made of, left of the {s}?", f"query_material {_UNIQUE[1]}", ("metal", "rubber")),
+    ("What shape is the {c} thing, no {s}?", f"query_shape {_UNIQUE[0]}", _SHAPES),
+    *(
+        (
+            f"Is the {attribute} of the {{c}} thing that of the thing left of the {{s}}?",
+            f"equal_{attribute} query_{attribute} {_UNIQUE[0]} query_{attribute} {_UNIQUE[1]}",
+            _YES_NO,
+        )
+        for attribute in ("size", "color", "material", "shape")
+    ),
+)
+
+
+def _examples() -> list[tuple[list[str], list[str], str]]:
+    """Question tokens, prefix program and answer of each question: every type for every color, no text twice."""
+    random = np.random.default_rng(0)
+    examples = []
+    for color, shape in zip(_COLORS, _SHAPES, strict=True):
+        for text, program, answers in _TEMPLATES:
+            words = {"c": color, "s": shape}
+            tokens = program.format(**words).split()
+            examples.append((tokenize(text.format(**words)), tokens, str(random.choice(answers))))
+    return examples
+
+
+EXAMPLES = _examples()
+VOCAB = Vocab(
+    *(
+        index_tokens(tokens)
+        for tokens in (
+            (word for words, _, _ in EXAMPLES for word in words),
+            (token for _, program, _ in EXAMPLES for token in program),
+            (answer for _, _, answer in EXAMPLES),
+        )
+    )
+)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """(N, longest row + 2) int32: each row between `<START>` and `<END>`, padded on the right."""
+    matrix = np.zeros((len(rows), max(map(len, rows)) + 2), dtype=np.int32)
+    for place, row in enumerate(rows):
+        matrix[place, : len(row) + 2] = [START, *row, END]
+    return matrix
+
+
+def arrays(count: int) -> dict[str, np.ndarray]:
+    """The datasets of a questions file with the first `count` examples, images in no particular order."""
+    examples = [EXAMPLES[n % len(EXAMPLES)] for n in range(count)]
+    return {
+        "questions": padded([[VOCAB.question_index[word] for word in words] for words, _, _ in examples]),
+        "programs": padded([[VOCAB.program_index[token] for token in program] for _, program, _ in examples]),
+        "answers": np.array([VOCAB.answer_index[answer] for _, _, answer in examples], dtype=np.int32),
+        "image_idxs": (np.arange(count, dtype=np.int32) * 3) % IMAGES,
+        "orig_idxs": np.arange(count, dtype=np.int32) + 1000,
+        "question_families": np.arange(count, dtype=np.int32) % len(_TEMPLATES),
+    }
+
+
+def write_h5(path: Path, datasets: dict[str, np.ndarray]) -> Path:
+    """An HDF5 file with exactly these datasets, in place of any that stood there."""
+    with h5py.File(path, "w") as file:
+        for name, values in datasets.items():
+            file[name] = values
+    return path
+
+
+def features(seed: int, dtype: str = "float32", channels: int = CHANNELS, grid: int = GRID) -> np.ndarray:
+    """(IMAGES, channels, grid, grid) seeded random features."""
+    return np.random.default_rng(seed).normal(size=(IMAGES, channels, grid, grid)).astype(dtype)
+
+
+def write_data(out: Path, dtype: str = "float32") -> Path:
+    """The whole data set in the directory `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    VOCAB.save(out / "vocab.json")
+    for seed, (split, count) in enumerate((("train", TRAIN), ("val", VAL), ("test", TEST))):
+        datasets = arrays(count)
+        if split == "test":
+            del datasets["programs"], datasets["answers"], datasets["question_families"]
+        write_h5(out / f"{split}_questions.h5", datasets)
+        write_h5(out / f"{split}_features.h5", {"features": features(seed, dtype)})
+    return out
+
+
+def assert_one_error(result: Result, *expected: str, code: int = 1) -> None:
+    """A command ended with `code`, one line that begins with `Error:` and holds what is expected, and no traceback."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert_error_lines(result.output, *expected)
+    assert result.exit_code == code
+
+
+def assert_error_lines(output: str, *expected: str) -> None:
+    """Exactly one line of `output` begins with `Error:`, it holds what is expected, and there is no traceback."""
+    assert "Traceback" not in output
+    lines = [line for line in output.splitlines() if line.startswith("Error:")]
+    assert len(lines) == 1, output
+    for part in expected:
+        assert part in lines[0]
