@@ -93,12 +93,14 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
     """Read a questions file whole and check it against the vocabulary.
 
     Raises:
-        InputError: not HDF5, a dataset is missing or has the wrong shape, or a token is not in `vocab`.
+        InputError: not HDF5, a dataset is missing or has the wrong shape, a token is not in `vocab`, or an image index
+            is below 0.
     """
     with open_hdf5(path) as file:
-        if "questions" not in file:
+        questions = file.get("questions")
+        if not isinstance(questions, h5py.Dataset):
             raise InputError(f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess")
-        count = len(file["questions"])
+        count = len(questions) if questions.ndim else 0
         arrays = {
             name: _read_array(file, name, dimensions, count, required)
             for name, dimensions, required in (
@@ -116,6 +118,9 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
         ("answers", vocab.answer),
     ):
         _check_tokens(path, name, arrays[name], tokens)
+    if count and arrays["image_idxs"].min() < 0:
+        row = int(np.argmax(arrays["image_idxs"] < 0))
+        raise InputError(f"{path}: image_idxs, row {row}: {arrays['image_idxs'][row]}, expected 0 or more")
     if arrays["orig_idxs"] is None:
         arrays["orig_idxs"] = np.arange(count)
     return Questions(path=Path(path), families=arrays.pop("question_families"), **arrays)
@@ -127,6 +132,8 @@ def _read_array(file: h5py.File, name: str, dimensions: int, count: int, require
     if name not in file:
         raise InputError(f"{file.filename}: has no dataset {name!r}")
     dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise InputError(f"{file.filename}: {name!r} is no dataset, expected integers")
     if dataset.ndim != dimensions or len(dataset) != count or dataset.dtype.kind not in "iu":
         expected = f"({count},)" if dimensions == 1 else f"({count}, length)"
         raise InputError(f"{file.filename}: {name} is {dataset.shape} {dataset.dtype}, expected integers {expected}")
@@ -143,8 +150,8 @@ def _check_tokens(path: Path, name: str, values: np.ndarray | None, tokens: Sequ
     if len(bad):
         row = bad[0][0]
         raise InputError(
-            f"{path}: {name}, row {row}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} tokens; "
-            "expected the vocab.json that was made with it"
+            f"{path}: {name}, row {row}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
+            "tokens; expected the vocab.json that was made with it"
         )
 
 
@@ -180,13 +187,21 @@ class Features:
         return {**self.__dict__, "_dataset": None}
 
     def read(self, rows: np.ndarray) -> torch.Tensor:
-        """(B, C, H, W) float32 features of the images `rows`; an image that occurs twice is read once."""
+        """(B, C, H, W) float32 features of the images `rows`; an image that occurs twice is read once.
+
+        Raises:
+            InputError: a row cannot be read, the file being damaged.
+        """
         if self._dataset is None:
-            self._dataset = h5py.File(self.path, "r")["features"]
+            self._dataset = open_hdf5(self.path)["features"]
         distinct, inverse = np.unique(rows, return_inverse=True)
         values = np.empty((len(distinct), *self.shape[1:]), dtype=self.dtype)
         for place, row in enumerate(distinct):
-            self._dataset.read_direct(values, np.s_[int(row)], np.s_[place])
+            try:
+                self._dataset.read_direct(values, np.s_[int(row)], np.s_[place])
+            except OSError as error:
+                what = " ".join(str(error).split())
+                raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
         values_NCHW = torch.from_numpy(values).float()
         return (
             values_NCHW if len(distinct) == len(rows) and (inverse[:-1] < inverse[1:]).all() else values_NCHW[inverse]
@@ -299,12 +314,46 @@ class _Rows(Sampler):
         return len(self.numbers)
 
 
-def training_batches(dataset: ClevrDataset, order: Order, steps: range, workers: int, pin: bool = False) -> DataLoader:
+class _ErrorsAsItems(Dataset):
+    """A dataset whose `InputError`s are items: raised in a worker, they would arrive as tracebacks of several lines."""
+
+    def __init__(self, dataset: ClevrDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, rows: np.ndarray) -> Batch | InputError:
+        try:
+            return self.dataset[rows]
+        except InputError as error:
+            return error
+
+
+class Batches:
+    """Batches in order; may be gone through several times."""
+
+    def __init__(self, loader: DataLoader):
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches.
+
+        Raises:
+            InputError: one cannot be read.
+        """
+        for item in self._loader:
+            if isinstance(item, InputError):
+                raise item
+            yield item
+
+
+def training_batches(dataset: ClevrDataset, order: Order, steps: range, workers: int, pin: bool = False) -> Batches:
     """The batches of `steps`, made by `workers` processes (0: in this one)."""
     return _loader(dataset, order.rows, steps, workers, pin)
 
 
-def sequential_batches(dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False) -> DataLoader:
+def sequential_batches(dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False) -> Batches:
     """Every example once, in the file's order."""
 
     def rows(number: int) -> np.ndarray:
@@ -315,13 +364,14 @@ def sequential_batches(dataset: ClevrDataset, batch_size: int, workers: int = 0,
 
 def _loader(
     dataset: ClevrDataset, rows: Callable[[int], np.ndarray], numbers: range, workers: int, pin: bool
-) -> DataLoader:
+) -> Batches:
     # Its own generator: otherwise every pass would draw a seed for its workers from the generator that training uses.
-    return DataLoader(
-        dataset,
+    loader = DataLoader(
+        _ErrorsAsItems(dataset),
         sampler=_Rows(rows, numbers),
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
         generator=torch.Generator(),
     )
+    return Batches(loader)

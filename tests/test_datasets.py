@@ -1,0 +1,357 @@
+"""Minibatches: what a batch holds, that it depends on nothing but seed and step, and what is said of damaged files."""
+
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, write_data, write_h5
+
+from iep.datasets import (
+    Batch,
+    ClevrDataset,
+    Features,
+    Order,
+    make_order,
+    program_lengths,
+    read_questions,
+    sequential_batches,
+    split_files,
+    training_batches,
+)
+from iep.errors import InputError
+from iep.execution_engine.engine import Plan, plan_programs
+from iep.vocab import Vocab
+
+plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def damaged(data: Path, tmp_path: Path) -> Path:
+    """A copy of the data to damage."""
+    return Path(shutil.copytree(data, tmp_path / "data"))
+
+
+def open_train(data: Path, **kwargs: object) -> ClevrDataset:
+    questions_path, features_path = split_files(data, "train")
+    return ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path), **kwargs)
+
+
+def assert_same_plans(ours: Plan, theirs: Plan) -> None:
+    for name in ("op", "args", "example", "roots"):
+        np.testing.assert_array_equal(getattr(ours.graph, name), getattr(theirs.graph, name))
+    assert [group.op for group in ours.schedule] == [group.op for group in theirs.schedule]
+    for our_group, their_group in zip(ours.schedule, theirs.schedule, strict=True):
+        np.testing.assert_array_equal(our_group.nodes, their_group.nodes)
+
+
+def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        for name in ("index", "questions", "image_idxs", "programs", "answers", "features"):
+            assert torch.equal(getattr(our, name), getattr(their, name)), name
+        assert_same_plans(our.plan, their.plan)
+
+
+# What a batch holds
+
+
+def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: Path):
+    batch = open_train(data)[np.array([7, 3, 20])]
+    written, maps = arrays(TRAIN), features(seed=0)
+    assert batch.index.tolist() == [7, 3, 20]
+    assert batch.questions.tolist() == written["questions"][[7, 3, 20]].tolist()
+    assert batch.programs.tolist() == written["programs"][[7, 3, 20]].tolist()
+    assert batch.answers.tolist() == written["answers"][[7, 3, 20]].tolist()
+    assert batch.image_idxs.tolist() == written["image_idxs"][[7, 3, 20]].tolist()
+    np.testing.assert_array_equal(batch.features, maps[written["image_idxs"][[7, 3, 20]]])
+    assert {t.dtype for t in (batch.questions, batch.programs, batch.answers)} == {torch.int64}
+    assert batch.plan is None
+
+
+def test_a_batch_without_programs_or_answers_says_none(data: Path):
+    questions_path, features_path = split_files(data, "test")
+    batch = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path))[np.arange(2)]
+    assert (batch.programs, batch.answers) == (None, None)
+    assert batch.features.shape == (2, CHANNELS, GRID, GRID)
+
+
+def test_moving_a_batch_keeps_what_it_holds(data: Path):
+    batch = open_train(data, make_plan=plan)[np.arange(3)]
+    assert_same_batches([batch.to(torch.device("cpu"))], [batch])
+
+
+def test_questions_selected_stay_aligned_and_remember_their_file(data: Path):
+    questions = read_questions(data / "train_questions.h5", VOCAB)
+    part = questions.select(slice(5))
+    assert len(part) == 5
+    assert part.path == questions.path
+    assert part.orig_idxs.tolist() == [1000, 1001, 1002, 1003, 1004]
+    assert part.families.tolist() == [0, 1, 2, 3, 4]
+    assert len(questions.select(slice(None))) == TRAIN
+
+
+def test_questions_without_numbers_of_their_own_take_their_positions(damaged: Path):
+    datasets = arrays(4)
+    del datasets["orig_idxs"]
+    assert read_questions(write_h5(damaged / "q.h5", datasets), VOCAB).orig_idxs.tolist() == [0, 1, 2, 3]
+
+
+# Features
+
+
+def test_float16_features_are_read_as_float32_with_the_values_written(tmp_path: Path):
+    read = Features(write_data(tmp_path, dtype="float16") / "train_features.h5").read(np.array([4, 0]))
+    assert read.dtype == torch.float32
+    np.testing.assert_array_equal(read, features(0, "float16")[[4, 0]].astype("float32"))
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1, 0], [3, 3, 3], [1, 4, 1, 0], [2]])
+def test_features_come_in_the_order_asked_for(data: Path, rows: list[int]):
+    np.testing.assert_array_equal(Features(data / "train_features.h5").read(np.array(rows)), features(0)[rows])
+
+
+def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch):
+    reads = Counter()
+    read_direct = h5py.Dataset.read_direct
+
+    def counted(dataset: h5py.Dataset, values: np.ndarray, source: object, place: object) -> None:
+        reads[source] += 1
+        read_direct(dataset, values, source, place)
+
+    monkeypatch.setattr(h5py.Dataset, "read_direct", counted)
+    Features(data / "train_features.h5").read(np.array([3, 1, 3, 3, 1]))
+    assert reads == {1: 1, 3: 1}
+
+
+# Which examples a step sees
+
+
+def test_every_epoch_sees_every_example_once_but_for_the_remainder():
+    order = make_order(None, 22, (), batch_size=5, seed=3)
+    epochs = [[row for step in range(first, first + 4) for row in order.rows(step)] for first in (0, 4, 8)]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 20
+        assert set(epoch) <= set(range(22))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
+    steps = list(range(40))
+    unbroken = make_order(None, 22, (), batch_size=5, seed=3)
+    expected = [unbroken.rows(step).tolist() for step in steps]
+    jumping = make_order(None, 22, (), batch_size=5, seed=3)
+    shuffled = np.random.default_rng(0).permutation(steps)
+    assert {step: jumping.rows(step).tolist() for step in shuffled} == dict(zip(steps, expected, strict=True))
+    other = make_order(None, 22, (), batch_size=5, seed=4)
+    assert [other.rows(step).tolist() for step in steps] != expected
+
+
+def test_fewer_examples_than_a_batch_are_all_drawn_every_step():
+    order = make_order(None, 3, (), batch_size=8, seed=0)
+    assert [sorted(order.rows(step)) for step in range(3)] == [[0, 1, 2]] * 3
+
+
+def test_a_curriculum_draws_no_longer_program_than_its_stage_allows():
+    lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
+    order = make_order(lengths, 8, ((0, 2), (3, 4), (6, 99)), batch_size=2, seed=0)
+    longest = [lengths[order.rows(step)].max() for step in range(10)]
+    assert all(length <= 2 for length in longest[:3])
+    assert all(length <= 4 for length in longest[3:6])
+    assert {int(row) for step in (3, 4) for row in order.rows(step)} == {0, 1, 2, 3}
+    assert {int(row) for step in range(6, 10) for row in order.rows(step)} == set(range(8))
+
+
+def test_a_programs_length_counts_its_functions_but_neither_scene_nor_special_tokens():
+    index = VOCAB.program_index
+    programs = np.array([[1, index["exist"], index["scene"], 2, 0], [1, index["count"], index["unique"], 0, 2]])
+    assert program_lengths(programs, VOCAB.program).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "curriculum", "problem"),
+    [
+        (np.array([3, 4]), ((5, 3),), "starts its stages at iterations [5], expected 0 first"),
+        (np.array([3, 4]), ((0, 3), (9, 4), (9, 5)), "[0, 9, 9], expected 0 first and then rising"),
+        (np.array([3, 4]), ((0, 3), (9, 4), (5, 5)), "[0, 9, 5]"),
+        (np.array([3, 4]), ((0, 2), (9, 4)), "no training program has at most 2 functions"),
+        (None, ((0, 3),), "a curriculum needs programs"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_followed_is_refused(lengths, curriculum, problem: str):
+    with pytest.raises(InputError) as caught:
+        make_order(lengths, 2, curriculum, batch_size=2, seed=0)
+    assert problem in str(caught.value)
+
+
+# Loading
+
+
+def load(data: Path, steps: range, workers: int) -> list[Batch]:
+    dataset = open_train(data, make_plan=plan)
+    order = make_order(None, len(dataset), (), batch_size=8, seed=1)
+    return list(training_batches(dataset, order, steps, workers))
+
+
+def test_a_resumed_run_is_given_the_batches_that_an_unbroken_one_would_be(data: Path):
+    assert_same_batches(load(data, range(12), 0)[7:], load(data, range(7, 12), 0))
+
+
+def test_workers_give_the_batches_and_plans_that_the_process_itself_would(data: Path):
+    assert_same_batches(load(data, range(12), 2), load(data, range(12), 0))
+
+
+def test_loading_draws_nothing_from_the_generator_that_training_uses(data: Path):
+    before = torch.get_rng_state()
+    load(data, range(2), 0)
+    load(data, range(2), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
+    dataset = open_train(data, make_plan=plan)
+    here = dataset[np.arange(8)]
+    order = Order([(0, np.arange(8))], batch_size=8, seed=0)
+    for batch in training_batches(dataset, order, range(4), workers=2):
+        np.testing.assert_array_equal(batch.features, here.features[batch.index])
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(16, [16, 16, 7]), (13, [13, 13, 13]), (100, [39])])
+def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_size: int, sizes: list[int]):
+    batches = sequential_batches(open_train(data), batch_size)
+    for _ in range(2):  # validation goes through them again and again
+        assert [len(batch.index) for batch in batches] == sizes
+        assert torch.cat([batch.index for batch in batches]).tolist() == list(range(TRAIN))
+
+
+# Damaged files
+
+
+def expect_refusal(path: Path, *problems: str) -> None:
+    """Opening the train split beside `path` fails with a line that names `path`."""
+    with pytest.raises(InputError) as caught:
+        open_train(path.parent)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    for problem in problems:
+        assert problem in message
+
+
+@pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.3, 0.9])
+def test_a_truncated_file_is_named(damaged: Path, name: str, keep: float):
+    path = damaged / name
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    expect_refusal(path, "not a whole HDF5 file")
+
+
+@pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
+def test_a_file_that_is_missing_or_something_else_is_named(damaged: Path, name: str):
+    path = damaged / name
+    path.write_text("{}")
+    expect_refusal(path, "not a whole HDF5 file")
+    path.unlink()
+    expect_refusal(path, "no such file")
+    path.mkdir()
+    expect_refusal(path, "no such file")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"questions": None}, "has no dataset 'questions'"),
+        ({"image_idxs": None}, "has no dataset 'image_idxs'"),
+        ({"questions": np.zeros(TRAIN, "i4")}, "questions is (39,) int32, expected integers (39, length)"),
+        ({"questions": np.array(3)}, "questions is () int64, expected integers"),
+        ({"questions": np.zeros((TRAIN, 3), "f4")}, "questions is (39, 3) float32, expected integers"),
+        ({"image_idxs": np.zeros((TRAIN, 2), "i4")}, "image_idxs is (39, 2) int32, expected integers (39,)"),
+        ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, length)"),
+        ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
+        ({"answers": np.zeros(TRAIN, "f8")}, "answers is (39,) float64"),
+    ],
+)
+def test_a_dataset_that_is_missing_or_of_another_shape_is_named(damaged: Path, change: dict, problem: str):
+    datasets = {name: values for name, values in (arrays(TRAIN) | change).items() if values is not None}
+    expect_refusal(write_h5(damaged / "train_questions.h5", datasets), problem)
+
+
+def test_a_group_in_place_of_a_dataset_is_named(damaged: Path):
+    path = write_h5(damaged / "train_questions.h5", {"questions/a": np.zeros(3), "image_idxs": np.zeros(3, "i4")})
+    expect_refusal(path, "has no dataset 'questions'")
+    datasets = arrays(TRAIN)
+    datasets["answers/a"] = datasets.pop("answers")
+    write_h5(path, datasets)
+    expect_refusal(path, "'answers' is no dataset")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "token", "size"),
+    [("questions", 17, 4000, 45), ("programs", 5, 27, 27), ("answers", 30, -1, 17)],
+)
+def test_a_token_outside_the_vocabulary_is_named_with_its_row(
+    damaged: Path, name: str, row: int, token: int, size: int
+):
+    datasets = arrays(TRAIN)
+    datasets[name].reshape(TRAIN, -1)[row, -1] = token
+    path = write_h5(damaged / "train_questions.h5", datasets)
+    expect_refusal(path, f"{name}, row {row}: index {token} is not in the vocabulary of {size} tokens")
+
+
+def test_a_smaller_vocabulary_of_another_data_set_is_refused(data: Path):
+    other = Vocab(VOCAB.question, VOCAB.program[:-3], VOCAB.answer)
+    with pytest.raises(InputError, match=r"train_questions\.h5: programs, row \d+: .* expected the vocab\.json"):
+        read_questions(data / "train_questions.h5", other)
+
+
+@pytest.mark.parametrize(
+    ("datasets", "problem"),
+    [
+        ({"feature": features(0)}, "has no dataset 'features'"),
+        ({"features/a": features(0)}, "has no dataset 'features'"),
+        ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
+        ({"features": features(0).astype("i4")}, "int32, expected (N, C, H, W) floats"),
+        ({"features": np.zeros((IMAGES, 0, 4, 4), "f4")}, "expected (N, C, H, W) floats"),
+    ],
+)
+def test_features_of_another_form_are_refused(damaged: Path, datasets: dict, problem: str):
+    expect_refusal(write_h5(damaged / "train_features.h5", datasets), problem)
+
+
+def test_questions_about_more_images_than_there_are_features_are_named(damaged: Path):
+    path = write_h5(damaged / "train_features.h5", {"features": features(0)[:3]})
+    expect_refusal(path, "holds 3 images, but question 1 of", "train_questions.h5 is about image 3")
+
+
+def test_a_question_about_an_image_below_zero_is_named(damaged: Path):
+    datasets = arrays(TRAIN)
+    datasets["image_idxs"][6] = -2
+    path = write_h5(damaged / "train_questions.h5", datasets)
+    expect_refusal(path, "image_idxs, row 6: -2")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, workers: int):
+    path = damaged / "train_features.h5"
+    maps = features(0)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", data=maps, chunks=(1, *maps.shape[1:]), compression="gzip", fletcher32=True)
+        start = file["features"].id.get_chunk_info(3).byte_offset
+    content = bytearray(path.read_bytes())
+    content[start + 10 : start + 40] = bytes(30)
+    path.write_bytes(content)
+    batches = sequential_batches(open_train(damaged), 8, workers)
+    with pytest.raises(InputError) as caught:
+        list(batches)
+    assert str(caught.value).startswith(f"{path}: features, row 3 cannot be read")
+    assert "\n" not in str(caught.value)
