@@ -19,8 +19,10 @@ from click.testing import CliRunner
 from PIL import Image
 from torch.nn import functional
 
+import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
 from iep.files import read_json
+from iep.preprocess.backbones import Patches
 
 
 @pytest.fixture
@@ -109,6 +111,21 @@ def test_worker_processes_change_nothing(clevr, out, tmp_path):
     assert result.exit_code == 1
     assert f"Error: {broken}: cannot be read as an image" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out, monkeypatch):
+    images = write_images(tmp_path / "CLEVR", "val", 330)
+    anonymous_kb = []
+
+    def measured(extract, pixels_BCHW, run=features_module._run):
+        status = Path("/proc/self/status").read_text()
+        anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
+        return run(extract, pixels_BCHW)
+
+    monkeypatch.setattr(features_module, "_run", measured)
+    features_module.preprocess_features({"val": images}, out, Patches(16), batch_size=1, workers=1)
+    row_kb = 3 * 224 * 224 * 4 / 1000
+    assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
 
 
 def test_resnet_rows_equal_torchvisions_network_cut_by_hand(clevr, out, tmp_path):

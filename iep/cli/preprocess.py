@@ -125,8 +125,8 @@ def main(
     if len(parts) == 2 and not splits:
         for split in sorted(set(directories) ^ set(files)):
             click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
-    images = {}
-    if "features" in parts:
+    if "features" in parts:  # found wanting before the questions are done
+        torch_device = resolve_device(device)
         chosen = _chosen(directories, splits, clevr_dir, "images")
         images = {split: image_paths(directory) for split, directory in chosen.items()}
     if "questions" in parts:
@@ -144,7 +144,7 @@ def main(
             out,
             model,
             dtype=dtype,
-            device=resolve_device(device),
+            device=torch_device,
             batch_size=batch_size,
             workers=min(len(os.sched_getaffinity(0)), 8) if workers is None else workers,
             overwrite=overwrite,

@@ -49,7 +49,8 @@ class Patches:
         """(B, 3, H, W) uint8 -> (B, 3 * patch_size^2, 14, 14) float32."""
 
         def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
-            return functional.pixel_unshuffle(pixels_BCHW.to(device).float() / 127.5 - 1, self.patch_size)
+            patches_BCHW = functional.pixel_unshuffle(pixels_BCHW.to(device), self.patch_size)
+            return patches_BCHW.float().div_(127.5).sub_(1)
 
         return extract
 

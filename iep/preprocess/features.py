@@ -1,6 +1,6 @@
 """The images of a split -> {split}_features.h5: decode, resize, run the backbone, write, batch by batch.
 
-Memory holds a few batches, whatever the number of images. The parts are `images.py`, `backbones.py` and
+Memory holds a bounded number of batches, whatever the number of images. The parts are `images.py`, `backbones.py` and
 `features_file.py`.
 """
 
@@ -63,25 +63,24 @@ def preprocess_features(
             todo[path] = (paths, names)
     if not todo:
         return
-    with torch.inference_mode():
-        extract = backbone.extractor(torch.device(device))
-        size = backbone.image_size
-        chw = extract(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
-        for path, (paths, names) in todo.items():
-            spec = FeaturesSpec((len(paths), *chw), np.dtype(dtype), names, recipe)
-            with (
-                feature_rows(path, spec, overwrite, flush_seconds) as rows,
-                tqdm(total=len(paths), initial=rows.count, desc=path.name, unit="image") as bar,
-            ):
-                for pixels_BCHW in image_batches(paths[rows.count :], size, batch_size, workers):
-                    rows.append(_stored(_run(extract, pixels_BCHW), getattr(torch, dtype), paths[rows.count]))
-                    bar.update(len(pixels_BCHW))
-            say(f"{path}: {spec.shape} {dtype}")
+    extract, size = backbone.extractor(torch.device(device)), backbone.image_size
+    chw = _run(extract, torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
+    for path, (paths, names) in todo.items():
+        spec = FeaturesSpec((len(paths), *chw), np.dtype(dtype), names, recipe)
+        with (
+            feature_rows(path, spec, overwrite, flush_seconds) as rows,
+            tqdm(total=len(paths), initial=rows.count, desc=path.name, unit="image") as bar,
+        ):
+            for pixels_BCHW in image_batches(paths[rows.count :], size, batch_size, workers):
+                rows.append(_stored(_run(extract, pixels_BCHW), getattr(torch, dtype), paths[rows.count]))
+                bar.update(len(pixels_BCHW))
+        say(f"{path}: {spec.shape} {dtype}")
 
 
 def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Tensor) -> torch.Tensor:
     try:
-        return extract(pixels_BCHW)
+        with torch.inference_mode():
+            return extract(pixels_BCHW)
     except torch.OutOfMemoryError:
         batch_size = len(pixels_BCHW)
         raise InputError(
@@ -91,7 +90,8 @@ def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Ten
 
 def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:
     stored_BCHW = features_BCHW.to(dtype)
-    if not stored_BCHW.isfinite().all():
+    lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, takes no memory of its own
+    if not (lowest.isfinite() and highest.isfinite()):
         largest = features_BCHW.abs().max().item()
         raise InputError(f"{first}: this image or one after it has features up to {largest:.4g}, not finite in {dtype}")
     return stored_BCHW.cpu().numpy()

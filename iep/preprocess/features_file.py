@@ -133,7 +133,8 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         assert rows.count == spec.shape[0], f"{rows.count} rows of {spec.shape[0]}"
         os.fsync(file.fileno())
         os.replace(partial, path)
-        journal.unlink()
+        for left in (journal, *path.parent.glob(f".{journal.name}.*.tmp")):  # killed runs leave the latter
+            left.unlink()
 
 
 def _lock(file: FileIO, partial: Path) -> None:

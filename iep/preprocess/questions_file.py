@@ -155,11 +155,11 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 
 def _num_features(path: Path) -> int | None:
-    """How many images the features file has, or None when there is no such file."""
+    """How many images the features file has, or None when there is no such file or it holds no features."""
     if not path.exists():
         return None
     with opened(path) as file:
-        return len(file["features"])
+        return len(file["features"]) if "features" in file else None
 
 
 def _encoded_otherwise(out: Path, vocab_digest: str) -> list[Path]:
