@@ -7,7 +7,9 @@ random states, step, resolved config, vocabulary. Building networks from one is 
 import io
 import pickle
 import random
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +48,32 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         path = found[0]
     if not path.is_file():
         raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
+    _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise InputError(f"{path}: not a whole checkpoint file ({_first_line(error)})") from None
+    except RuntimeError as error:
+        raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
     except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path}: holds more than plain tensors, or is no checkpoint; not loaded ({_first_line(error)})"
-        ) from None
+        raise InputError(f"{path}: holds more than plain tensors; not loaded ({_first_line(error)})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
     return content
+
+
+def _check_archive(path: Path) -> None:
+    """Compare the parts of a checkpoint, which is a zip archive, with their checksums before anything is unpickled.
+
+    Raises:
+        InputError: the file is no archive, or a part differs from what was written.
+    """
+    unreadable = (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error, zlib.error)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except unreadable as error:
+        raise InputError(f"{path}: not a whole checkpoint file ({_first_line(error)})") from None
+    if damaged is not None:
+        raise InputError(f"{path}: not a whole checkpoint file ({damaged} is damaged)")
 
 
 def _first_line(error: Exception) -> str:
