@@ -1,5 +1,4 @@
-"""Batching of many small tree-shaped networks: graph -> schedule -> execute, and the slow reference beside
-it.
+"""Batching of many small tree-shaped networks: graph -> schedule -> execute, and the slow reference beside it.
 
 Knows nothing of CLEVR: imports torch, numpy, the standard library and itself.
 """

@@ -1,8 +1,8 @@
 """Graph, schedule, modules and inputs -> results: one module call per group of the schedule.
 
-Values live in a list of slots, one row each. A group's arguments are gathered by slot, so nothing depends on
-the order in which results arrive. What the modules compute, and on which device, is theirs; their results may
-have any shape, as long as a group's row g is the result of its node g.
+Values live in a list of slots, one row each. A group's arguments are gathered by slot, so nothing depends on the
+order in which results arrive. What the modules compute, and on which device, is theirs; their results may have any
+shape, as long as a group's row g is the result of its node g.
 
 Shapes: G rows of a group, B examples.
 """
@@ -29,15 +29,16 @@ def execute(
         inputs: (num_inputs, ...), one row per input slot.
 
     Raises:
-        ValueError: there are not as many inputs as the graph has, the graph has no roots, or a module returns
-            another number of rows than it was given.
+        ValueError: there are not as many inputs as the graph has, the graph has no roots, or a module returns another
+            number of rows than it was given.
     """
     if len(inputs) != graph.num_inputs or not len(graph.roots):
         raise ValueError(
             f"{len(inputs)} inputs for a graph of {graph.num_inputs} inputs and {len(graph.roots)} roots, "
             "expected as many inputs as the graph has, and at least one root"
         )
-    # Splitting and concatenating copies every value once on the way, its gradient once on the way back.
+    # Split and concatenated, every value is copied once on the way, its gradient once on the way back; index_select
+    # would fill a gradient as large as its source for every group that takes from it.
     slots: list[torch.Tensor | None] = [*inputs.split(1), *[None] * graph.num_nodes]
     for op, nodes in schedule:
         arguments = [_gather(slots, column) for column in graph.args[nodes].T.tolist() if column[0] >= 0]

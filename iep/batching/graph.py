@@ -1,11 +1,9 @@
-"""Prefix programs of a minibatch -> one graph of flat integer arrays, by array code without a loop over
-nodes.
+"""Prefix programs of a minibatch -> one graph of flat integer arrays, by array code without a loop over nodes.
 
-The graph says which op every node runs and in which slots its arguments lie. In which order, and how many
-nodes at a time, they run is `schedulers.py`; what an op computes, `execute.py`'s caller knows.
+The graph says which op every node runs and in which slots its arguments lie. In which order, and how many nodes at a
+time, they run is `schedulers.py`; what an op computes, `execute.py`'s caller knows.
 
-Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions of all examples' trees
-    together.
+Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions of all examples' trees together.
 """
 
 from dataclasses import dataclass
@@ -18,14 +16,13 @@ import torch
 class Graph:
     """The nodes of all examples of a minibatch, children before parents.
 
-    Slots number the values: 0 to num_inputs - 1 are the inputs, num_inputs + n is the result of node n. A
-        node may
-    be an argument of several others (the graph need not be a tree). The nodes of one op all have as many
-    arguments, at least one.
+    Slots number the values: 0 to num_inputs - 1 are the inputs, num_inputs + n is the result of node n. A node may be
+    an argument of several others (the graph need not be a tree). The nodes of one op all have as many arguments, at
+    least one.
 
     Raises:
-        ValueError: the arrays' lengths differ, a node takes nothing or a later node's result, nodes of one op
-            take different numbers of arguments, or a root is not a slot.
+        ValueError: the arrays' lengths differ, a node takes nothing or a later node's result, nodes of one op take
+            different numbers of arguments, or a root is not a slot.
     """
 
     num_inputs: int
@@ -76,9 +73,9 @@ def graph_from_prefix(
 ) -> Graph:
     """The graph of a matrix of prefix programs; example b's input is slot b.
 
-    Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is
-    left out wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is
-    complete are ignored. Nodes are numbered example by example, in post-order within each.
+    Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is left out
+    wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is complete are ignored.
+    Nodes are numbered example by example, in post-order within each.
 
     Args:
         tokens_BL: (B, L) integers, numpy or torch.
@@ -160,9 +157,9 @@ def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.nd
 def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where each position's arguments begin, (M, greatest arity) with -1 after the last, and it ends, (M,).
 
-    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees,
-    so that none lowers it by more than one: the subtree at i ends, and the next begins, where that number
-    first falls to one less than it was before i.
+    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees, so that
+    none lowers it by more than one: the subtree at i ends, and the next begins, where that number first falls to one
+    less than it was before i.
     """
     count = len(arity_M)
     level = np.zeros(count + 1, dtype=np.int64)

@@ -1,8 +1,6 @@
-"""The slow twin of graph, schedule and execute: one example's prefix program by recursion, one node at a
-time.
+"""The slow twin of graph, schedule and execute: one example's prefix program by recursion, one node at a time.
 
-Shares no code with them, so that each can be tested against the other. Not for training: it runs a batch of
-one.
+Shares no code with them, so that each can be tested against the other. Not for training: it runs a batch of one.
 """
 
 from collections.abc import Callable, Iterator, Sequence

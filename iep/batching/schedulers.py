@@ -1,9 +1,8 @@
-"""Graph -> schedule: which nodes run together, in which order. Pure functions of integers; no tensor is
-touched.
+"""Graph -> schedule: which nodes run together, in which order. Pure functions of integers; no tensor is touched.
 
-A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of
-Suarez & Zhu (Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section
-2). All of them take any directed acyclic graph whose nodes are numbered children first.
+A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of Suarez & Zhu
+(Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2). All of them take
+any directed acyclic graph whose nodes are numbered children first.
 
 Shapes: N nodes.
 """
@@ -37,8 +36,8 @@ def vanilla(graph: Graph) -> Schedule:
 def standard(graph: Graph) -> Schedule:
     """Step by step through every example's nodes in depth-first order, one call per op of a step.
 
-    For ops p and longest program s, O(p * s) calls (Suarez & Zhu, section 2, "standard topological sort").
-    Where examples share nodes, a node waits until the step after its arguments.
+    For ops p and longest program s, O(p * s) calls (Suarez & Zhu, section 2, "standard topological sort"). Where
+    examples share nodes, a node waits until the step after its arguments.
     """
     by_example = np.argsort(graph.example, kind="stable")
     sorted_example = graph.example[by_example]
@@ -52,11 +51,9 @@ def standard(graph: Graph) -> Schedule:
 
 
 def improved(graph: Graph) -> Schedule:
-    """Nodes pooled by their greatest distance from the root, the farthest pool first, one call per op of a
-    pool.
+    """Nodes pooled by their greatest distance from the root, the farthest pool first, one call per op of a pool.
 
-    For ops p and greatest tree depth d, O(p * d) calls (Suarez & Zhu, section 2, "improved topological
-    sort").
+    For ops p and greatest tree depth d, O(p * d) calls (Suarez & Zhu, section 2, "improved topological sort").
     """
     return _pool(-distance_from_root(graph), graph.op)
 
@@ -95,7 +92,7 @@ def make_schedule(graph: Graph, name: str) -> Schedule:
 
 
 def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
-    """Pools in rising order, each split by op; node ids rise within a group."""
+    """Nodes in rising order of `pool`, (N,), each pool split by `op`; ids rise within a group."""
     order = np.lexsort((op, pool))
     changes = (np.diff(pool[order]) != 0) | (np.diff(op[order]) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]

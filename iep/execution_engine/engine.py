@@ -1,7 +1,7 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-Knows both CLEVR's program tokens and `iep/batching/`. A plan is made without tensors, so that the data
-loader's workers can make it. Does not train, and predicts no programs.
+Knows both CLEVR's program tokens and `iep/batching/`. A plan is made without tensors, so that the data loader's
+workers can make it. Does not train, and predicts no programs.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
@@ -40,18 +40,17 @@ def plan_programs(
 ) -> Plan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
-    `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete
-    are ignored; other special tokens inside a tree are unary.
+    `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete are
+    ignored; other special tokens inside a tree are unary.
 
     Args:
         programs_BL: indices into `program_tokens`, numpy or torch.
-        scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it
-            is that output itself (Suarez & Zhu, section 1.2.2).
+        scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it is that
+            output itself (Suarez & Zhu, section 1.2.2).
         batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
 
     Raises:
-        ValueError: a token is out of range, `scene` or `batching` is unknown, or the vocabulary lacks
-            `scene`.
+        ValueError: a token is out of range, `scene` or `batching` is unknown, or the vocabulary lacks `scene`.
     """
     graph = graph_from_prefix(
         programs_BL,
@@ -67,8 +66,8 @@ def plan_programs(
 class ExecutionEngine(nn.Module):
     """Stem, one module per program token, classifier (Johnson et al. 2017, section 3.2).
 
-    A module is a direct child named by its token. `<NULL>` and `<START>` never run and have none; `scene` has
-    one unless it is the stem's output.
+    A module is a direct child named by its token. `<NULL>` and `<START>` never run and have none; `scene` has one
+    unless it is the stem's output.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class ExecutionEngine(nn.Module):
             classifier_hidden: widths of the classifier's linear layers before the last.
 
         Raises:
-            ValueError: `scene` or `stem` is unknown, the vocabulary lacks `scene`, a token cannot name a
-                module, or the features do not fit a stem of pixels.
+            ValueError: `scene` or `stem` is unknown, the vocabulary lacks `scene`, a token cannot name a module, or
+                the features do not fit a stem of pixels.
         """
         super().__init__()
         if stem not in STEMS:

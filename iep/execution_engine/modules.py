@@ -1,7 +1,7 @@
 """The networks that the execution engine is built from: stem, unary and binary modules, classifier.
 
-Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material; the stem
-for pixels is ours. Which module runs when is `iep/batching/`.
+Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material; the stem for pixels
+is ours. Which module runs when is `iep/batching/`.
 
 Shapes: B examples, G rows of a module's call, C H W feature maps, A answers.
 """
@@ -52,8 +52,7 @@ class Coordinates(nn.Module):
 def make_stem(
     in_dim: int, widths: Sequence[int], out_dim: int, strides: Sequence[int], norm: bool, coordinates: bool
 ) -> nn.Sequential:
-    """3x3 convolutions to `widths` and then `out_dim` channels, each followed by batch norm if `norm`, and
-    ReLU.
+    """3x3 convolutions to `widths` and then `out_dim` channels, each followed by batch norm if `norm`, and ReLU.
 
     Args:
         strides: one for each convolution.
@@ -95,8 +94,8 @@ def make_pixel_stem(
 ) -> nn.Sequential:
     """(B, 3 * P * P, H, W) patches of P x P pixels -> (B, out_dim, H / stride, W / stride).
 
-    Puts the picture of 3 x P H x P W pixels together again, then halves it with its first convolutions until
-    the grid is reached; further convolutions keep it.
+    Puts the picture of 3 x P H x P W pixels together again, then halves it with its first convolutions until the grid
+    is reached; further convolutions keep it.
 
     Raises:
         ValueError: `feature_dim` is not 3 * P * P, P * stride is not a power of two, or there are too few
