@@ -20,7 +20,7 @@ from iep.training.checkpoint import load_checkpoint
 from iep.vocab import Vocab
 
 CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, "lstm": LSTMBaseline}
-DESCRIPTIONS = {"generator": "program generator", "engine": "execution engine", "lstm": "question-only LSTM"}
+DESCRIPTIONS = {"generator": "a program generator", "engine": "an execution engine", "lstm": "a question-only LSTM"}
 
 
 def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """The network `name` with new weights, its constructor arguments kept as `kwargs` for its checkpoints.
 
     Raises:
-        InputError: the arguments do not fit together (a stride that the feature map does not divide by, say).
+        InputError: the arguments do not fit together (dropout above 1, say), or one is unknown.
     """
     try:
         network = CLASSES[name](**kwargs)
-    except ValueError as error:
-        raise InputError(f"{DESCRIPTIONS[name]}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
     network.kwargs = dict(kwargs)
     return network
 
@@ -77,14 +77,13 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     packed = checkpoint.get("networks", {})
     if name not in packed:
         held = ", ".join(DESCRIPTIONS.get(key, key) for key in packed) or "no network"
-        raise InputError(f"{path}: holds {held}, expected a checkpoint with a {DESCRIPTIONS[name]}")
+        raise InputError(f"{path}: holds {held}, expected a checkpoint with {DESCRIPTIONS[name]}")
     network = build(name, packed[name]["kwargs"])
     try:
         network.load_state_dict(packed[name]["weights"])
     except RuntimeError as error:
-        raise InputError(
-            f"{path}: the weights do not fit the {DESCRIPTIONS[name]} ({' '.join(str(error).split())})"
-        ) from None
+        what = " ".join(str(error).split())
+        raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
     return network
 
 
@@ -119,10 +118,9 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> No
             (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
             min(len(ours), len(theirs)),
         )
-        found = theirs[index] if index < len(theirs) else "nothing"
-        expected = ours[index] if index < len(ours) else "nothing"
+        there, here = (repr(tokens[index]) if index < len(tokens) else "missing" for tokens in (ours, theirs))
         raise InputError(
-            f"{path}: trained with another vocabulary: {kind} token {index} is {expected!r} there and {found!r} in the data"
+            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in the data"
         )
 
 

@@ -51,10 +51,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except RuntimeError as error:
-        raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
     except pickle.UnpicklingError as error:
         raise InputError(f"{path}: holds more than plain tensors; not loaded ({_first_line(error)})") from None
+    except Exception as error:
+        # An archive that is damaged outside of what its checksums cover can make torch fail in any way.
+        raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
     return content

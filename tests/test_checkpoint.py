@@ -1,0 +1,287 @@
+"""Checkpoints: what one holds, that loading executes nothing, what is said of one that is damaged or does not fit."""
+
+import pickle
+import random
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_data import CHANNELS, GRID, TINY, VOCAB, write_data
+
+from iep.config import Config, read_config, to_dict
+from iep.errors import InputError
+from iep.networks import build, check_features, check_vocab, load_network, pack, unpack
+from iep.training.checkpoint import (
+    BEST,
+    FORMAT,
+    LAST,
+    load_checkpoint,
+    random_states,
+    restore_random_states,
+    save_checkpoint,
+    seed_everything,
+)
+from iep.training.run import train
+from iep.vocab import Vocab
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each model that starts from nothing."""
+    root = tmp_path_factory.mktemp("runs")
+    for model in ("pg", "ee", "lstm"):
+        assert train(tiny_config(data, model), root / model, resume=False)
+    return {model: root / model for model in ("pg", "ee", "lstm")}
+
+
+def tiny_config(data: Path, model: str, *settings: str) -> Config:
+    return read_config(None, [*TINY, f"model={model}", f"data={data}", *settings])
+
+
+@pytest.fixture
+def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
+    """A generator's checkpoint to damage."""
+    return Path(shutil.copy(runs["pg"] / LAST, tmp_path / "copy.pt"))
+
+
+def refusal(path: Path) -> str:
+    """What is said of the checkpoint at `path`: one line that begins with its name."""
+    with pytest.raises(InputError) as caught:
+        load_checkpoint(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What a checkpoint holds
+
+
+@pytest.mark.parametrize("name", [LAST, BEST])
+def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path], data: Path, name: str):
+    held = load_checkpoint(runs["ee"] / name)
+    assert held["model"] == "ee"
+    assert held["step"] in (2, 4)
+    assert held["config"] == to_dict(tiny_config(data, "ee"))
+    assert Vocab.from_json(held["vocab"], "held") == VOCAB
+    assert set(held["networks"]) == {"engine"}
+    assert held["optimizer"]["state"][0]["step"] == held["step"]
+    assert {"python", "numpy", "torch"} <= set(held["random"])
+
+
+def test_a_network_survives_its_checkpoint(runs: dict[str, Path], tmp_path: Path):
+    network = load_network(runs["ee"] / LAST, "engine", VOCAB, CPU)
+    save_checkpoint(tmp_path / "c.pt", {"networks": pack({"engine": network}), "vocab": VOCAB.to_json()})
+    again = load_network(tmp_path / "c.pt", "engine", VOCAB, CPU)
+    assert again.kwargs == network.kwargs
+    assert not again.training
+    for name, value in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_last(runs: dict[str, Path], tmp_path: Path):
+    save_checkpoint(tmp_path / LAST, {"which": "last"})
+    assert load_checkpoint(tmp_path)["which"] == "last"
+    save_checkpoint(tmp_path / BEST, {"which": "best"})
+    assert load_checkpoint(tmp_path)["which"] == "best"
+
+
+def test_random_states_survive_their_checkpoint(tmp_path: Path):
+    def draw() -> list[object]:
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(2).tolist()]
+
+    seed_everything(5)
+    draw()
+    save_checkpoint(tmp_path / "c.pt", {"random": random_states()})
+    expected = [draw(), draw()]
+    seed_everything(6)
+    restore_random_states(load_checkpoint(tmp_path / "c.pt")["random"])
+    assert [draw(), draw()] == expected
+
+
+def test_seeding_makes_every_generator_repeat_itself():
+    def draw(seed: int) -> tuple[float, float, float]:
+        seed_everything(seed)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    assert draw(3) == draw(3)
+    assert all(a != b for a, b in zip(draw(3), draw(4), strict=True))
+
+
+# Files that are no checkpoint
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.0001, 0.01, 0.3, 0.7, 0.99, 0.9999])
+def test_a_truncated_checkpoint_is_refused(copy: Path, keep: float):
+    content = copy.read_bytes()
+    copy.write_bytes(content[: int(keep * len(content))])
+    assert "not a whole checkpoint file" in refusal(copy)
+
+
+def test_a_checkpoint_with_one_byte_changed_is_refused_or_unharmed(copy: Path):
+    content, draw = copy.read_bytes(), random.Random(0)
+    with zipfile.ZipFile(copy) as archive:
+        whole = {name: archive.read(name) for name in archive.namelist()}
+    refused = 0
+    for _ in range(40):
+        place = draw.randrange(len(content))
+        copy.write_bytes(content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :])
+        try:
+            load_checkpoint(copy)
+        except InputError:
+            refused += 1
+        else:
+            with zipfile.ZipFile(copy) as archive:
+                assert {name: archive.read(name) for name in archive.namelist()} == whole
+    assert refused > 20
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000, 100_000])
+def test_random_bytes_are_refused(tmp_path: Path, size: int):
+    path = tmp_path / "c.pt"
+    path.write_bytes(random.Random(size).randbytes(size))
+    assert "not a whole checkpoint file" in refusal(path)
+
+
+class Trap:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, victim: Path):
+        self.victim = victim
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.victim,)
+
+
+@pytest.mark.parametrize("how", ["pickle", "legacy", "archive"])
+def test_a_file_that_would_execute_code_executes_none(tmp_path: Path, how: str):
+    path, victim = tmp_path / "c.pt", tmp_path / "executed"
+    content = {"format": FORMAT, "trap": Trap(victim)}
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=how == "archive")
+    message = refusal(path)
+    assert not victim.exists()
+    if how == "archive":
+        assert "holds more than plain tensors; not loaded" in message
+    pickle.loads(pickle.dumps(content))
+    assert victim.exists(), "the trap would not have sprung"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"model_state": {"w": torch.zeros(2)}, "args": {"batch_size": 64}}, {"format": "iep-checkpoint-0"}, [1], None],
+)
+def test_what_another_toolkit_saved_is_refused(tmp_path: Path, content: object):
+    torch.save(content, tmp_path / "c.pt")
+    assert f"not a checkpoint of this toolkit, expected format {FORMAT}" in refusal(tmp_path / "c.pt")
+
+
+def test_an_archive_of_something_else_is_refused(tmp_path: Path):
+    with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    assert "not a checkpoint file" in refusal(tmp_path / "c.pt")
+
+
+def test_a_missing_checkpoint_or_a_run_without_one_is_named(tmp_path: Path):
+    assert "no such file, expected a checkpoint or a run directory" in refusal(tmp_path / "none.pt")
+    assert "holds no checkpoint, expected best.pt or last.pt" in refusal(tmp_path)
+
+
+# Checkpoints that do not fit
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "problem"),
+    [
+        ("pg", "engine", "holds a program generator, expected a checkpoint with an execution engine"),
+        ("ee", "generator", "holds an execution engine, expected a checkpoint with a program generator"),
+        ("lstm", "engine", "holds a question-only LSTM, expected"),
+        ("pg", "lstm", "expected a checkpoint with a question-only LSTM"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: str, name: str, problem: str):
+    with pytest.raises(InputError) as caught:
+        load_network(runs[model], name, VOCAB, CPU)
+    assert str(caught.value).startswith(f"{runs[model]}: ")
+    assert problem in str(caught.value)
+
+
+def test_weights_that_do_not_fit_their_own_arguments_are_named(runs: dict[str, Path]):
+    held = load_checkpoint(runs["pg"])
+    held["networks"]["generator"]["kwargs"]["hidden_dim"] += 1
+    with pytest.raises(InputError, match="run: the weights do not make a program generator of its settings") as caught:
+        unpack(held, "generator", "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_this_version_does_not_know_are_named(runs: dict[str, Path]):
+    held = load_checkpoint(runs["pg"])
+    held["networks"]["generator"]["kwargs"]["colour"] = 3
+    with pytest.raises(InputError, match=r"a program generator cannot be built: .*colour"):
+        unpack(held, "generator", "run")
+
+
+def test_a_network_that_cannot_be_built_is_named():
+    with pytest.raises(
+        InputError, match="an execution engine cannot be built: features have 4 channels, expected 3 \\* P \\* P"
+    ):
+        build("engine", {"program_tokens": list(VOCAB.program), "num_answers": 2, "feature_dim": 4, "stem": "pixels"})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "matters"),
+    [
+        ("generator", "question", True),
+        ("generator", "program", True),
+        ("generator", "answer", False),
+        ("engine", "question", False),
+        ("engine", "program", True),
+        ("engine", "answer", True),
+        ("lstm", "question", True),
+        ("lstm", "program", False),
+        ("lstm", "answer", True),
+    ],
+)
+def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str, matters: bool):
+    tokens = getattr(VOCAB, kind)
+    other = replace(VOCAB, **{kind: (*tokens[:5], "other", *tokens[6:])})
+    if not matters:
+        check_vocab(VOCAB, other, name, "run")
+        return
+    with pytest.raises(InputError) as caught:
+        check_vocab(VOCAB, other, name, "run")
+    assert f"run: trained with another vocabulary: {kind} token 5 is {tokens[5]!r} there and 'other'" in str(
+        caught.value
+    )
+
+
+def test_a_vocabulary_that_goes_on_after_the_other_ends_differs_from_it():
+    longer = replace(VOCAB, answer=(*VOCAB.answer, "zebra"))
+    place = len(VOCAB.answer)
+    with pytest.raises(InputError, match=f"answer token {place} is missing there and 'zebra' in the data"):
+        check_vocab(VOCAB, longer, "engine", "run")
+    with pytest.raises(InputError, match=f"answer token {place} is 'zebra' there and missing in the data"):
+        check_vocab(longer, VOCAB, "engine", "run")
+
+
+def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
+    engine = load_network(runs["ee"], "engine", VOCAB, CPU)
+    check_features(engine, (CHANNELS, GRID, GRID), "features.h5")
+    shape = (CHANNELS, GRID, GRID + 1)
+    with pytest.raises(InputError) as caught:
+        check_features(engine, shape, "features.h5")
+    assert str(caught.value) == (
+        f"features.h5: features are {shape} an image, but the engine was trained on {(CHANNELS, GRID, GRID)}"
+    )
