@@ -35,7 +35,7 @@ from iep.synth.scenes import Scene, SceneRules, image_filename, sample_scene, sc
 BLOCK = 50
 SCENE_TRIES = 5
 RECORD = "synth.json"
-GENERATOR = 1  # raised whenever the same options begin to give other bytes
+GENERATOR = 2  # raised whenever the same options begin to give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 SPLITS = ("train", "val", "test")

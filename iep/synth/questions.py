@@ -6,9 +6,12 @@ relation always changes what its phrase names (Johnson et al. 2017, CLEVR, secti
 are integers, as in `executor.py`. Wording is `language.py`, the families `templates.py`.
 """
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -22,6 +25,7 @@ from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 TRIES = 12
 LENGTH_WEIGHTS = (0.05, 0.21, 0.32, 0.28, 0.14)  # how often a description mentions 0, 1, .. 4 attributes
+_LENGTH_STEPS = tuple(accumulate(LENGTH_WEIGHTS))[:-1]
 COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are seldom possible anyway
 YES_NO = ("yes", "no")
 LEAD = 1  # an answer of two that is further ahead within its family waits for the other
@@ -123,7 +127,7 @@ def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
     """A phrase for `exist` and `count`."""
     accept = _accepts(answer)
     # "Are there any things?" asks nothing; "How many things are there?" does.
-    shortest = 1 if family.head == "exist" and family.links[0] == 0 else 0
+    shortest = _shortest(family.links[0]) if family.head == "exist" else 0
     longest = 0 if family.bare else 4
     phrase = _describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
     return None if phrase is None else ((family.head, *phrase.tokens), (phrase,), ())
@@ -132,24 +136,45 @@ def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
 def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
     """Two phrases that both add to their union; with `extra`, only those of its objects that have one more value."""
     silent, wanted = mentions((family.extra,) if family.extra else ()), int(answer)
-    for _ in range(TRIES):
-        value = search.rng.choice(VALUES[family.extra]) if family.extra else None
-        kept = search.facts.having[family.extra][value] if family.extra else search.facts.everything
-        left = _describe_set(search, _some, family.links[0], silent, 1 if family.links[0] == 0 else 0)
-        if left is None:
+    for _ in range(TRIES // 2):
+        value, kept = _kept(search, family.extra, wanted)
+        # Each side adds an object, so that without an extra value the left one alone stays below the number wanted.
+        room = wanted if family.extra else wanted - 1
+        if kept.bit_count() < wanted or room < 0:
             return None
-        ours = left.objects
 
-        def accept(objects_D: np.ndarray, ours: int = ours, kept: int = kept) -> np.ndarray:
+        def fits(objects_D: np.ndarray, kept: int = kept, room: int = room) -> np.ndarray:
+            return (objects_D != 0) & (_SIZES[objects_D & kept] <= room)
+
+        left = _describe_set(search, fits, family.links[0], silent, _shortest(family.links[0]))
+        if left is None:
+            continue
+
+        def accept(objects_D: np.ndarray, kept: int = kept, ours: int = left.objects) -> np.ndarray:
             adds_D = ((objects_D & ~ours) != 0) & ((ours & ~objects_D) != 0)
             return adds_D & (_SIZES[(objects_D | ours) & kept] == wanted)
 
-        right = _describe_set(search, accept, family.links[1], silent, 1 if family.links[1] == 0 else 0)
+        right = _describe_set(search, accept, family.links[1], silent, _shortest(family.links[1]))
         if right is not None:
             filters = (f"filter_{family.extra}[{value}]",) if family.extra else ()
             extra = tuple(value if attribute == family.extra else None for attribute in ATTRIBUTES)
             return ("count", *filters, "union", *left.tokens, *right.tokens), (left, right), extra
     return None
+
+
+def _kept(search: Search, attribute: str | None, wanted: int) -> tuple[str | None, int]:
+    """The extra value of a union and the objects that have it, as many as wanted if there are; else all objects."""
+    if attribute is None:
+        return None, search.facts.everything
+    having = search.facts.having[attribute]
+    values = [value for value, objects in having.items() if objects.bit_count() >= wanted] or list(having)
+    value = search.rng.choice(values)
+    return value, having[value]
+
+
+def _shortest(link: int | str) -> int:
+    """Fewest attributes of a description with this link: "things" alone says nothing."""
+    return 1 if link == 0 else 0
 
 
 def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
@@ -254,9 +279,15 @@ def _describe_set(
     return None
 
 
+@cache
+def _allowed(silent: int, shortest: int, longest: int) -> np.ndarray:
+    """(D,) booleans: the descriptions of `shortest` to `longest` attributes, none of them in `silent`."""
+    return (shortest <= _LENGTHS_D) & (longest >= _LENGTHS_D) & (_MENTIONS_D & silent == 0)
+
+
 def _draw_length(rng: Random) -> int:
     """How many attributes a description should mention, if it can."""
-    return rng.choices(range(5), LENGTH_WEIGHTS)[0]
+    return bisect(_LENGTH_STEPS, rng.random())
 
 
 def _phrase(search: Search, description: int, links: tuple, base: int) -> Phrase:
