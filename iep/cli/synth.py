@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from iep.cli.common import Command
 from iep.synth.balance import table
-from iep.synth.dataset import PRESETS, SPLITS, resolve, synthesize
+from iep.synth.dataset import synthesize
+from iep.synth.options import PRESETS, SPLITS, resolve
 
 COUNT = click.IntRange(min=0)
 

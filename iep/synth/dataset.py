@@ -6,7 +6,6 @@ where it stopped, keeping the images that are whole. What the world looks like i
 asked `questions.py`.
 """
 
-import io
 import json
 import multiprocessing
 import os
@@ -18,50 +17,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from PIL import Image
-
 from iep.errors import InputError
-from iep.files import atomic_path, read_json, write_json
+from iep.files import read_json, write_json
 from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
+from iep.synth.options import SPLITS, Options
 from iep.synth.questions import Question, ask
 from iep.synth.renderer import render, visible_share
-from iep.synth.scenes import Scene, SceneRules, image_filename, sample_scene, scene_json
+from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
+from iep.synth.writer import is_whole_png, list_file, naming, write_png
 
 BLOCK = 50
 SCENE_TRIES = 5
 RECORD = "synth.json"
 GENERATOR = 2  # raised whenever the same options begin to give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
-PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
-SPLITS = ("train", "val", "test")
-
 Progress = Callable[[str, int], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Everything that the bytes of a data set depend on. `train`, `val` and `test` are numbers of images."""
-
-    preset: str
-    train: int
-    val: int
-    test: int
-    questions_per_image: int
-    width: int
-    height: int
-    rules: SceneRules
-    seed: int = 0
-
-
-PRESETS = {
-    "clevr": Options("clevr", 70_000, 15_000, 15_000, 10, 480, 320, SceneRules()),
-    "mini": Options("mini", 10_000, 500, 0, 20, 192, 128, SceneRules(3, 6, spread=2.2, distance=0.8)),
-}
 
 
 @dataclass(frozen=True)
@@ -153,8 +128,8 @@ class _Maker:
                 questions.append(json.dumps(question_json(question, block.split, index, number)))
                 tally.add(question.program, question.answer)
             path = self.out / "images" / block.split / entry["image_filename"]
-            if not _is_whole_png(path):
-                _write_image(path, scene, self.options)
+            if not is_whole_png(path):
+                write_png(path, render(scene, self.options.width, self.options.height))
         return Made(", ".join(scenes), ", ".join(questions), tally)
 
 
@@ -182,7 +157,7 @@ def _write_split(out: Path, split: str, results: Iterator[tuple[Block, Made]], p
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
     questions_path, scenes_path = _json_paths(out, split)
     with (
-        _list_file(questions_path, f'{head}, "questions": [') as add_questions,
+        list_file(questions_path, f'{head}, "questions": [') as add_questions,
         _scenes_file(scenes_path, head) as add_scenes,
     ):
         for block, made in results:
@@ -208,7 +183,7 @@ def _is_finished(out: Path, split: str, count: int) -> bool:
     """Whether an earlier run with the same options left the split whole: its JSON appears last."""
     if not all(path is None or path.exists() for path in _json_paths(out, split)):
         return False
-    return all(_is_whole_png(out / "images" / split / image_filename(split, index)) for index in range(count))
+    return all(is_whole_png(out / "images" / split / image_filename(split, index)) for index in range(count))
 
 
 @contextmanager
@@ -216,65 +191,8 @@ def _scenes_file(path: Path | None, head: str) -> Iterator[Callable[[str], None]
     if path is None:
         yield lambda text: None
         return
-    with _list_file(path, f'{head}, "scenes": [') as add:
+    with list_file(path, f'{head}, "scenes": [') as add:
         yield add
-
-
-@contextmanager
-def _list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
-    """A JSON file whose list's entries are added as text, written whole or not at all."""
-    # `_naming` twice: inside for what this file's own writes raise, outside for what its closing does.
-    with _naming(path), atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
-        separator = ""
-
-        def write(text: str) -> None:
-            with _naming(path):
-                file.write(text)
-
-        def add(text: str) -> None:
-            nonlocal separator
-            write(separator + text)
-            separator = ", "
-
-        write(head)
-        yield add
-        write("]}\n")
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Let an operating system error that names no file, such as a full disk met while writing, name this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _write_image(path: Path, scene: Scene, options: Options) -> None:
-    content = io.BytesIO()
-    Image.fromarray(render(scene, options.width, options.height)).save(content, "PNG", compress_level=1)
-    # Not flushed to disk one by one, which would cost more than drawing them: a picture that a power cut left short
-    # is found by its end, and made again.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with _naming(path):
-            temporary.write_bytes(content.getvalue())
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _is_whole_png(path: Path) -> bool:
-    """Whether a picture stands there to its last byte."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(-len(PNG_END), io.SEEK_END)
-            return file.read() == PNG_END
-    except OSError:  # absent, or shorter than a PNG's end
-        return False
 
 
 @contextmanager
@@ -324,13 +242,5 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         for part in ("images", "questions", "scenes"):
             if (out / part).exists():
                 shutil.rmtree(out / part)
-    with _naming(path):
+    with naming(path):
         write_json(path, record, indent=2)
-
-
-def resolve(preset: str, scene: dict, **given: int | None) -> Options:
-    """A preset's options with those that were given (not None) in their place; `scene` holds those of the rules."""
-    base = PRESETS[preset]
-    options = replace(base, **{name: value for name, value in given.items() if value is not None})
-    rules = {name: value for name, value in scene.items() if value is not None}
-    return replace(options, rules=replace(base.rules, aspect=options.width / options.height, **rules))

@@ -2,16 +2,13 @@
 
 For every question the wanted answer comes first (the one that its family has given least), then a seeded search for
 phrases that give it. Ill-posed questions never arise (`unique` gets one object), nor degenerate ones: dropping a
-relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Sets of objects
-are integers, as in `executor.py`. Wording is `language.py`, the families `templates.py`.
+relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Finding phrases
+is `search.py`, wording `language.py`, the families `templates.py`. Shape suffix: D descriptions.
 """
 
-from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -19,22 +16,14 @@ import numpy as np
 from iep.programs import prefix_to_json
 from iep.synth.executor import Facts
 from iep.synth.language import word
-from iep.synth.phrases import DESCRIPTIONS, LENGTHS, MENTIONS, WITHIN, Phrase, bits, mentions
+from iep.synth.phrases import Phrase, bits, mentions
+from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describe_set, search_on
 from iep.synth.templates import FAMILIES, Family
-from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
+from iep.synth.world import ATTRIBUTES, VALUES
 
-TRIES = 12
-LENGTH_WEIGHTS = (0.05, 0.21, 0.32, 0.28, 0.14)  # how often a description mentions 0, 1, .. 4 attributes
-_LENGTH_STEPS = tuple(accumulate(LENGTH_WEIGHTS))[:-1]
 COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are seldom possible anyway
 YES_NO = ("yes", "no")
 LEAD = 1  # an answer of two that is further ahead within its family waits for the other
-
-# Accepts some of many sets: (D,) sets as integers -> (D,) booleans, D descriptions.
-Accept = Callable[[np.ndarray], np.ndarray]
-_LENGTHS_D = np.array(LENGTHS)
-_MENTIONS_D = np.array(MENTIONS)
-_SIZES = np.array([objects.bit_count() for objects in range(1 << 10)])  # of every set of at most 10 objects
 
 
 @dataclass(frozen=True)
@@ -47,24 +36,13 @@ class Question:
     family: int
 
 
-@dataclass(frozen=True)
-class Search:
-    """A scene's facts with the set of objects that fits each of `DESCRIPTIONS`, and the source of chance."""
-
-    facts: Facts
-    fitting: tuple[int, ...]
-    fitting_D: np.ndarray
-    rng: Random
-
-
 def ask(facts: Facts, count: int, rng: Random, tally: Counter) -> list[Question]:
     """Up to `count` different questions about a scene, of as many families as possible.
 
     `tally` counts answers per family, `(family, answer)`, and is updated: whoever keeps it over several scenes gets
     answers that are balanced over them.
     """
-    fitting = _fitting(facts)
-    search = Search(facts, fitting, np.array(fitting), rng)
+    search = search_on(facts, rng)
     questions: list[Question] = []
     known: set[tuple[str, ...]] = set()
     for _ in range(TRIES):
@@ -117,7 +95,7 @@ def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
 def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
     attribute = family.head.removeprefix("query_")
     for target in _shuffled(bits(search.facts.having[attribute][answer]), search.rng):
-        phrase = _describe_one(search, target, family.links[0], mentions(family.silent))
+        phrase = describe_one(search, target, family.links[0], mentions(family.silent))
         if phrase is not None:
             return (family.head, "unique", *phrase.tokens), (phrase,), ()
     return None
@@ -129,7 +107,7 @@ def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
     # "Are there any things?" asks nothing; "How many things are there?" does.
     shortest = _shortest(family.links[0]) if family.head == "exist" else 0
     longest = 0 if family.bare else 4
-    phrase = _describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
+    phrase = describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
     return None if phrase is None else ((family.head, *phrase.tokens), (phrase,), ())
 
 
@@ -144,17 +122,17 @@ def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
             return None
 
         def fits(objects_D: np.ndarray, kept: int = kept, room: int = room) -> np.ndarray:
-            return (objects_D != 0) & (_SIZES[objects_D & kept] <= room)
+            return (objects_D != 0) & (SIZES[objects_D & kept] <= room)
 
-        left = _describe_set(search, fits, family.links[0], silent, _shortest(family.links[0]))
+        left = describe_set(search, fits, family.links[0], silent, _shortest(family.links[0]))
         if left is None:
             continue
 
         def accept(objects_D: np.ndarray, kept: int = kept, ours: int = left.objects) -> np.ndarray:
             adds_D = ((objects_D & ~ours) != 0) & ((ours & ~objects_D) != 0)
-            return adds_D & (_SIZES[(objects_D | ours) & kept] == wanted)
+            return adds_D & (SIZES[(objects_D | ours) & kept] == wanted)
 
-        right = _describe_set(search, accept, family.links[1], silent, _shortest(family.links[1]))
+        right = describe_set(search, accept, family.links[1], silent, _shortest(family.links[1]))
         if right is not None:
             filters = (f"filter_{family.extra}[{value}]",) if family.extra else ()
             extra = tuple(value if attribute == family.extra else None for attribute in ATTRIBUTES)
@@ -182,16 +160,16 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
         size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
-        left = _describe_set(
-            search, lambda objects_D, size=size: np.minimum(_SIZES[objects_D], 3) == size, family.links[0]
+        left = describe_set(
+            search, lambda objects_D, size=size: np.minimum(SIZES[objects_D], 3) == size, family.links[0]
         )
         if left is None:
             continue
 
         def accept(objects_D: np.ndarray, ours: int = left.objects) -> np.ndarray:
-            return (objects_D != ours) & (compare(ours.bit_count(), _SIZES[objects_D]) == (answer == "yes"))
+            return (objects_D != ours) & (compare(ours.bit_count(), SIZES[objects_D]) == (answer == "yes"))
 
-        right = _describe_set(search, accept, family.links[1])
+        right = describe_set(search, accept, family.links[1])
         if right is not None:
             return (family.head, *left.tokens_after("count"), *right.tokens_after("count")), (left, right), ()
     return None
@@ -208,8 +186,8 @@ def _find_comparison(family: Family, search: Search, answer: str) -> tuple | Non
         if left != right and (same[left] >> right & 1 == 1) == (answer == "yes")
     ]
     for left, right in search.rng.sample(pairs, min(len(pairs), TRIES)):
-        first = _describe_one(search, left, family.links[0], silent)
-        second = first and _describe_one(search, right, family.links[1], silent)
+        first = describe_one(search, left, family.links[0], silent)
+        second = first and describe_one(search, right, family.links[1], silent)
         if second:
             ask_for = (f"query_{attribute}", "unique")
             return (family.head, *first.tokens_after(*ask_for), *second.tokens_after(*ask_for)), (first, second), ()
@@ -221,7 +199,6 @@ _COMPARE: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
     "less_than": lambda left, right: left < right,
     "greater_than": lambda left, right: left > right,
 }
-
 _FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
     "query": _find_query,
     "comparison": _find_comparison,
@@ -239,115 +216,7 @@ def _accepts(answer: str) -> Accept:
     """Which sets give the wanted answer to `exist` or `count`."""
     if answer in YES_NO:
         return _some if answer == "yes" else lambda objects_D: objects_D == 0
-    return lambda objects_D: _SIZES[objects_D] == int(answer)
-
-
-def _describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
-    """A phrase with this link that names the target alone."""
-    alone = 1 << target
-    within = WITHIN[search.facts.objects[target]]
-    for links, base, weaker in _bases(search, link, target, avoid | alone):
-        options = [
-            d
-            for d in within
-            if not MENTIONS[d] & silent
-            and search.fitting[d] & base == alone
-            and all(search.fitting[d] & other != alone for other in weaker)
-        ]
-        if options:
-            length = _draw_length(search.rng)
-            nearest = min(abs(LENGTHS[d] - length) for d in options)
-            chosen = search.rng.choice([d for d in options if abs(LENGTHS[d] - length) == nearest])
-            return _phrase(search, chosen, links, base)
-    return None
-
-
-def _describe_set(
-    search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
-) -> Phrase | None:
-    """A phrase with this link that names a set which `accept` accepts."""
-    allowed_D = (shortest <= _LENGTHS_D) & (longest >= _LENGTHS_D) & (_MENTIONS_D & silent == 0)
-    for links, base, weaker in _bases(search, link, None, 0):
-        named_D = search.fitting_D & base
-        ok_D = allowed_D & accept(named_D)
-        for other in weaker:
-            ok_D &= search.fitting_D & other != named_D
-        options = ok_D.nonzero()[0]
-        if len(options):
-            away = np.abs(_LENGTHS_D[options] - _draw_length(search.rng))
-            return _phrase(search, search.rng.choice(options[away == away.min()].tolist()), links, base)
-    return None
-
-
-@cache
-def _allowed(silent: int, shortest: int, longest: int) -> np.ndarray:
-    """(D,) booleans: the descriptions of `shortest` to `longest` attributes, none of them in `silent`."""
-    return (shortest <= _LENGTHS_D) & (longest >= _LENGTHS_D) & (_MENTIONS_D & silent == 0)
-
-
-def _draw_length(rng: Random) -> int:
-    """How many attributes a description should mention, if it can."""
-    return bisect(_LENGTH_STEPS, rng.random())
-
-
-def _phrase(search: Search, description: int, links: tuple, base: int) -> Phrase:
-    fitting = search.fitting[description]
-    other = any(link.startswith("same_") and inner.objects & fitting for link, inner in links)
-    return Phrase(DESCRIPTIONS[description], links, fitting & base, other)
-
-
-Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]
-
-
-def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[Base]:
-    """Ways to hang a phrase on the scene: its links, the set they give, and the sets that dropping one would give.
-
-    With a target every set holds it. Objects in `avoid` are not named on the way.
-    """
-    if link == 0:
-        yield (), search.facts.everything, ()
-    elif link == "and":
-        yield from _double_bases(search, target, avoid)
-    else:
-        for token, base, inner in _single_links(search, link, target, avoid):
-            yield ((token, inner),), base, (search.facts.everything,)
-
-
-def _double_bases(search: Search, target: int | None, avoid: int) -> Iterator[Base]:
-    found = list(_single_links(search, 1, target, avoid))
-    for position, (first, left, left_inner) in enumerate(found):
-        for second, right, right_inner in found[position + 1 :]:
-            if left_inner.objects != right_inner.objects and left & right:
-                yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
-
-
-def _single_links(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[tuple[str, int, Phrase]]:
-    """Token of a relation, the set it gives, and the phrase for the one object that it starts from."""
-    facts, hops = search.facts, 1 if isinstance(link, str) else link
-    if isinstance(link, str):
-        tokens, silent = {link: facts.same[link.removeprefix("same_")]}, mentions((link.removeprefix("same_"),))
-    else:
-        tokens, silent = {f"relate[{relation}]": facts.related[relation] for relation in RELATIONS}, 0
-    wanted = 0 if target is None else 1 << target
-    starts = [
-        (token, start, objects)
-        for token, sets in tokens.items()
-        for start, objects in enumerate(sets)
-        if not avoid >> start & 1 and objects & wanted == wanted and (objects or isinstance(link, str))
-    ]
-    for token, start, objects in search.rng.sample(starts, min(len(starts), TRIES)):
-        inner = _describe_one(search, start, hops - 1, silent, avoid)
-        if inner is not None:
-            yield token, objects, inner
-
-
-def _fitting(facts: Facts) -> tuple[int, ...]:
-    """The set of objects that fits each of `DESCRIPTIONS`, in their order."""
-    sets = [facts.everything]
-    for attribute in ATTRIBUTES:
-        having = facts.having[attribute]
-        sets = [objects & mask for objects in sets for mask in (facts.everything, *having.values())]
-    return tuple(sets)
+    return lambda objects_D: SIZES[objects_D] == int(answer)
 
 
 def _shuffled(items: list[int], rng: Random) -> list[int]:

@@ -1,0 +1,138 @@
+"""Which thing each ray of a picture meets first, and how far away: spheres, cubes and upright cylinders.
+
+Rays run through the points of a grid; each thing is tried only inside the box of rows and columns that holds it. The
+ground is not met here: its depth stays infinite. Shape suffixes: H W rows and columns of the grid or of a box.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from iep.synth.scenes import FOCAL, Camera, Scene, Thing, Vector
+
+Grid = np.ndarray
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Nearest hits on a grid of rays: depth (inf for the ground), index of the thing (-1 for the ground).
+
+    `u_W` and `v_H` are the rays' slopes to the right and up: a ray is forward + u right + v up. `boxes` holds each
+    thing's rows and columns of the grid, whole pixels, or None when it is outside the picture.
+    """
+
+    depth_HW: Grid
+    thing_HW: Grid
+    u_W: Grid
+    v_H: Grid
+    boxes: list[tuple[slice, slice] | None]
+
+
+def nearest_hits(scene: Scene, width: int, height: int, samples: int) -> Hits:
+    """What the rays of a picture meet, `samples` x `samples` of them for every pixel."""
+    columns, rows = width * samples, height * samples
+    u_W, v_H = slopes(columns, rows)
+    depth_HW = np.full((rows, columns), np.inf, np.float32)
+    thing_HW = np.full((rows, columns), -1, np.int8)
+    boxes = [_box(thing, scene.camera, width, height, samples) for thing in scene.things]
+    for index, (thing, box) in enumerate(zip(scene.things, boxes, strict=True)):
+        if box is None:
+            continue
+        found_HW = _intersect(thing, scene.camera, u_W[box[1]], v_H[box[0]])
+        nearer_HW = found_HW < depth_HW[box]
+        np.copyto(depth_HW[box], found_HW, where=nearer_HW)
+        thing_HW[box][nearer_HW] = index
+    return Hits(depth_HW, thing_HW, u_W, v_H, boxes)
+
+
+def slopes(columns: int, rows: int) -> tuple[Grid, Grid]:
+    """Slopes to the right (W,) and up (H,) of the rays through the middles of a grid's cells."""
+    u_W = ((np.arange(columns, dtype=np.float32) + 0.5) / columns - 0.5) / FOCAL
+    v_H = (0.5 * rows - np.arange(rows, dtype=np.float32) - 0.5) / (columns * FOCAL)
+    return u_W, v_H
+
+
+def plane(constant: float, along_W: Grid, down_H: Grid) -> Grid:
+    """(H, W) sums of a constant, a value for every column and a value for every row."""
+    return (np.float32(constant) + down_H.astype(np.float32))[:, None] + along_W.astype(np.float32)
+
+
+def box_around(points: list[Vector], camera: Camera, width: int, height: int) -> tuple[slice, slice] | None:
+    """Rows and columns of the picture that hold points of the world, and a pixel around them; None when outside."""
+    seen = [camera.project(point, width, height) for point in points]
+    columns, rows = [point[0] for point in seen], [point[1] for point in seen]
+    box = (
+        slice(max(int(min(rows)) - 1, 0), min(int(max(rows)) + 2, height)),
+        slice(max(int(min(columns)) - 1, 0), min(int(max(columns)) + 2, width)),
+    )
+    return box if all(part.start < part.stop for part in box) else None
+
+
+def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) -> tuple[slice, slice] | None:
+    """Rows and columns of the sample grid that hold the thing, in whole pixels."""
+    x, y, z = thing.center
+    if thing.shape == "cube":
+        turns = np.radians(thing.rotation + np.array([45, 135, 225, 315]))
+        reach = thing.extent
+        corners = [(x + reach * 2**0.5 * np.cos(turn), y + reach * 2**0.5 * np.sin(turn)) for turn in turns]
+    else:
+        # A box with its sides along the camera's right and forward, seen from the ground: fits a round thing closest.
+        reach = thing.extent * (1.06 if thing.shape == "sphere" else 1.0)
+        along, across = reach * camera.right[0], reach * camera.right[1]
+        corners = [(x + a * along - b * across, y + a * across + b * along) for a in (-1, 1) for b in (-1, 1)]
+    points = [(float(cx), float(cy), z + c * reach) for cx, cy in corners for c in (-1, 1)]
+    box = box_around(points, camera, width, height)
+    return box and tuple(slice(part.start * samples, part.stop * samples) for part in box)
+
+
+def _intersect(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
+    """Depth at which each ray meets the thing, inf where it misses."""
+    frame = frame_of(thing)
+    origin = frame @ (np.array(camera.position) - np.array(thing.center))
+    to_forward, to_right, to_up = (frame @ np.array(axis) for axis in (camera.forward, camera.right, camera.up))
+    ray = [plane(to_forward[k], to_right[k] * u_W, to_up[k] * v_H) for k in range(3)]
+    origin = origin.astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        if thing.shape == "sphere":
+            return _hit_quadratic(origin, ray, 3, thing.extent)
+        if thing.shape == "cylinder":
+            return _hit_cylinder(origin, ray, np.float32(thing.extent))
+        return _hit_box(origin, ray, np.float32(thing.extent))
+
+
+def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> Grid:
+    """Nearest depth on a sphere (3 axes) or an endless upright cylinder (2 axes) around the origin."""
+    a = sum(ray[k] * ray[k] for k in range(axes))
+    b = sum(origin[k] * ray[k] for k in range(axes))
+    c = np.float32(sum(origin[k] ** 2 for k in range(axes)) - radius**2)
+    depth = -(b + np.sqrt(b * b - a * c)) / a
+    return np.where(np.isnan(depth), np.float32(np.inf), depth)
+
+
+def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
+    """Nearest depth on a cylinder as high as wide, seen from above its top."""
+    side = _hit_quadratic(origin, ray, 2, float(half))
+    height = origin[2] + side * ray[2]
+    side = np.where((np.abs(height) <= half), side, np.float32(np.inf))
+    top = (half - origin[2]) / ray[2]
+    x, y = origin[0] + top * ray[0], origin[1] + top * ray[1]
+    return np.where((x * x + y * y <= half * half) & (top > 0), np.minimum(top, side), side)
+
+
+def _hit_box(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
+    """Nearest depth on a cube around the origin (slab method)."""
+    enter, leave = np.float32(-np.inf), np.float32(np.inf)
+    for k in range(3):
+        inverse = 1 / ray[k]
+        middle, reach = -origin[k] * inverse, half * np.abs(inverse)
+        enter = np.maximum(enter, middle - reach)
+        leave = np.minimum(leave, middle + reach)
+    return np.where(enter <= leave, enter, np.float32(np.inf))
+
+
+def frame_of(thing: Thing) -> Grid:
+    """Rotation from the world to the thing's own axes."""
+    if thing.shape != "cube":
+        return np.eye(3)
+    turn = np.radians(thing.rotation)
+    return np.array([[np.cos(turn), np.sin(turn), 0], [-np.sin(turn), np.cos(turn), 0], [0, 0, 1]])

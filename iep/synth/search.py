@@ -1,0 +1,155 @@
+"""Finds phrases that name a wanted object, or a set of objects with a wanted property, on a scene.
+
+The search is seeded and exhaustive over descriptions, sampled over relations. It gives no phrase with a relation that
+could be dropped without changing what the phrase names. Sets of objects are integers, as in `executor.py`. Shape
+suffix: D descriptions.
+"""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from random import Random
+
+import numpy as np
+
+from iep.synth.executor import Facts
+from iep.synth.phrases import DESCRIPTIONS, LENGTHS, MENTIONS, WITHIN, Phrase, mentions
+from iep.synth.world import ATTRIBUTES, RELATIONS
+
+TRIES = 12  # relations tried for a phrase, and first phrases for a question of two
+LENGTH_WEIGHTS = (0.05, 0.21, 0.32, 0.28, 0.14)  # how often a description mentions 0, 1, .. 4 attributes
+_LENGTH_STEPS = tuple(accumulate(LENGTH_WEIGHTS))[:-1]
+# Accepts some of many sets: (D,) sets as integers -> (D,) booleans, D descriptions.
+Accept = Callable[[np.ndarray], np.ndarray]
+_LENGTHS_D = np.array(LENGTHS)
+_MENTIONS_D = np.array(MENTIONS)
+SIZES = np.array([objects.bit_count() for objects in range(1 << 10)])  # of every set of at most 10 objects
+
+
+@dataclass(frozen=True)
+class Search:
+    """A scene's facts with the set of objects that fits each of `DESCRIPTIONS`, and the source of chance."""
+
+    facts: Facts
+    fitting: tuple[int, ...]
+    fitting_D: np.ndarray
+    rng: Random
+
+
+def search_on(facts: Facts, rng: Random) -> Search:
+    """A search on a scene."""
+    fitting = _fitting(facts)
+    return Search(facts, fitting, np.array(fitting), rng)
+
+
+def describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
+    """A phrase with this link that names the target alone.
+
+    `silent` are attributes, as bits, that its description must not mention; `avoid` objects not to be named on the way.
+    """
+    alone = 1 << target
+    within = WITHIN[search.facts.objects[target]]
+    for links, base, weaker in _bases(search, link, target, avoid | alone):
+        options = [
+            d
+            for d in within
+            if not MENTIONS[d] & silent
+            and search.fitting[d] & base == alone
+            and all(search.fitting[d] & other != alone for other in weaker)
+        ]
+        if options:
+            length = _draw_length(search.rng)
+            nearest = min(abs(LENGTHS[d] - length) for d in options)
+            chosen = search.rng.choice([d for d in options if abs(LENGTHS[d] - length) == nearest])
+            return _phrase(search, chosen, links, base)
+    return None
+
+
+def describe_set(
+    search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
+) -> Phrase | None:
+    """A phrase with this link that names a set which `accept` accepts, by `shortest` to `longest` attributes."""
+    allowed_D = _allowed(silent, shortest, longest)
+    for links, base, weaker in _bases(search, link, None, 0):
+        named_D = search.fitting_D & base
+        ok_D = allowed_D & accept(named_D)
+        for other in weaker:
+            ok_D &= search.fitting_D & other != named_D
+        options = ok_D.nonzero()[0]
+        if len(options):
+            away = np.abs(_LENGTHS_D[options] - _draw_length(search.rng))
+            return _phrase(search, search.rng.choice(options[away == away.min()].tolist()), links, base)
+    return None
+
+
+@cache
+def _allowed(silent: int, shortest: int, longest: int) -> np.ndarray:
+    """(D,) booleans: the descriptions of `shortest` to `longest` attributes, none of them in `silent`."""
+    return np.isin(_LENGTHS_D, range(shortest, longest + 1)) & (_MENTIONS_D & silent == 0)
+
+
+def _draw_length(rng: Random) -> int:
+    """How many attributes a description should mention, if it can."""
+    return bisect(_LENGTH_STEPS, rng.random())
+
+
+def _phrase(search: Search, description: int, links: tuple, base: int) -> Phrase:
+    fitting = search.fitting[description]
+    other = any(link.startswith("same_") and inner.objects & fitting for link, inner in links)
+    return Phrase(DESCRIPTIONS[description], links, fitting & base, other)
+
+
+Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]
+
+
+def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[Base]:
+    """Ways to hang a phrase on the scene: its links, the set they give, and the sets that dropping one would give.
+
+    With a target every set holds it. Objects in `avoid` are not named on the way.
+    """
+    if link == 0:
+        yield (), search.facts.everything, ()
+    elif link == "and":
+        yield from _double_bases(search, target, avoid)
+    else:
+        for token, base, inner in _single_links(search, link, target, avoid):
+            yield ((token, inner),), base, (search.facts.everything,)
+
+
+def _double_bases(search: Search, target: int | None, avoid: int) -> Iterator[Base]:
+    found = list(_single_links(search, 1, target, avoid))
+    for position, (first, left, left_inner) in enumerate(found):
+        for second, right, right_inner in found[position + 1 :]:
+            if left_inner.objects != right_inner.objects and left & right:
+                yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
+
+
+def _single_links(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[tuple[str, int, Phrase]]:
+    """Token of a relation, the set it gives, and the phrase for the one object that it starts from."""
+    facts, hops = search.facts, 1 if isinstance(link, str) else link
+    if isinstance(link, str):
+        tokens, silent = {link: facts.same[link.removeprefix("same_")]}, mentions((link.removeprefix("same_"),))
+    else:
+        tokens, silent = {f"relate[{relation}]": facts.related[relation] for relation in RELATIONS}, 0
+    wanted = 0 if target is None else 1 << target
+    starts = [
+        (token, start, objects)
+        for token, sets in tokens.items()
+        for start, objects in enumerate(sets)
+        if not avoid >> start & 1 and objects & wanted == wanted and (objects or isinstance(link, str))
+    ]
+    for token, start, objects in search.rng.sample(starts, min(len(starts), TRIES)):
+        inner = describe_one(search, start, hops - 1, silent, avoid)
+        if inner is not None:
+            yield token, objects, inner
+
+
+def _fitting(facts: Facts) -> tuple[int, ...]:
+    """The set of objects that fits each of `DESCRIPTIONS`, in their order."""
+    sets = [facts.everything]
+    for attribute in ATTRIBUTES:
+        having = facts.having[attribute]
+        sets = [objects & mask for objects in sets for mask in (facts.everything, *having.values())]
+    return tuple(sets)
