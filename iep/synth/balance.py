@@ -15,6 +15,7 @@ from iep.cli.common import Command
 from iep.errors import InputError
 from iep.files import read_json
 from iep.programs import QUESTION_TYPES, call_token, question_type
+from iep.synth.executor import spelled
 
 
 @dataclass
@@ -79,7 +80,7 @@ def tally_file(path: Path) -> Tally:
     for position, question in enumerate(questions):
         if not isinstance(question, dict) or "answer" not in question or not question.get("program"):
             raise InputError(f"{path}: question {position} has no answer or no program, nothing to weigh")
-        tally.add(question["program"], str(question["answer"]))
+        tally.add(question["program"], spelled(question["answer"]))
     return tally
 
 

@@ -64,7 +64,7 @@ def execute(program: Sequence[dict], facts: Facts) -> str:
     for call in program:
         name = call["function"] if "function" in call else call["type"]
         results.append(_call(name, [results[i] for i in call["inputs"]], call.get("value_inputs") or [], facts))
-    return _spelled(results[-1])
+    return spelled(results[-1])
 
 
 def only(objects: int) -> int:
@@ -105,7 +105,8 @@ _PLAIN = {
 }
 
 
-def _spelled(result: int | bool | str) -> str:
+def spelled(result: int | bool | str) -> str:
+    """An answer as CLEVR v1.0 spells it; the public question generator has true, false and integers."""
     if isinstance(result, bool):
         return "yes" if result else "no"
     return str(result)
