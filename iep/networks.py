@@ -132,6 +132,4 @@ def check_features(engine: nn.Module, feature_shape: tuple[int, int, int], path:
     """
     expected = tuple(engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width"))
     if expected != tuple(feature_shape):
-        raise InputError(
-            f"{path}: features are {tuple(feature_shape)} an image, but the engine was trained on {expected}"
-        )
+        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the engine is made for {expected}")

@@ -283,5 +283,5 @@ def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
     with pytest.raises(InputError) as caught:
         check_features(engine, shape, "features.h5")
     assert str(caught.value) == (
-        f"features.h5: features are {shape} an image, but the engine was trained on {(CHANNELS, GRID, GRID)}"
+        f"features.h5: features are {shape} an image, but the engine is made for {(CHANNELS, GRID, GRID)}"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from iep.config import Config, to_yaml
+from iep.config import Config, to_dict, to_yaml
 from iep.datasets import (
     ClevrDataset,
     Features,
@@ -87,6 +87,8 @@ def train(config: Config, out: Path, resume: bool) -> bool:
 
     seed_everything(config.seed)
     task = _make_task(config, vocab, training, device, checkpoint, out / LAST)
+    if looks and validation is not None:
+        check_features(task.engine, validation.features.shape[1:], validation.features.path)
     trainer = Trainer(task, config, vocab, out, device)
     if checkpoint is not None:
         trainer.restore(checkpoint)
@@ -135,7 +137,19 @@ def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] |
     checkpoint = load_checkpoint(out / LAST)
     if checkpoint["model"] != config.model:
         raise InputError(f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}")
+    _check_same_networks(checkpoint, config, out / LAST)
     return checkpoint
+
+
+def _check_same_networks(checkpoint: dict[str, Any], config: Config, path: Path) -> None:
+    """A run goes on with the networks that it has: their settings, and what is frozen, are those of its start."""
+    saved, given = checkpoint["config"], to_dict(config)
+    fixed = [("freeze", saved["freeze"], given["freeze"])]
+    for network in checkpoint["networks"]:
+        fixed += [(f"{network}.{key}", value, given[network].get(key)) for key, value in saved[network].items()]
+    for name, before, now in fixed:
+        if before != now:
+            raise InputError(f"{path}: was trained with {name} {before}, cannot go on with {now}")
 
 
 def _require(questions: Questions, config: Config, reads: bool) -> None:
