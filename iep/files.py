@@ -11,6 +11,21 @@ from iep.errors import InputError
 
 
 @contextmanager
+def os_errors_name(path: Path) -> Iterator[None]:
+    """Give an operating system error that names no file (a write that fails on an open one does not) the name `path`.
+
+    Raises:
+        OSError: as the block does.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside `target`; rename it onto `target` when the block ends well.
 
@@ -24,15 +39,11 @@ def atomic_path(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        # A write that fails on an open file (a full disk, say) does not know the file's name.
-        if error.errno is not None and error.filename is None:
-            error.filename = str(target)
-        raise
+        with os_errors_name(target):
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -153,4 +153,4 @@ def assert_error_lines(output: str, *expected: str) -> None:
     lines = [line for line in output.splitlines() if line.startswith("Error:")]
     assert len(lines) == 1, output
     for part in expected:
-        assert part in lines[0]
+        assert part in lines[0], lines[0]

@@ -66,7 +66,7 @@ def main(
     if train(config, out, resume):
         click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
     else:
-        click.echo(f"{out}: already at iteration {config.iterations}; nothing to do")
+        click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
 def _saved_config(out: Path) -> Config | None:

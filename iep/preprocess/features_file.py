@@ -25,8 +25,8 @@ import h5py
 import numpy as np
 
 from iep.errors import InputError
-from iep.files import read_json, write_json
-from iep.preprocess.recipe import Recipe, is_current, opened, os_errors_name, value_digest
+from iep.files import os_errors_name, read_json, write_json
+from iep.preprocess.recipe import Recipe, is_current, opened, value_digest
 
 _DATASET = "features"
 _IMAGES = "images_digest"

@@ -16,9 +16,9 @@ import h5py
 import numpy as np
 
 from iep.errors import InputError
-from iep.files import atomic_path
+from iep.files import atomic_path, os_errors_name
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
-from iep.preprocess.recipe import Recipe, file_digest, is_current, opened, os_errors_name, value_digest
+from iep.preprocess.recipe import Recipe, file_digest, is_current, opened, value_digest
 from iep.vocab import Vocab
 
 

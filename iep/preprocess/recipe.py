@@ -86,14 +86,3 @@ def _check_same(path: Path, found: Recipe, wanted: Recipe) -> None:
             raise InputError(f"{path}: was made otherwise ({key} is not recorded in it); --overwrite replaces it")
         if found[key] != value:
             raise InputError(f"{path}: was made with {key} {found[key]}, now it is {value}; --overwrite replaces it")
-
-
-@contextmanager
-def os_errors_name(path: Path) -> Iterator[None]:
-    """Give an operating system error that names no file (a failed write does not) the name `path`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
 
-from iep.files import write_bytes
+from iep.files import os_errors_name, write_bytes
 
 METRICS = "metrics.jsonl"
 
@@ -15,18 +15,25 @@ class Records:
     """Append rows of numbers to a run directory; a resumed run drops what was recorded after its checkpoint."""
 
     def __init__(self, out: Path, step: int):
-        path = out / METRICS
-        if path.exists():
-            write_bytes(path, b"".join(_rows_until(path, step)))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in __exit__
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+        self._path, self._board_path = out / METRICS, out / "tensorboard"
+        if self._path.exists():
+            write_bytes(self._path, b"".join(_rows_until(self._path, step)))
+        # Without a buffer: what a full disk did not take would be written, and fail, again on closing.
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in __exit__
+        with os_errors_name(self._board_path):
+            self._board = SummaryWriter(str(self._board_path), purge_step=step + 1)
 
     def write(self, step: int, row: dict[str, float]) -> None:
-        """Append one row for `step`."""
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
-        for name, value in row.items():
-            self._board.add_scalar(name, value, step)
+        """Append one row for `step`.
+
+        Raises:
+            OSError: the disk is full (names the file, or TensorBoard's directory).
+        """
+        with os_errors_name(self._path):
+            self._file.write((json.dumps({"step": step, **row}) + "\n").encode())
+        with os_errors_name(self._board_path):
+            for name, value in row.items():
+                self._board.add_scalar(name, value, step)
 
     def __enter__(self) -> "Records":
         return self
@@ -35,7 +42,8 @@ class Records:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        self._board.close()
+        with os_errors_name(self._board_path):
+            self._board.close()
 
 
 def _rows_until(path: Path, step: int) -> list[bytes]:

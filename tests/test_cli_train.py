@@ -1,0 +1,362 @@
+"""`iep-train`: what it prints and leaves, that mistakes are one line, and what a full disk leaves standing."""
+
+import json
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_data import (
+    TINY,
+    TRAIN,
+    VOCAB,
+    arrays,
+    assert_error_lines,
+    assert_one_error,
+    features,
+    write_data,
+    write_h5,
+)
+
+from iep.cli.train import main
+from iep.config import Config, read_config
+from iep.files import write_json
+from iep.training.checkpoint import BEST, LAST, load_checkpoint
+from iep.training.records import METRICS, Records
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run_of(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each model that starts from nothing."""
+    root = tmp_path_factory.mktemp("runs")
+    for model in ("pg", "ee", "lstm"):
+        assert iep_train("--model", model, "--data", data, "--out", root / model, *TINY).exit_code == 0
+    return {model: root / model for model in ("pg", "ee", "lstm")}
+
+
+@pytest.fixture
+def run(run_of: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the LSTM's run, to go on with or to damage."""
+    return Path(shutil.copytree(run_of["lstm"], tmp_path / "run"))
+
+
+def iep_train(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def step(out: Path) -> int:
+    return load_checkpoint(out / LAST)["step"]
+
+
+# What it does
+
+
+def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
+    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+    command = [sys.executable, "-m", "iep.cli.train", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ee iteration 4: validation accuracy" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"{tmp_path / 'run'}: trained ee to iteration 4"
+    assert "questions/s" in done.stderr
+    assert "Warning" not in done.stderr
+    assert step(tmp_path / "run") == 4
+
+
+def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("batch_size: 5\nseed: 5\n")
+    result = iep_train(
+        "--dry-run", "--out", tmp_path / "run", "--config", tmp_path / "a.yaml", "--model", "pg", "seed=6"
+    )
+    assert result.exit_code == 0
+    (tmp_path / "printed.yaml").write_text(result.output)
+    assert read_config(tmp_path / "printed.yaml") == read_config(None, ["model=pg", "batch_size=5", "seed=6"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_needs_no_torch():
+    code = (
+        "import sys; from iep.cli.train import main; main(['--dry-run', '--out', 'x'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_every_option_reaches_its_setting(tmp_path: Path):
+    options = {
+        "model": "joint",
+        "data": "d",
+        "pg": "p",
+        "ee": "e",
+        "programs": "predicted",
+        "batching": "standard",
+        "num_train_samples": 7,
+        "num_val_samples": 8,
+        "freeze": "engine",
+        "device": "cpu",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags, *(f"{name}=null" for name in ("pg", "ee")))
+    (tmp_path / "printed.yaml").write_text(result.output)
+    assert read_config(tmp_path / "printed.yaml") == Config(**options)
+
+
+def test_joint_training_takes_runs_for_checkpoints(data: Path, run_of: dict[str, Path], tmp_path: Path):
+    starts = ["--pg", run_of["pg"], "--ee", run_of["ee"] / BEST]
+    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *starts, *TINY)
+    assert result.exit_code == 0
+    assert set(load_checkpoint(tmp_path / "run")["networks"]) == {"generator", "engine"}
+    saved = read_config(tmp_path / "run" / "config.yaml")
+    assert (saved.pg, saved.ee) == (str(run_of["pg"]), str(run_of["ee"] / BEST))
+
+
+def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
+    options = ["--num-train-samples", 3, "--num-val-samples", 5]
+    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *options, *TINY)
+    assert result.exit_code == 0
+    accuracies = [
+        row["validation_accuracy"]
+        for row in map(json.loads, (tmp_path / "run" / METRICS).read_text().splitlines())
+        if "validation_accuracy" in row
+    ]
+    assert all((5 * accuracy) == pytest.approx(round(5 * accuracy), abs=1e-5) for accuracy in accuracies)
+
+
+# Going on
+
+
+def test_resuming_nothing_is_a_fresh_start(data: Path, tmp_path: Path):
+    result = iep_train("--resume", "--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY)
+    assert result.exit_code == 0
+    assert step(tmp_path / "run") == 4
+
+
+def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
+    before = read_config(run / "config.yaml")
+    result = iep_train("--resume", "--out", run, "iterations=6")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == f"{run}: trained lstm to iteration 6"
+    assert step(run) == 6
+    assert read_config(run / "config.yaml") == read_config(None, ["iterations=6"], base=before)
+
+
+@pytest.mark.parametrize("iterations", [2, 4])
+def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(run: Path, iterations: int):
+    result = iep_train("--resume", "--out", run, f"iterations={iterations}")
+    assert result.exit_code == 0
+    assert result.output == f"{run}: already trained to iteration {iterations} or further; nothing to do\n"
+    assert step(run) == 4
+
+
+def test_a_dry_run_of_resuming_prints_the_settings_saved(run: Path):
+    result = iep_train("--resume", "--dry-run", "--out", run, "seed=9")
+    assert result.exit_code == 0
+    assert "hidden_dim: 10" in result.output
+    assert "seed: 9" in result.output
+    assert step(run) == 4
+
+
+# Mistakes
+
+
+def test_a_run_is_not_overwritten(data: Path, run: Path):
+    before = (run / LAST).read_bytes()
+    result = iep_train("--model", "lstm", "--data", data, "--out", run, *TINY)
+    assert_one_error(result, f"{run}: already holds a run; add --resume")
+    assert (run / LAST).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "code"),
+    [
+        (["batchsize=3"], "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
+        (["batch_size=0"], "batch_size=0: batch_size is 0, expected at least 1", 1),
+        (["batch_size"], "'batch_size': expected key=value", 1),
+        (["--model", "eee"], "'eee' is not one of", 2),
+        (["--num-train-samples", "0"], "0 is not in the range x>=1", 2),
+        (["--programs", "guessed"], "'guessed' is not one of", 2),
+        (["--batchin", "improved"], "No such option", 2),
+        (["--config", "none.yaml"], "none.yaml: no such file", 1),
+        (["--data", "nowhere"], "nowhere/vocab.json: no such file", 1),
+        (["--data", "nowhere", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
+        ([], "no data: give --data DIR", 1),
+        (["--pg", "none.pt", "--programs", "predicted"], "no data: give --data DIR", 1),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: list[str], problem: str, code: int):
+    assert_one_error(iep_train("--out", tmp_path / "run", *arguments), problem, code=code)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_run_directory_option_is_a_usage_error():
+    assert_one_error(iep_train("--model", "ee"), "Missing option '--out'", code=2)
+
+
+def test_a_file_in_place_of_the_run_directory_is_a_usage_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    assert_one_error(iep_train("--out", tmp_path / "file"), "is a file", code=2)
+    assert_one_error(iep_train("--out", tmp_path / "file" / "run", "--model", "lstm"), "no data", code=1)
+
+
+def test_a_bad_config_file_is_named(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("engine: {module_dims: 3}")
+    result = iep_train("--out", tmp_path / "run", "--config", tmp_path / "run.yaml")
+    assert_one_error(result, f"{tmp_path / 'run.yaml'}: unknown key 'engine.module_dims'; did you mean 'module_dim'?")
+
+
+def damage_vocab(data: Path) -> tuple[Path, str]:
+    content = VOCAB.to_json()
+    del content["answer_token_to_idx"]
+    write_json(data / "vocab.json", content)
+    return data / "vocab.json", "'answer_token_to_idx' is missing"
+
+
+def cut(name: str) -> object:
+    def damage(data: Path) -> tuple[Path, str]:
+        content = (data / name).read_bytes()
+        (data / name).write_bytes(content[: len(content) // 2])
+        return data / name, "not a whole HDF5 file"
+
+    return damage
+
+
+def drop_programs(data: Path) -> tuple[Path, str]:
+    datasets = arrays(TRAIN)
+    del datasets["programs"]
+    return write_h5(data / "train_questions.h5", datasets), "has no programs, which training ee needs"
+
+
+def exceed_vocab(data: Path) -> tuple[Path, str]:
+    datasets = arrays(TRAIN)
+    datasets["answers"][4] = 300
+    return write_h5(data / "train_questions.h5", datasets), "answers, row 4: index 300 is not in the vocabulary"
+
+
+def lose_images(data: Path) -> tuple[Path, str]:
+    return write_h5(data / "val_features.h5", {"features": features(1)[:2]}), "holds 2 images, but question 1 of"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_vocab, cut("train_questions.h5"), cut("val_features.h5"), drop_programs, exceed_vocab, lose_images],
+)
+def test_damaged_data_are_named_before_anything_is_written(tmp_path: Path, damage):
+    data = write_data(tmp_path / "data")
+    path, problem = damage(data)
+    result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY)
+    assert_one_error(result, f"{path}: ", problem)
+    assert not (tmp_path / "run").exists()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2000])
+
+
+def trap(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"format": "iep-checkpoint-1", "a": print}))
+
+
+def replace_by_anothers(path: Path) -> None:
+    torch.save({"model_state": {}}, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, trap, replace_by_anothers])
+@pytest.mark.parametrize("use", ["resume", "start"])
+def test_a_bad_checkpoint_is_named(data: Path, run: Path, tmp_path: Path, damage, use: str):
+    damage(run / LAST)
+    if use == "resume":
+        result = iep_train("--resume", "--out", run)
+    else:
+        options = ["--programs", "predicted", "--pg", run / LAST]
+        result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "new", *options, *TINY)
+        assert not (tmp_path / "new").exists()
+    assert_one_error(result, f"{run / LAST}: not ")
+
+
+def test_a_checkpoint_of_another_model_is_named(data: Path, run_of: dict[str, Path], tmp_path: Path):
+    swapped = ["--pg", run_of["ee"], "--ee", run_of["pg"]]
+    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *swapped, *TINY)
+    assert_one_error(
+        result, f"{run_of['ee']}: holds an execution engine, expected a checkpoint with a program generator"
+    )
+
+
+def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    import h5py
+
+    with h5py.File(data / "train_features.h5", "w") as file:
+        file.create_dataset("features", data=features(0), chunks=(1, 3, 4, 4), compression="gzip", fletcher32=True)
+        start = file["features"].id.get_chunk_info(2).byte_offset
+    with open(data / "train_features.h5", "r+b") as file:
+        file.seek(start + 10)
+        file.write(bytes(30))
+    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+    assert_one_error(iep_train(*arguments), f"{data / 'train_features.h5'}: features, row 2 cannot be read")
+
+
+# A full disk
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: what a full disk does, without filling one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoints_of_a_real_process(run: Path):
+    before = {name: (run / name).read_bytes() for name in (LAST, BEST)}
+    size = len(before[LAST]) - 1000
+    command = [sys.executable, "-m", "iep.cli.train", "--resume", "--out", str(run), "iterations=8"]
+    limited = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); "
+    code = f"{limited}import sys; sys.argv = {command[2:]!r}; runpy.run_module('iep.cli.train', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert_error_lines(done.stderr, f"{run}/", ".pt: file size limit reached")
+    for name, content in before.items():
+        assert (run / name).read_bytes() == content
+        assert load_checkpoint(run / name)["step"] <= 4
+    assert not list(run.glob(".*"))
+    assert iep_train("--resume", "--out", run, "iterations=8").exit_code == 0
+    assert step(run) == 8
+
+
+@pytest.mark.parametrize(("size", "name"), [(20_000, ".pt"), (1000, METRICS), (100, "config.yaml")])
+def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name: str):
+    before = (run / LAST).read_bytes()
+    with files_no_larger_than(size):
+        result = iep_train("--resume", "--out", run, "iterations=12", "validate_every=12")
+    assert_one_error(result, f"{run}/", name, "file size limit reached")
+    assert (run / LAST).read_bytes() == before
+    assert iep_train("--resume", "--out", run, "iterations=12").exit_code == 0
+    recorded = [json.loads(line)["step"] for line in (run / METRICS).read_text().splitlines()]
+    assert sorted(set(recorded)) == list(range(1, 13))
+    assert recorded == sorted(recorded)
+
+
+def test_a_board_that_cannot_be_written_is_named(tmp_path: Path):
+    def write_rows() -> None:
+        with files_no_larger_than(600), Records(tmp_path, step=0) as records:
+            for number in range(20):
+                records.write(number, {"a": 1.0})
+
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_rows()
+    assert caught.value.filename == str(tmp_path / "tensorboard")
