@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# The main job on a small CLEVR of its own: make images and questions, preprocess, train the program generator, the
+# execution engine and both jointly, beside two baselines, and print accuracies by question type.
+#
+#   scripts/demo.sh [OUT]        (default: runs/demo)
+#
+# Every step goes on from what stands in OUT; run again, it only evaluates.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${1:-runs/demo}
+DATA=$OUT/data
+START=$SECONDS
+
+step() {
+    printf '\n[%02d:%02d] %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$*"
+    "$@"
+}
+
+step iep-synth "$OUT/clevr" --preset mini --workers "$(nproc)"
+step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
+step iep-train --config configs/mini/pg.yaml --data "$DATA" --out "$OUT/pg" --resume
+step iep-train --config configs/mini/lstm.yaml --data "$DATA" --out "$OUT/lstm" --resume
+step iep-train --config configs/mini/ee.yaml --data "$DATA" --out "$OUT/ee" --resume
+step iep-train --config configs/mini/joint.yaml --data "$DATA" --pg "$OUT/pg" --ee "$OUT/ee" --out "$OUT/joint" --resume
+
+step iep-eval --lstm "$OUT/lstm" --data "$DATA" --out "$OUT/eval/lstm" --name lstm
+step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs ground-truth \
+    --out "$OUT/eval/true_programs" --name "true programs"
+step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs predicted \
+    --out "$OUT/eval/end_to_end" --name "end to end"
+step iep-eval --pg "$OUT/joint" --ee "$OUT/joint" --data "$DATA" --programs predicted \
+    --against lstm "$OUT/eval/lstm" --against "true programs" "$OUT/eval/true_programs" \
+    --against "end to end" "$OUT/eval/end_to_end" --out "$OUT/eval/joint" --name joint
+printf '\nDone in %d:%02d. Checkpoints, metrics and reports: %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$OUT"
