@@ -2,14 +2,12 @@
 
 import json
 import pickle
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -21,6 +19,7 @@ from tiny_data import (
     assert_error_lines,
     assert_one_error,
     features,
+    files_no_larger_than,
     write_data,
     write_h5,
 )
@@ -295,8 +294,6 @@ def test_a_checkpoint_of_another_model_is_named(data: Path, run_of: dict[str, Pa
 
 def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):
     data = write_data(tmp_path / "data")
-    import h5py
-
     with h5py.File(data / "train_features.h5", "w") as file:
         file.create_dataset("features", data=features(0), chunks=(1, 3, 4, 4), compression="gzip", fletcher32=True)
         start = file["features"].id.get_chunk_info(2).byte_offset
@@ -308,17 +305,6 @@ def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: P
 
 
 # A full disk
-
-
-@contextmanager
-def files_no_larger_than(size: int) -> Iterator[None]:
-    """No file grows beyond `size` bytes: what a full disk does, without filling one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints_of_a_real_process(run: Path):
@@ -353,10 +339,10 @@ def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name:
 
 def test_a_board_that_cannot_be_written_is_named(tmp_path: Path):
     def write_rows() -> None:
-        with files_no_larger_than(600), Records(tmp_path, step=0) as records:
+        with files_no_larger_than(500), Records(tmp_path, step=0) as records:
             for number in range(20):
-                records.write(number, {"a": 1.0})
+                records.write(number, {"a": 1})
 
     with pytest.raises(OSError, match="File too large") as caught:
         write_rows()
-    assert caught.value.filename == str(tmp_path / "tensorboard")
+    assert Path(caught.value.filename).parent == tmp_path / "tensorboard"

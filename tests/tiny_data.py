@@ -2,9 +2,12 @@
 
 `write_data` leaves what `iep-preprocess` would: vocab.json, {train,val,test}_questions.h5 and features of every split.
 The test split has neither programs nor answers. With the settings of `TINY` a training step takes milliseconds.
+At the end, what the tests of commands share.
 """
 
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -154,3 +157,14 @@ def assert_error_lines(output: str, *expected: str) -> None:
     assert len(lines) == 1, output
     for part in expected:
         assert part in lines[0], lines[0]
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: what a full disk does, without filling one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

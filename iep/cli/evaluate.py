@@ -55,7 +55,10 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     report = evaluate(Evaluation(**{key: value for key, value in options.items() if value is not None}), out)
     click.echo(format_table([*earlier, (name, report)]))
     if report.accuracy is None and (options["ee"] or options["lstm"]):
-        click.echo(f"The {report.split} split has no answers: accuracies are unknown, predictions are written.")
+        written = "" if out is None else ", predictions are written"
+        click.echo(f"The {report.split} split has no answers: accuracies are unknown{written}.")
+    if report.program_exact_match is None and options["pg"]:
+        click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
     if out is not None:
         click.echo(f"Wrote {out / 'report.json'} and {out / 'predictions.jsonl'}")
 

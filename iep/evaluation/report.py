@@ -23,13 +23,14 @@ class Report:
     Attributes:
         split: name of the split, such as `val`.
         questions: number of questions.
-        questions_by_type: number of each type that has any; empty where types are unknown.
+        questions_by_type: number of each type that has any, by the true programs or else by the predicted ones;
+            empty where neither are known.
         accuracy: of the answers; None on a split without answers.
         program_exact_match: of the predicted programs; None where there are none, or none to compare with.
         questions_per_second: None where not measured.
         device: what it ran on, such as `cpu`.
-        programs: where they came from, such as `ground truth` or `predicted, beam 4`; "" without programs.
-        checkpoints: file names by part, such as `{"execution_engine": "ee.pt"}`.
+        programs: where they came from: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
+        checkpoints: paths by part, such as `{"ee": "runs/ee/best.pt"}`.
         baselines: accuracies of other ways of answering the same questions, by name.
     """
 

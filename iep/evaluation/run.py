@@ -74,7 +74,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         program_exact_match=_program_match(predictions, questions, types),
         questions_per_second=len(questions) / predictions.seconds,
         device=str(device),
-        programs=_programs_used(settings),
+        programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
         baselines=_baselines(settings.data, vocab, questions, types),
     )
@@ -91,9 +91,14 @@ def _programs_used(settings: Evaluation) -> str:
     return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
 
 
+def _describe_programs(settings: Evaluation) -> str:
+    used = _programs_used(settings)
+    return f"{used}, beam {settings.beam_size}" if used == "predicted" and settings.beam_size > 1 else used
+
+
 def _load(settings: Evaluation, vocab: Vocab, features: Features | None, questions: Questions) -> Predictor:
-    if settings.lstm is not None and (settings.pg is not None or settings.ee is not None):
-        raise InputError("--lstm answers alone; evaluate it without --pg and --ee")
+    if settings.lstm is not None and any(given is not None for given in (settings.pg, settings.ee, settings.programs)):
+        raise InputError("--lstm answers alone; evaluate it without --pg, --ee and --programs")
     if settings.lstm is None and settings.pg is None and settings.ee is None:
         raise InputError("nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --lstm CKPT")
     predicted = _programs_used(settings) == "predicted"

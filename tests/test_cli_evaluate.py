@@ -1,0 +1,413 @@
+"""`iep-eval`: table, report and predictions agree with each other and with the networks; mistakes are one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_data import (
+    EXAMPLES,
+    TEST,
+    TINY,
+    VAL,
+    VOCAB,
+    arrays,
+    assert_one_error,
+    features,
+    files_no_larger_than,
+    write_data,
+    write_h5,
+)
+
+from iep.batching.schedulers import SCHEDULERS
+from iep.cli.evaluate import main
+from iep.cli.train import main as train_main
+from iep.files import write_json
+from iep.networks import load_network
+from iep.programs import QUESTION_TYPES
+from iep.training.checkpoint import LAST
+from iep.vocab import tokenize
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each model, trained long enough that some answers and programs are right and some are not."""
+    root = tmp_path_factory.mktemp("runs")
+    starts = ["--pg", root / "pg", "--ee", root / "ee"]
+    for model, iterations, more in (("pg", 150, []), ("ee", 40, []), ("lstm", 30, []), ("joint", 1, starts)):
+        settings = [*TINY, f"iterations={iterations}", "validate_every=50", "learning_rate=0.02", "num_val_samples=1"]
+        arguments = ["--model", model, "--data", data, "--out", root / model, *more, *settings]
+        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+    return {model: root / model / LAST for model in ("pg", "ee", "lstm", "joint")}
+
+
+def iep_eval(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in ("--device", "cpu", *arguments)])
+
+
+def evaluate(out: Path, *arguments: object) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """report.json, the rows of predictions.jsonl and what was printed."""
+    result = iep_eval("--out", out, *arguments)
+    assert result.exit_code == 0, result.output
+    predictions = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    return json.loads((out / "report.json").read_text()), predictions, result.stdout
+
+
+def shares(rows: list[dict[str, Any]], right: Any) -> dict[str, Any]:
+    """The scores of a report, counted from predictions."""
+    by_type = defaultdict(list)
+    for row in rows:
+        by_type[row["type"]].append(bool(right(row)))
+    return {
+        "overall": pytest.approx(np.mean([right(row) for row in rows])),
+        "by_type": {name: pytest.approx(np.mean(values)) for name, values in by_type.items()},
+    }
+
+
+def cells(output: str, label: str) -> list[str]:
+    """The cells of one row of the printed table."""
+    row = next(line for line in output.splitlines() if line.strip().startswith(label))
+    return row.strip().removeprefix(label).split()
+
+
+def answers_right(row: dict[str, Any]) -> bool:
+    return row["answer"] == row["predicted_answer"]
+
+
+def program_right(row: dict[str, Any]) -> bool:
+    return row["program"] == row["predicted_program"]
+
+
+# What can be evaluated
+
+
+def test_a_generator_alone_is_scored_by_exact_match(data: Path, run: dict[str, Path], tmp_path: Path):
+    report, rows, output = evaluate(tmp_path, "--pg", run["pg"], "--data", data)
+    assert report["accuracy"] is None
+    assert report["program_exact_match"] == shares(rows, program_right)
+    assert 0 < report["program_exact_match"]["overall"] < 1
+    assert report["programs"] == "predicted"
+    assert report["checkpoints"] == {"pg": str(run["pg"])}
+    assert cells(output, "programs exact")[-1] == f"{100 * report['program_exact_match']['overall']:.1f}"
+    assert not any("predicted_answer" in row for row in rows)
+
+
+def test_an_engine_alone_runs_the_true_programs(data: Path, run: dict[str, Path], tmp_path: Path):
+    report, rows, _ = evaluate(tmp_path, "--ee", run["ee"], "--data", data)
+    assert report["program_exact_match"] is None
+    assert report["programs"] == "ground-truth"
+    assert report["accuracy"] == shares(rows, answers_right)
+    engine = load_network(run["ee"], "engine", VOCAB, CPU)
+    val = arrays(VAL)
+    maps = torch.from_numpy(features(1)[val["image_idxs"]])
+    logits = engine.reference(maps, torch.from_numpy(val["programs"]).long())
+    probabilities, answers = logits.softmax(1).max(1)
+    assert [row["predicted_answer"] for row in rows] == [VOCAB.answer[answer] for answer in answers]
+    assert [row["probability"] for row in rows] == pytest.approx(probabilities.tolist(), abs=1e-4)
+
+
+def test_an_engine_runs_the_programs_that_its_generator_predicts(data: Path, run: dict[str, Path], tmp_path: Path):
+    report, rows, _ = evaluate(tmp_path, "--pg", run["pg"], "--ee", run["ee"], "--data", data)
+    assert report["programs"] == "predicted"
+    assert report["accuracy"] == shares(rows, answers_right)
+    assert report["program_exact_match"] == shares(rows, program_right)
+    engine = load_network(run["ee"], "engine", VOCAB, CPU)
+    programs = [[1, *(VOCAB.program_index[token] for token in row["predicted_program"]), 2] for row in rows]
+    for row, program in zip(rows, programs, strict=True):
+        maps = torch.from_numpy(features(1)[[row["image_index"]]])
+        answer = engine.reference(maps, torch.tensor([program])).argmax(1).item()
+        assert row["predicted_answer"] == VOCAB.answer[answer]
+
+
+def test_true_programs_beside_a_generator_still_score_its_programs(data: Path, run: dict[str, Path], tmp_path: Path):
+    both = ["--pg", run["pg"], "--ee", run["ee"], "--data", data]
+    truth, rows, _ = evaluate(tmp_path / "truth", *both, "--programs", "ground-truth")
+    alone, alone_rows, _ = evaluate(tmp_path / "alone", "--ee", run["ee"], "--data", data)
+    predicted, _, _ = evaluate(tmp_path / "predicted", *both)
+    assert truth["programs"] == "ground-truth"
+    assert truth["accuracy"] == alone["accuracy"] != predicted["accuracy"]
+    assert [row["probability"] for row in rows] == [row["probability"] for row in alone_rows]
+    assert truth["program_exact_match"] == predicted["program_exact_match"] == shares(rows, program_right)
+
+
+def test_beam_search_finds_programs_no_less_likely_than_greedy_ones(data: Path, run: dict[str, Path], tmp_path: Path):
+    greedy, greedy_rows, _ = evaluate(tmp_path / "1", "--pg", run["pg"], "--data", data)
+    beam, rows, _ = evaluate(tmp_path / "4", "--pg", run["pg"], "--data", data, "--beam-size", 4)
+    assert beam["programs"] == "predicted, beam 4"
+    assert greedy["programs"] == "predicted"
+    generator = load_network(run["pg"], "generator", VOCAB, CPU)
+
+    def log_probability(row: dict[str, Any]) -> float:
+        question = torch.tensor([[1, *(VOCAB.question_index[word] for word in question_words(row)), 2]])
+        program = torch.tensor([[1, *(VOCAB.program_index[token] for token in row["predicted_program"]), 2]])
+        return -generator.loss(question, program).item() * (program.shape[1] - 1)
+
+    changed = [n for n in range(VAL) if rows[n]["predicted_program"] != greedy_rows[n]["predicted_program"]]
+    assert changed
+    for n in changed:
+        assert log_probability(rows[n]) >= log_probability(greedy_rows[n]) - 1e-4
+    assert shares(rows, program_right) == beam["program_exact_match"]
+
+
+def question_words(row: dict[str, Any]) -> list[str]:
+    return tokenize(row["question"])
+
+
+def test_a_joint_checkpoint_serves_as_generator_and_as_engine(data: Path, run: dict[str, Path], tmp_path: Path):
+    report, rows, _ = evaluate(tmp_path, "--pg", run["joint"], "--ee", run["joint"].parent, "--data", data)
+    assert report["accuracy"] == shares(rows, answers_right)
+    assert report["program_exact_match"] == shares(rows, program_right)
+    assert report["checkpoints"] == {"pg": str(run["joint"]), "ee": str(run["joint"].parent)}
+
+
+def test_the_lstm_answers_from_the_question_alone(data: Path, run: dict[str, Path], tmp_path: Path):
+    blind = shutil.copytree(data, tmp_path / "data")
+    (blind / "val_features.h5").unlink()
+    report, rows, _ = evaluate(tmp_path / "out", "--lstm", run["lstm"], "--data", blind)
+    assert report["accuracy"] == shares(rows, answers_right)
+    assert report["programs"] == ""
+    lstm = load_network(run["lstm"], "lstm", VOCAB, CPU)
+    answers = lstm(torch.from_numpy(arrays(VAL)["questions"]).long()).argmax(1)
+    assert [row["predicted_answer"] for row in rows] == [VOCAB.answer[answer] for answer in answers]
+
+
+# What it leaves
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, run: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+    """Report, predictions and output of generator and engine on the val split."""
+    return evaluate(tmp_path_factory.mktemp("whole"), "--pg", run["pg"], "--ee", run["ee"], "--data", data)
+
+
+def test_the_report_adds_up(whole):
+    report, rows, _ = whole
+    counts = report["questions_by_type"]
+    assert counts == Counter(row["type"] for row in rows) == dict.fromkeys(QUESTION_TYPES, 2)
+    assert report["questions"] == sum(counts.values()) == len(rows) == VAL
+    for scores in (report["accuracy"], report["program_exact_match"], report["baselines"]["commonest"]):
+        weighted = sum(counts[name] * share for name, share in scores["by_type"].items()) / VAL
+        assert scores["overall"] == pytest.approx(weighted)
+    assert report["questions_per_second"] > 0
+    assert (report["split"], report["device"]) == ("val", "cpu")
+
+
+def test_the_predictions_hold_the_questions_as_they_were_written(whole):
+    _, rows, _ = whole
+    written = arrays(VAL)
+    for n, row in enumerate(rows):
+        words, program, answer = EXAMPLES[n]
+        assert row["question_index"] == written["orig_idxs"][n]
+        assert row["image_index"] == written["image_idxs"][n]
+        assert tokenize(row["question"]) == words
+        assert row["program"] == program
+        assert row["answer"] == answer
+        assert row["correct"] == answers_right(row)
+        assert 0 < row["probability"] <= 1
+    assert {row["correct"] for row in rows} == {True, False}
+
+
+def test_the_commonest_answers_are_counted_on_the_train_split(whole):
+    report, rows, _ = whole
+    types = [row["type"] for row in rows[: len(QUESTION_TYPES)]]
+    answers = defaultdict(list)
+    for n, (_, _, answer) in enumerate(EXAMPLES):
+        answers[types[n % len(types)]].append(answer)
+    # Of equally common answers the first in the vocabulary, which is sorted.
+    commonest = {name: max(sorted(set(given)), key=given.count) for name, given in answers.items()}
+    assert report["baselines"]["commonest"] == shares(rows, lambda row: row["answer"] == commonest[row["type"]])
+
+
+def test_the_table_shows_the_report_in_percent(whole):
+    report, _, output = whole
+    counts, commonest, model = cells(output, "overall")
+    assert counts == str(VAL)
+    assert commonest == f"{100 * report['baselines']['commonest']['overall']:.1f}"
+    assert model == f"{100 * report['accuracy']['overall']:.1f}"
+    assert cells(output, "exist")[-1] == f"{100 * report['accuracy']['by_type']['exist']:.1f}"
+
+
+def test_nothing_is_written_without_a_directory_to_write_to(data, run, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = iep_eval("--lstm", run["lstm"], "--data", data)
+    assert result.exit_code == 0
+    assert "overall" in result.stdout
+    assert "Wrote" not in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_earlier_reports_stand_beside_the_new_one(data: Path, run: dict[str, Path], tmp_path: Path):
+    lstm, _, _ = evaluate(tmp_path / "lstm", "--lstm", run["lstm"], "--data", data)
+    against = ["--against", "LSTM", tmp_path / "lstm", "--against", "again", tmp_path / "lstm" / "report.json"]
+    report, _, output = evaluate(tmp_path / "ee", "--ee", run["ee"], "--data", data, *against, "--name", "IEP")
+    assert output.splitlines()[0].split() == ["questions", "commonest", "LSTM", "again", "IEP"]
+    earlier, again, new = cells(output, "overall")[2:]
+    assert earlier == again == f"{100 * lstm['accuracy']['overall']:.1f}"
+    assert new == f"{100 * report['accuracy']['overall']:.1f}"
+
+
+def test_only_the_samples_asked_for_are_evaluated(data: Path, run: dict[str, Path], tmp_path: Path, whole):
+    report, rows, _ = evaluate(tmp_path, "--pg", run["pg"], "--ee", run["ee"], "--data", data, "--num-samples", 5)
+    assert report["questions"] == 5
+    assert [row["predicted_answer"] for row in rows] == [row["predicted_answer"] for row in whole[1][:5]]
+
+
+@pytest.mark.parametrize(
+    "options", [*(["--batching", name] for name in SCHEDULERS), ["--batch-size", "7"], ["--workers", "1"]]
+)
+@pytest.mark.parametrize("programs", ["predicted", "ground-truth"])
+def test_how_the_work_is_done_changes_no_prediction(data, run, tmp_path: Path, options: list[str], programs: str):
+    arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--programs", programs]
+    _, expected, _ = evaluate(tmp_path / "expected", *arguments)
+    _, rows, _ = evaluate(tmp_path / "rows", *arguments, *options)
+    for ours, theirs in zip(rows, expected, strict=True):
+        assert ours == theirs | {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
+
+
+# Splits that lack something
+
+
+def test_a_split_without_answers_gets_predictions_and_the_table_says_so(data, run, tmp_path: Path):
+    arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--split", "test"]
+    report, rows, output = evaluate(tmp_path, *arguments)
+    assert (report["accuracy"], report["program_exact_match"], report["baselines"]) == (None, None, {})
+    assert len(rows) == report["questions"] == TEST
+    assert all("predicted_answer" in row and "answer" not in row and "correct" not in row for row in rows)
+    said = "The test split has no answers: accuracies are unknown"
+    assert f"{said}, predictions are written." in output
+    assert cells(output, "overall") == [str(TEST), "-"]
+    assert f"{said}." in iep_eval(*arguments).stdout
+
+
+def test_a_split_without_programs_is_answered_with_predicted_ones(data, run, tmp_path: Path):
+    other = Path(shutil.copytree(data, tmp_path / "data"))
+    datasets = arrays(VAL)
+    del datasets["programs"]
+    path = write_h5(other / "val_questions.h5", datasets)
+    result = iep_eval("--ee", run["ee"], "--data", other)
+    assert_one_error(result, f"{path}: has no programs; evaluate with --pg CKPT and --programs predicted")
+    result = iep_eval("--ee", run["ee"], "--pg", run["pg"], "--programs", "ground-truth", "--data", other)
+    assert_one_error(result, f"{path}: has no programs")
+    report, rows, _ = evaluate(tmp_path / "out", "--pg", run["pg"], "--ee", run["ee"], "--data", other)
+    assert report["program_exact_match"] is None
+    assert report["accuracy"]["overall"] == pytest.approx(np.mean([row["correct"] for row in rows]))
+    result = iep_eval("--pg", run["pg"], "--data", other)
+    assert "The val split has no programs: their exact match is unknown." in result.stdout
+
+
+def test_a_split_with_features_alone_lacking_is_enough_for_the_generator(data, run, tmp_path: Path):
+    blind = Path(shutil.copytree(data, tmp_path / "data"))
+    (blind / "val_features.h5").unlink()
+    assert iep_eval("--pg", run["pg"], "--data", blind).exit_code == 0
+    assert_one_error(iep_eval("--ee", run["ee"], "--data", blind), f"{blind / 'val_features.h5'}: no such file")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "code"),
+    [
+        ([], "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --lstm CKPT", 1),
+        (["--lstm", "{lstm}", "--ee", "{ee}"], "--lstm answers alone", 1),
+        (["--ee", "{ee}", "--programs", "predicted"], "give --pg CKPT, a trained program generator", 1),
+        (["--pg", "{pg}", "--programs", "ground-truth"], "give --ee CKPT", 1),
+        (["--lstm", "{lstm}", "--programs", "ground-truth"], "--lstm answers alone", 1),
+        (["--pg", "{ee}"], "{ee}: holds an execution engine, expected a checkpoint with a program generator", 1),
+        (["--ee", "{pg}"], "{pg}: holds a program generator, expected a checkpoint with an execution engine", 1),
+        (["--lstm", "{joint}"], "{joint}: holds a program generator, an execution engine, expected", 1),
+        (["--ee", "none.pt"], "none.pt: no such file, expected a checkpoint", 1),
+        (["--lstm", "{lstm}", "--split", "vall"], "vall_questions.h5: no such file", 1),
+        (["--lstm", "{lstm}", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
+        (["--lstm", "{lstm}", "--against", "old", "none.json"], "none.json: no such file", 1),
+        (["--lstm", "{lstm}", "--against", "old"], "requires 2 arguments", 2),
+        (["--lstm", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
+        (["--pg", "{pg}", "--beam-size", "0"], "0 is not in the range x>=1", 2),
+        (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range x>=2", 2),
+        (["--lstm", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
+        (["--lstm", "{lstm}", "--out", "{lstm}"], "is a file", 2),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(data, run, tmp_path, arguments, problem: str, code: int):
+    arguments = [argument.format(**run) for argument in arguments]
+    assert_one_error(iep_eval("--data", data, *arguments), problem.format(**run), code=code)
+
+
+def test_a_missing_data_directory_is_named(run: dict[str, Path], tmp_path: Path):
+    assert_one_error(iep_eval("--lstm", run["lstm"]), "Missing option '--data'", code=2)
+    missing = iep_eval("--lstm", run["lstm"], "--data", tmp_path / "none")
+    assert_one_error(missing, f"{tmp_path / 'none' / 'vocab.json'}: no such file")
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind"), [("pg", "question"), ("pg", "program"), ("ee", "answer"), ("lstm", "answer")]
+)
+def test_data_of_another_vocabulary_are_refused(data, run, tmp_path: Path, flag: str, kind: str):
+    other = Path(shutil.copytree(data, tmp_path / "data"))
+    content = VOCAB.to_json()
+    key = f"{kind}_token_to_idx"
+    content[key] = content[key] | {"zebra": len(content[key])}
+    write_json(other / "vocab.json", content)
+    result = iep_eval(f"--{flag}", run[flag], "--data", other)
+    assert_one_error(result, f"{run[flag]}: trained with another vocabulary: {kind} token", "'zebra' in the data")
+
+
+def test_features_of_another_shape_are_refused(data: Path, run: dict[str, Path], tmp_path: Path):
+    other = Path(shutil.copytree(data, tmp_path / "data"))
+    path = write_h5(other / "val_features.h5", {"features": features(1, channels=5)})
+    assert_one_error(iep_eval("--ee", run["ee"], "--data", other), f"{path}: features are (5, 4, 4) an image")
+
+
+def test_a_truncated_checkpoint_is_named(data: Path, run: dict[str, Path], tmp_path: Path):
+    path = tmp_path / "cut.pt"
+    path.write_bytes(run["lstm"].read_bytes()[:-100])
+    assert_one_error(iep_eval("--lstm", path, "--data", data), f"{path}: not a whole checkpoint file")
+
+
+def test_a_truncated_split_leaves_the_earlier_report(data: Path, run: dict[str, Path], tmp_path: Path):
+    evaluate(tmp_path / "out", "--lstm", run["lstm"], "--data", data)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    other = Path(shutil.copytree(data, tmp_path / "data"))
+    (other / "val_questions.h5").write_bytes((data / "val_questions.h5").read_bytes()[:-100])
+    result = iep_eval("--lstm", run["lstm"], "--data", other, "--out", tmp_path / "out")
+    assert_one_error(result, f"{other / 'val_questions.h5'}: not a whole HDF5 file")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_full_disk_leaves_the_earlier_report_and_names_the_file(data: Path, run: dict[str, Path], tmp_path: Path):
+    arguments = ["--lstm", run["lstm"], "--data", data]
+    evaluate(tmp_path, *arguments)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    # Of one question the report is the larger file, of all of them the predictions, which are written first.
+    for name, samples in (("predictions.jsonl", VAL), ("report.json", 1)):
+        with files_no_larger_than(500):
+            result = iep_eval(*arguments, "--num-samples", samples, "--out", tmp_path)
+        assert_one_error(result, f"{tmp_path / name}: file size limit reached")
+        assert (tmp_path / name).read_bytes() == before[name]
+    assert {path.name for path in tmp_path.iterdir()} == before.keys()
+
+
+def test_help_needs_no_torch_and_names_every_option():
+    code = (
+        "import sys; from iep.cli.evaluate import main; main(['--help'], standalone_mode=False);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for option in ("--pg", "--ee", "--lstm", "--split", "--against", "--beam-size", "--num-samples"):
+        assert option in done.stdout
