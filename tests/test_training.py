@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_data import CHANNELS, GRID, IMAGES, TINY, TRAIN, VAL, VOCAB, arrays, features, write_data, write_h5
 from torch import Tensor, nn
 
-from iep.config import Config, read_config
+from iep.config import Config, read_config, to_dict
 from iep.datasets import Batch, ClevrDataset, Features, read_questions
 from iep.errors import InputError
 from iep.networks import build, engine_kwargs, generator_kwargs, load_network
@@ -131,11 +131,14 @@ def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: P
         assert any(moved) == (child in used), child
 
 
-def test_a_run_starts_from_the_checkpoints_it_is_given(data: Path, parts: list[str], tmp_path: Path):
+def test_a_run_starts_from_the_checkpoints_it_is_given_and_takes_their_settings(data, parts, tmp_path: Path):
     config = tiny_config(data, "joint", *parts, "learning_rate=0", "iterations=1", "engine.module_dim=9")
     train(config, tmp_path, resume=False)
     for name, path in (("generator", config.pg), ("engine", config.ee)):
         assert_same(dict(weights(tmp_path / LAST, name)), dict(weights(Path(path), name)))
+    saved = read_config(tmp_path / "config.yaml")
+    assert saved.engine == tiny_config(data, "ee").engine != config.engine
+    assert load_checkpoint(tmp_path / LAST)["config"] == to_dict(saved)
 
 
 # One step

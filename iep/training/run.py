@@ -1,6 +1,7 @@
 """A resolved config -> a trained run: opens the data, builds or loads the networks, picks the task, runs the loop."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from iep.config import Config, to_dict, to_yaml
+from iep.config import Config, to_dict, to_yaml, update
 from iep.datasets import (
     ClevrDataset,
     Features,
@@ -25,6 +26,7 @@ from iep.errors import InputError
 from iep.execution_engine.engine import plan_programs
 from iep.files import write_bytes
 from iep.networks import (
+    DESCRIPTIONS,
     build,
     check_features,
     check_vocab,
@@ -89,6 +91,7 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     task = _make_task(config, vocab, training, device, checkpoint, out / LAST)
     if looks and validation is not None:
         check_features(task.engine, validation.features.shape[1:], validation.features.path)
+    config = _with_networks_settings(config, task.networks)
     trainer = Trainer(task, config, vocab, out, device)
     if checkpoint is not None:
         trainer.restore(checkpoint)
@@ -126,6 +129,16 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     write_bytes(out / "config.yaml", to_yaml(config).encode())
     trainer.fit(batches, validation_batches)
     return True
+
+
+def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module]) -> Config:
+    """`config` with the settings that its networks have, which a checkpoint to start from brings along."""
+    sections = {}
+    for name, network in networks.items():
+        given = getattr(config, name)
+        held = {f.name: network.kwargs[f.name] for f in fields(given) if f.name in network.kwargs}
+        sections[name] = update(given, held, source=DESCRIPTIONS[name])
+    return replace(config, **sections)
 
 
 def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] | None:
