@@ -18,6 +18,7 @@ from iep.errors import InputError, nearest
 
 MODELS = ("pg", "ee", "joint", "lstm")
 BATCHING = ("vanilla", "standard", "improved")
+PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
 
@@ -49,8 +50,10 @@ class EngineConfig:
     stem: str = setting("conv", choices=("conv", "pixels"))
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     stem_stride: int = setting(1, minimum=1)
+    stem_pixels: int = setting(1, minimum=1)
     stem_norm: bool = False
     coordinates: bool = False
+    residual_gain: float = setting(1.0, minimum=0)
     classifier_projection: int = setting(512, minimum=1)
     classifier_pool: int = setting(2, minimum=1)
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
@@ -97,6 +100,9 @@ class Config:
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
     clip_gradients: float | None = setting(None, minimum=0)
+
+    precision: str = setting("float32", choices=PRECISIONS)
+    """What the networks compute in (weights stay float32); bfloat16 pays on processors that have it."""
 
     freeze: str | None = setting(None, choices=("generator", "engine"))
     reward_decay: float = setting(0.9, minimum=0)

@@ -10,7 +10,7 @@ from iep.batching.schedulers import SCHEDULERS
 from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
 from iep.execution_engine.engine import SCENES
-from iep.execution_engine.modules import STEMS
+from iep.execution_engine.engine import STEMS
 
 
 def write(path: Path, text: str) -> Path:

@@ -17,11 +17,19 @@ from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import Schedule, make_schedule
-from iep.execution_engine.modules import STEMS, BinaryModule, UnaryModule, initialize, make_classifier
+from iep.execution_engine.modules import (
+    BinaryModule,
+    UnaryModule,
+    initialize,
+    make_classifier,
+    make_conv_stem,
+    make_pixel_stem,
+)
 from iep.programs import SCENE, arities, arity
 from iep.vocab import NULL, START
 
 SCENES = ("module", "stem")
+STEMS = ("conv", "pixels")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +90,10 @@ class ExecutionEngine(nn.Module):
         stem: str = "conv",
         stem_widths: Sequence[int] = (128,),
         stem_stride: int = 1,
+        stem_pixels: int = 1,
         stem_norm: bool = False,
         coordinates: bool = False,
+        residual_gain: float = 1.0,
         classifier_projection: int = 512,
         classifier_pool: int = 2,
         classifier_hidden: Sequence[int] = (1024,),
@@ -101,8 +111,10 @@ class ExecutionEngine(nn.Module):
             stem: 'conv', or 'pixels' for features that are patches of pixels.
             stem_widths: channels of the stem's convolutions before the last, which gives `module_dim`.
             stem_stride: how many times smaller than the features' the modules' grid is along each side.
+            stem_pixels: for a stem of pixels, the side of the little patches that its first convolution reads.
             stem_norm: batch norm after every convolution of the stem.
             coordinates: x and y go into the stem's last convolution.
+            residual_gain: scale of the last convolution of a residual block at the start; see `initialize`.
             classifier_projection: channels of the classifier's 1x1 convolution.
             classifier_pool: side of the classifier's max-pool window.
             classifier_hidden: widths of the classifier's linear layers before the last.
@@ -116,7 +128,12 @@ class ExecutionEngine(nn.Module):
             raise ValueError(f"stem is {stem!r}, expected one of {', '.join(STEMS)}")
         self.program_tokens = tuple(program_tokens)
         self.scene_kind = scene
-        self.stem = STEMS[stem](feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates)
+        if stem == "pixels":
+            self.stem = make_pixel_stem(
+                feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates, stem_pixels
+            )
+        else:
+            self.stem = make_conv_stem(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates)
         self.classifier = make_classifier(
             module_dim,
             -(-feature_height // stem_stride),
@@ -132,7 +149,7 @@ class ExecutionEngine(nn.Module):
             if "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
             self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
-        initialize(self)
+        initialize(self, residual_gain)
 
     def plan(self, programs_BL: np.ndarray | torch.Tensor, batching: str = "improved") -> Plan:
         """The plan of (B, L) programs for this engine; see `plan_programs`."""

@@ -91,21 +91,25 @@ def make_pixel_stem(
     stride: int = 1,
     norm: bool = False,
     coordinates: bool = False,
+    pixels: int = 1,
 ) -> nn.Sequential:
     """(B, 3 * P * P, H, W) patches of P x P pixels -> (B, out_dim, H / stride, W / stride).
 
-    Puts the picture of 3 x P H x P W pixels together again, then halves it with its first convolutions until the grid
-    is reached; further convolutions keep it.
+    Puts the picture together again, of `pixels` x `pixels` pixels at a place as channels, then halves it with its
+    first convolutions until the grid is reached; further convolutions keep it.
 
     Raises:
-        ValueError: `feature_dim` is not 3 * P * P, P * stride is not a power of two, or there are too few
-            convolutions.
+        ValueError: `feature_dim` is not 3 * P * P, `pixels` does not divide P, P * stride / `pixels` is not a power of
+            two, or there are too few convolutions.
     """
     patch = round((feature_dim / 3) ** 0.5)
     if 3 * patch * patch != feature_dim:
         raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
-    halvings = (patch * stride).bit_length() - 1
-    if patch * stride != 2**halvings:
+    if patch % pixels:
+        raise ValueError(f"stem_pixels is {pixels}, expected a divisor of the patches' {patch} pixels")
+    shrink = patch // pixels * stride
+    halvings = shrink.bit_length() - 1
+    if shrink != 2**halvings:
         raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
     if len(widths) + 1 < halvings:
         raise ValueError(
@@ -113,10 +117,8 @@ def make_pixel_stem(
             f"{halvings} or more to halve patches of {patch} pixels to a stride of {stride}"
         )
     strides = [2] * halvings + [1] * (len(widths) + 1 - halvings)
-    return nn.Sequential(nn.PixelShuffle(patch), *make_stem(3, widths, out_dim, strides, norm, coordinates))
-
-
-STEMS = {"conv": make_conv_stem, "pixels": make_pixel_stem}
+    convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, coordinates)
+    return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
 
 
 def make_classifier(
@@ -139,8 +141,16 @@ def make_classifier(
     return nn.Sequential(*layers, nn.Linear(dim, num_answers))
 
 
-def initialize(module: nn.Module) -> None:
-    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand."""
+def initialize(module: nn.Module, residual_gain: float = 1.0) -> None:
+    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand.
+
+    `residual_gain` scales the last convolution of every residual block: below 1 a deep tree of modules begins near the
+    identity, instead of doubling its activations' variance with every module (Zhang et al. 2019, Fixup, section 3).
+    """
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(part.weight)
+    for part in module.modules():
+        if isinstance(part, UnaryModule):
+            with torch.no_grad():
+                part.conv2.weight.mul_(residual_gain)

@@ -77,7 +77,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        loss, metrics = self.task.loss(batch.to(self.device))
+        with self._precision():
+            loss, metrics = self.task.loss(batch.to(self.device))
         loss.backward()
         if self.config.clip_gradients is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
@@ -89,7 +90,8 @@ class Trainer:
     def validate(self, batches: Iterable[Batch]) -> float:
         """Share of examples that the task gets right."""
         self._train_mode(False)
-        right = [self.task.correct(batch.to(self.device)) for batch in batches]
+        with self._precision():
+            right = [self.task.correct(batch.to(self.device)) for batch in batches]
         self._train_mode(True)
         return torch.cat(right).float().mean().item()
 
@@ -132,6 +134,9 @@ class Trainer:
         if improved:
             self.save(BEST)
         self.save(LAST)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():

@@ -139,6 +139,6 @@ class LstmTask:
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
-    loss = F.cross_entropy(logits_BA, answers_B)
+    loss = F.cross_entropy(logits_BA.float(), answers_B)
     accuracy = (logits_BA.detach().argmax(1) == answers_B).float().mean()
     return loss, {"loss": loss.detach(), "accuracy": accuracy}
