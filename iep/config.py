@@ -23,12 +23,14 @@ PROGRAM_SOURCES = ("ground-truth", "predicted")
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
 
 
-def setting(default: Any, minimum: float | None = None, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field with a default and, checked when a config is read, a smallest value or a list of choices.
+def setting(
+    default: Any, minimum: float | None = None, maximum: float | None = None, choices: tuple[str, ...] | None = None
+) -> Any:
+    """A dataclass field with a default and, checked when a config is read, bounds or a list of choices.
 
-    The smallest value of a tuple is that of each of its items.
+    The bounds of a tuple are those of each of its items.
     """
-    return field(default=default, metadata={"minimum": minimum, "choices": choices})
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class GeneratorConfig:
     embedding_dim: int = setting(300, minimum=1)
     hidden_dim: int = setting(256, minimum=1)
     num_layers: int = setting(2, minimum=1)
-    dropout: float = setting(0.0, minimum=0)
+    dropout: float = setting(0.0, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class LstmConfig:
     embedding_dim: int = setting(300, minimum=1)
     hidden_dim: int = setting(256, minimum=1)
     num_layers: int = setting(2, minimum=1)
-    dropout: float = setting(0.0, minimum=0)
+    dropout: float = setting(0.0, minimum=0, maximum=1)
     classifier_dims: tuple[int, ...] = setting((1024,), minimum=1)
 
 
@@ -105,10 +107,10 @@ class Config:
     """What the networks compute in (weights stay float32); bfloat16 pays on processors that have it."""
 
     freeze: str | None = setting(None, choices=("generator", "engine"))
-    reward_decay: float = setting(0.9, minimum=0)
+    reward_decay: float = setting(0.9, minimum=0, maximum=1)
     temperature: float = setting(1.0, minimum=1e-6)
 
-    seed: int = setting(0, minimum=0)
+    seed: int = setting(0, minimum=0, maximum=2**32 - 1)
     device: str = "auto"
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
@@ -215,11 +217,12 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
 
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
     value = _converted(value, kind, name)
-    minimum, choices = limits.get("minimum"), limits.get("choices")
-    if value is not None and minimum is not None:
-        for item in value if isinstance(value, tuple) else (value,):
-            if not item >= minimum:
-                raise InputError(f"{name} is {item!r}, expected at least {minimum}")
+    minimum, maximum, choices = (limits.get(key) for key in ("minimum", "maximum", "choices"))
+    for item in value if isinstance(value, tuple) else () if value is None else (value,):
+        if minimum is not None and not item >= minimum:
+            raise InputError(f"{name} is {item!r}, expected at least {minimum}")
+        if maximum is not None and not item <= maximum:
+            raise InputError(f"{name} is {item!r}, expected at most {maximum}")
     if value is not None and choices is not None and value not in choices:
         raise InputError(f"{name} is {value!r}, expected one of {', '.join(choices)}{nearest(value, choices)}")
     return value

@@ -134,8 +134,9 @@ def _read_array(file: h5py.File, name: str, dimensions: int, count: int, require
     dataset = file[name]
     if not isinstance(dataset, h5py.Dataset):
         raise InputError(f"{file.filename}: {name!r} is no dataset, expected integers")
-    if dataset.ndim != dimensions or len(dataset) != count or dataset.dtype.kind not in "iu":
-        expected = f"({count},)" if dimensions == 1 else f"({count}, length)"
+    fits = dataset.ndim == dimensions and len(dataset) == count and dataset.dtype.kind in "iu"
+    if not fits or dataset.shape[1:] in ((0,), (1,)):
+        expected = f"({count},)" if dimensions == 1 else f"({count}, 2 or more)"
         raise InputError(f"{file.filename}: {name} is {dataset.shape} {dataset.dtype}, expected integers {expected}")
     try:
         return dataset[()].astype(np.int64)

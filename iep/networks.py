@@ -53,7 +53,7 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """The network `name` with new weights, its constructor arguments kept as `kwargs` for its checkpoints.
 
     Raises:
-        InputError: the arguments do not fit together (dropout above 1, say), or one is unknown.
+        InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
     """
     try:
         network = CLASSES[name](**kwargs)

@@ -9,8 +9,7 @@ import yaml
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
-from iep.execution_engine.engine import SCENES
-from iep.execution_engine.engine import STEMS
+from iep.execution_engine.engine import SCENES, STEMS
 
 
 def write(path: Path, text: str) -> Path:
@@ -79,6 +78,9 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
         ("learning_rate=.nan", "learning_rate is nan, expected at least 0"),
         ("batch_size=0", "batch_size is 0, expected at least 1"),
+        ("reward_decay=1.5", "reward_decay is 1.5, expected at most 1"),
+        ("generator.dropout=2", "generator.dropout is 2.0, expected at most 1"),
+        (f"seed={2**32}", f"seed is {2**32}, expected at most {2**32 - 1}"),
         ("temperature=0", "temperature is 0.0, expected at least"),
         ("engine.module_dim=0", "engine.module_dim is 0, expected at least 1"),
         ("engine.stem_widths=[16, 0]", "engine.stem_widths is 0, expected at least 1"),
@@ -148,8 +150,15 @@ def changed(config: Config) -> Config:
     numbers = {key: value + 1 for key, value in values.items() if type(value) in (int, float)}
     return replace(
         config,
-        **numbers,
-        **{"model": "joint", "data": "data/a b", "pg": "1", "freeze": "engine", "learning_rate": 1e-4},
+        **numbers
+        | {
+            "model": "joint",
+            "data": "data/a b",
+            "pg": "1",
+            "freeze": "engine",
+            "learning_rate": 1e-4,
+            "reward_decay": 0.5,
+        },
         curriculum=((0, 4), (50, 30)),
         engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
     )

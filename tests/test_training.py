@@ -561,7 +561,6 @@ def test_validation_features_of_another_shape_are_named(tmp_path: Path):
         ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),
         ("ee", ["engine.stem=pixels", "engine.stem_stride=4"], "an execution engine cannot be built: stem widths []"),
-        ("pg", ["generator.dropout=2"], "a program generator cannot be built: "),
         ("ee", ["curriculum=[[0, 1]]"], "curriculum: no training program has at most 1 functions"),
     ],
 )
@@ -584,6 +583,14 @@ def test_an_engine_of_another_vocabulary_is_no_start(parts: list[str], tmp_path:
     (data / "vocab.json").write_text(json.dumps(vocab))
     message = refusal(tiny_config(data, "ee", parts[1]), tmp_path / "run")
     assert message.startswith(f"{parts[1].removeprefix('ee=')}: trained with another vocabulary: answer token")
+
+
+def test_a_vocabulary_without_scene_is_refused(tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    (data / "vocab.json").write_text((data / "vocab.json").read_text().replace('"scene"', '"view"'))
+    message = refusal(tiny_config(data, "ee"), tmp_path / "run")
+    assert message.startswith("an execution engine cannot be built: the program vocabulary")
+    assert message.endswith("lacks 'scene'")
 
 
 def test_features_without_the_images_of_the_questions_are_named(tmp_path: Path):

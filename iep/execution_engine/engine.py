@@ -143,7 +143,8 @@ class ExecutionEngine(nn.Module):
             classifier_hidden,
             num_answers,
         )
-        never_run = {NULL, START} | ({_scene_token(program_tokens)} if _scene_is_input(scene) else set())
+        scene_token = _scene_token(program_tokens)
+        never_run = {NULL, START, scene_token} if _scene_is_input(scene) else {NULL, START}
         self._runs = {op: token for op, token in enumerate(self.program_tokens) if op not in never_run}
         for token in self._runs.values():
             if "." in token or hasattr(self, token):

@@ -106,7 +106,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch."""
+    """Seed Python, numpy and torch with 0 to 2 ** 32 - 1."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
