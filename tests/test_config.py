@@ -185,9 +185,15 @@ def test_the_learning_rate_is_the_published_one_unless_given(model: str, rate: f
     assert read_config(None, [f"model={model}", "learning_rate=3e-3"]).peak_learning_rate == 3e-3
 
 
-def test_every_recipe_in_configs_is_read():
-    recipes = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
-    for recipe in recipes:
-        config = read_config(recipe)
-        assert read_config(None, base=config) == config
-        assert config != Config(), f"{recipe} changes nothing"
+RECIPES = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_recipe_in_configs_is_read_and_trains_the_model_that_it_is_named_for(recipe: Path):
+    config = read_config(recipe)
+    assert config != Config(), "changes nothing"
+    assert config.model in recipe.stem
+
+
+def test_there_is_a_recipe_for_every_model():
+    assert {read_config(recipe).model for recipe in RECIPES} == set(MODELS)

@@ -85,15 +85,26 @@ def assert_same(ours: Any, theirs: Any) -> None:
         ("joint", ()),
         ("joint", ("freeze=generator",)),
         ("lstm", ()),
+        ("ee", ("precision=bfloat16", "engine.residual_gain=0.1")),
+        ("joint", ("precision=bfloat16",)),
     ],
 )
 def test_the_loss_falls(data: Path, parts: list[str], tmp_path: Path, model: str, settings: tuple[str, ...]):
-    starts = parts if model == "joint" else parts[:1] if settings else []
+    starts = {"joint": parts, "ee": parts[:1]}.get(model, [])
     quick = ["iterations=24", "num_train_samples=8", "num_val_samples=1", "validate_every=100"]
     train(tiny_config(data, model, *quick, *settings, *starts), tmp_path, resume=False)
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
     assert len(losses) == 24
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
+
+
+def test_weights_stay_float32_whatever_the_networks_compute_in(data: Path, tmp_path: Path):
+    for precision in ("float32", "bfloat16"):
+        config = tiny_config(data, "ee", f"precision={precision}", "iterations=2")
+        train(config, tmp_path / precision, resume=False)
+        assert {value.dtype for value in weights(tmp_path / precision / LAST, "engine").values()} == {torch.float32}
+    exact, rounded = (rows(tmp_path / precision)[0]["loss"] for precision in ("float32", "bfloat16"))
+    assert exact != rounded == pytest.approx(exact, rel=0.05)
 
 
 # What moves and what does not
@@ -405,7 +416,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("model", "settings"),
     [
         ("ee", ("decay=cosine", "warmup=3", "curriculum=[[0, 5], [4, 99]]", "engine.stem_norm=true")),
-        ("joint", ()),
+        ("joint", ("precision=bfloat16",)),
         ("pg", ("generator.dropout=0.5", "generator.num_layers=2")),
     ],
 )

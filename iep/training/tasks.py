@@ -72,7 +72,8 @@ class JointTask:
     """Generator by REINFORCE and engine by backpropagation, on sampled programs (Johnson et al. 2017, section 3.4).
 
     The reward of a sampled program is 1 where the engine answers right, else 0; a moving average of the mean reward
-    is its baseline (Williams 1992).
+    is its baseline (Williams 1992). `reward_decay` is that average's; `temperature` divides the logits that programs
+    are drawn from; the weights of `freeze`, one of the two networks, stay, and its loss is left out.
     """
 
     def __init__(
