@@ -75,4 +75,5 @@ class Seq2Seq(nn.Module):
         """Mean cross entropy, in nats per token, of the tokens after `<START>` that are not `<NULL>`."""
         programs_BL = encoder.trim(programs_BL)
         logits = self(questions_BT, programs_BL)
-        return cross_entropy(logits.flatten(0, 1).float(), programs_BL[:, 1:].flatten(), ignore_index=NULL)
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(precise.flatten(0, 1), programs_BL[:, 1:].flatten(), ignore_index=NULL)
