@@ -91,6 +91,8 @@ class Config:
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
     max_program_length: int = setting(30, minimum=2)
     """Tokens after which decoding stops, <START> and <END> included; CLEVR's longest program has 27."""
+    questions_per_image: int = setting(1, minimum=1)
+    """Questions about the same image that are drawn together; above 1 the stem has fewer images to look at."""
     workers: int = setting(1, minimum=0)
     """Processes that read batches and plan them; 0 does it in the training process."""
 

@@ -11,20 +11,11 @@ import pytest
 import torch
 from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, write_data, write_h5
 
-from iep.datasets import (
-    Batch,
-    ClevrDataset,
-    Features,
-    Order,
-    make_order,
-    program_lengths,
-    read_questions,
-    sequential_batches,
-    split_files,
-    training_batches,
-)
+from iep.data_files import Features, read_questions, split_files
+from iep.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, plan_programs
+from iep.ordering import Order, make_order
 from iep.vocab import Vocab
 
 plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")
@@ -46,6 +37,11 @@ def open_train(data: Path, **kwargs: object) -> ClevrDataset:
     return ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path), **kwargs)
 
 
+def by_question(batch: Batch) -> torch.Tensor:
+    """(B, C, H, W) features of every question's image."""
+    return batch.features[batch.image_rows]
+
+
 def assert_same_plans(ours: Plan, theirs: Plan) -> None:
     for name in ("op", "args", "example", "roots"):
         np.testing.assert_array_equal(getattr(ours.graph, name), getattr(theirs.graph, name))
@@ -57,7 +53,7 @@ def assert_same_plans(ours: Plan, theirs: Plan) -> None:
 def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:
     assert len(ours) == len(theirs)
     for our, their in zip(ours, theirs, strict=True):
-        for name in ("index", "questions", "image_idxs", "programs", "answers", "features"):
+        for name in ("index", "questions", "image_idxs", "programs", "answers", "features", "image_rows"):
             assert torch.equal(getattr(our, name), getattr(their, name)), name
         assert_same_plans(our.plan, their.plan)
 
@@ -73,7 +69,7 @@ def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: 
     assert batch.programs.tolist() == written["programs"][[7, 3, 20]].tolist()
     assert batch.answers.tolist() == written["answers"][[7, 3, 20]].tolist()
     assert batch.image_idxs.tolist() == written["image_idxs"][[7, 3, 20]].tolist()
-    np.testing.assert_array_equal(batch.features, maps[written["image_idxs"][[7, 3, 20]]])
+    np.testing.assert_array_equal(by_question(batch), maps[written["image_idxs"][[7, 3, 20]]])
     assert {t.dtype for t in (batch.questions, batch.programs, batch.answers)} == {torch.int64}
     assert batch.plan is None
 
@@ -82,7 +78,7 @@ def test_a_batch_without_programs_or_answers_says_none(data: Path):
     questions_path, features_path = split_files(data, "test")
     batch = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path))[np.arange(2)]
     assert (batch.programs, batch.answers) == (None, None)
-    assert batch.features.shape == (2, CHANNELS, GRID, GRID)
+    assert by_question(batch).shape == (2, CHANNELS, GRID, GRID)
 
 
 def test_moving_a_batch_keeps_what_it_holds(data: Path):
@@ -128,69 +124,11 @@ def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pyt
         reads[source] += 1
         read_direct(dataset, values, source, place)
 
+    dataset = open_train(data)
     monkeypatch.setattr(h5py.Dataset, "read_direct", counted)
-    Features(data / "train_features.h5").read(np.array([3, 1, 3, 3, 1]))
-    assert reads == {1: 1, 3: 1}
-
-
-# Which examples a step sees
-
-
-def test_every_epoch_sees_every_example_once_but_for_the_remainder():
-    order = make_order(None, 22, (), batch_size=5, seed=3)
-    epochs = [[row for step in range(first, first + 4) for row in order.rows(step)] for first in (0, 4, 8)]
-    for epoch in epochs:
-        assert len(epoch) == len(set(epoch)) == 20
-        assert set(epoch) <= set(range(22))
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
-    steps = list(range(40))
-    unbroken = make_order(None, 22, (), batch_size=5, seed=3)
-    expected = [unbroken.rows(step).tolist() for step in steps]
-    jumping = make_order(None, 22, (), batch_size=5, seed=3)
-    shuffled = np.random.default_rng(0).permutation(steps)
-    assert {step: jumping.rows(step).tolist() for step in shuffled} == dict(zip(steps, expected, strict=True))
-    other = make_order(None, 22, (), batch_size=5, seed=4)
-    assert [other.rows(step).tolist() for step in steps] != expected
-
-
-def test_fewer_examples_than_a_batch_are_all_drawn_every_step():
-    order = make_order(None, 3, (), batch_size=8, seed=0)
-    assert [sorted(order.rows(step)) for step in range(3)] == [[0, 1, 2]] * 3
-
-
-def test_a_curriculum_draws_no_longer_program_than_its_stage_allows():
-    lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
-    order = make_order(lengths, 8, ((0, 2), (3, 4), (6, 99)), batch_size=2, seed=0)
-    longest = [lengths[order.rows(step)].max() for step in range(10)]
-    assert all(length <= 2 for length in longest[:3])
-    assert all(length <= 4 for length in longest[3:6])
-    assert {int(row) for step in (3, 4) for row in order.rows(step)} == {0, 1, 2, 3}
-    assert {int(row) for step in range(6, 10) for row in order.rows(step)} == set(range(8))
-
-
-def test_a_programs_length_counts_its_functions_but_neither_scene_nor_special_tokens():
-    index = VOCAB.program_index
-    programs = np.array([[1, index["exist"], index["scene"], 2, 0], [1, index["count"], index["unique"], 0, 2]])
-    assert program_lengths(programs, VOCAB.program).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "curriculum", "problem"),
-    [
-        (np.array([3, 4]), ((5, 3),), "starts its stages at iterations [5], expected 0 first"),
-        (np.array([3, 4]), ((0, 3), (9, 4), (9, 5)), "[0, 9, 9], expected 0 first and then rising"),
-        (np.array([3, 4]), ((0, 3), (9, 4), (5, 5)), "[0, 9, 5]"),
-        (np.array([3, 4]), ((0, 2), (9, 4)), "no training program has at most 2 functions"),
-        (None, ((0, 3),), "a curriculum needs programs"),
-    ],
-)
-def test_a_curriculum_that_cannot_be_followed_is_refused(lengths, curriculum, problem: str):
-    with pytest.raises(InputError) as caught:
-        make_order(lengths, 2, curriculum, batch_size=2, seed=0)
-    assert problem in str(caught.value)
+    batch = dataset[np.arange(TRAIN)]
+    assert reads == dict.fromkeys(batch.image_idxs.tolist(), 1)
+    assert len(batch.features) == len(reads) < TRAIN
 
 
 # Loading
@@ -198,7 +136,7 @@ def test_a_curriculum_that_cannot_be_followed_is_refused(lengths, curriculum, pr
 
 def load(data: Path, steps: range, workers: int) -> list[Batch]:
     dataset = open_train(data, make_plan=plan)
-    order = make_order(None, len(dataset), (), batch_size=8, seed=1)
+    order = make_order(None, dataset.questions.image_idxs, (), batch_size=8, seed=1)
     return list(training_batches(dataset, order, steps, workers))
 
 
@@ -220,9 +158,9 @@ def test_loading_draws_nothing_from_the_generator_that_training_uses(data: Path)
 def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
     dataset = open_train(data, make_plan=plan)
     here = dataset[np.arange(8)]
-    order = Order([(0, np.arange(8))], batch_size=8, seed=0)
+    order = Order([(0, np.arange(8))], dataset.questions.image_idxs, batch_size=8, seed=0)
     for batch in training_batches(dataset, order, range(4), workers=2):
-        np.testing.assert_array_equal(batch.features, here.features[batch.index])
+        np.testing.assert_array_equal(by_question(batch), by_question(here)[batch.index])
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(16, [16, 16, 7]), (13, [13, 13, 13]), (100, [39])])

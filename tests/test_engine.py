@@ -187,3 +187,15 @@ def test_a_token_that_cannot_name_a_module_is_refused(token):
 def test_a_vocabulary_without_scene_is_refused():
     with pytest.raises(ValueError, match="lacks 'scene'"):
         plan_programs(PROGRAMS_BL, index_tokens(["count"]))
+
+
+def test_the_stem_runs_once_an_image_and_every_question_gets_its_own_images_maps():
+    engine = small_engine("stem")
+    images_NCHW = torch.randn(2, 5, 3, 4, dtype=torch.float64)
+    rows_B = torch.tensor([1, 0, 0, 1])
+    assert len(rows_B) == len(PROGRAMS_BL)
+    seen = []
+    engine.stem.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
+    logits = engine(images_NCHW, engine.plan(PROGRAMS_BL), rows_B)
+    assert seen == [2]
+    torch.testing.assert_close(logits, engine.reference(images_NCHW[rows_B], PROGRAMS_BL))

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tiny_data import CHANNELS, GRID, IMAGES, TINY, TRAIN, VAL, VOCAB, arrays, f
 from torch import Tensor, nn
 
 from iep.config import Config, read_config, to_dict
-from iep.datasets import Batch, ClevrDataset, Features, read_questions
+from iep.data_files import Features, read_questions
+from iep.datasets import Batch, ClevrDataset
 from iep.errors import InputError
 from iep.networks import build, engine_kwargs, generator_kwargs, load_network
 from iep.program_generator.decode import sample
@@ -172,14 +174,14 @@ def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
     """What the engine answers to the programs that are drawn after seeding with `seed`."""
     torch.manual_seed(seed)
     programs_BL, _ = sample(task.generator, batch.questions, task.max_length, task.temperature)
-    return task.engine.reference(batch.features, programs_BL).argmax(1).tolist()
+    return task.engine.reference(batch.features[batch.image_rows], programs_BL).argmax(1).tolist()
 
 
 def rewarded(task: JointTask, batch: Batch, seed: int, right: list[bool]) -> Batch:
     """`batch` with answers such that the programs drawn after seeding with `seed` are rewarded as in `right`."""
     answers = answers_of_its_own(task, batch, seed)
     changed = [answer if good else answer ^ 1 for answer, good in zip(answers, right, strict=True)]
-    return Batch(batch.index, batch.questions, batch.image_idxs, None, torch.tensor(changed), batch.features)
+    return replace(batch, programs=None, answers=torch.tensor(changed))
 
 
 RIGHT = [True, False, True, True, False, False, True, True]
@@ -228,7 +230,9 @@ def test_the_engine_is_trained_by_cross_entropy_on_the_programs_drawn(batch: Bat
     gradients = [p.grad for p in task.engine.parameters()]
     torch.manual_seed(1)
     programs_BL, _ = sample(task.generator, batch.questions, task.max_length)
-    expected = nn.functional.cross_entropy(task.engine.reference(batch.features, programs_BL), batch.answers)
+    expected = nn.functional.cross_entropy(
+        task.engine.reference(batch.features[batch.image_rows], programs_BL), batch.answers
+    )
     task.engine.zero_grad()
     expected.backward()
     assert metrics["loss"].item() == loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -64,7 +64,7 @@ class Predictor:
         if self.engine is None:
             return None
         plan = self.engine.plan(programs_BL.cpu(), self.batching) if self.run_predicted else batch.plan
-        return self.engine(batch.features, plan)
+        return self.engine(batch.features, plan, batch.image_rows)
 
 
 @torch.inference_mode()

@@ -10,7 +10,8 @@ import numpy as np
 
 from iep.baselines import commonest
 from iep.config import Config
-from iep.datasets import ClevrDataset, Features, Questions, read_questions, split_files
+from iep.data_files import Features, Questions, read_questions, split_files
+from iep.datasets import ClevrDataset
 from iep.devices import resolve_device
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score

@@ -156,14 +156,24 @@ class ExecutionEngine(nn.Module):
         """The plan of (B, L) programs for this engine; see `plan_programs`."""
         return plan_programs(programs_BL, self.program_tokens, self.scene_kind, batching)
 
-    def forward(self, features_BCHW: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(
+        self, features_NCHW: torch.Tensor, plan: Plan, image_rows_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """(B, A) answer logits.
+
+        Args:
+            features_NCHW: features of the images; the stem runs once on each.
+            plan: of the B programs.
+            image_rows_B: (B,) the row in `features_NCHW` of each program's image; None where program b is about
+                image b.
 
         Raises:
             ValueError: the plan is of another number of programs than there are features, or of none.
         """
-        maps_BCHW = execute(plan.graph, plan.schedule, self._module_of_op(), self.stem(features_BCHW))
-        return self.classifier(maps_BCHW)
+        stems_BCHW = self.stem(features_NCHW)
+        if image_rows_B is not None:
+            stems_BCHW = stems_BCHW[image_rows_B]
+        return self.classifier(execute(plan.graph, plan.schedule, self._module_of_op(), stems_BCHW))
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""

@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 from iep.config import Config, to_dict, to_yaml, update
-from iep.datasets import (
-    ClevrDataset,
-    Features,
-    Questions,
-    make_order,
-    program_lengths,
-    read_questions,
-    sequential_batches,
-    split_files,
-    training_batches,
-)
+from iep.data_files import Features, Questions, read_questions, split_files
+from iep.datasets import ClevrDataset, sequential_batches, training_batches
 from iep.devices import resolve_device
 from iep.errors import InputError
 from iep.execution_engine.engine import plan_programs
@@ -36,6 +27,7 @@ from iep.networks import (
     lstm_kwargs,
     unpack,
 )
+from iep.ordering import make_order, program_lengths
 from iep.training.checkpoint import LAST, load_checkpoint, seed_everything
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, GeneratorTask, JointTask, LstmTask
@@ -107,10 +99,11 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     programs = training.questions.programs
     order = make_order(
         None if programs is None else program_lengths(programs, vocab.program),
-        len(training.questions),
+        training.questions.image_idxs,
         config.curriculum,
-        batch_size=config.batch_size,
-        seed=config.seed,
+        config.batch_size,
+        config.seed,
+        config.questions_per_image,
     )
     pin = device.type == "cuda"
     batches = training_batches(

@@ -57,7 +57,7 @@ class EngineTask:
         plan = batch.plan
         if self.generator is not None:
             plan = self.engine.plan(greedy(self.generator, batch.questions, self.max_length), self.batching)
-        return self.engine(batch.features, plan)
+        return self.engine(batch.features, plan, batch.image_rows)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy an answer, and the share of right ones."""
@@ -101,7 +101,8 @@ class JointTask:
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
         programs_BL, log_probs_B = sample(self.generator, batch.questions, self.max_length, self.temperature)
-        logits_BA = self.engine(batch.features, self.engine.plan(programs_BL, self.batching))
+        plan = self.engine.plan(programs_BL, self.batching)
+        logits_BA = self.engine(batch.features, plan, batch.image_rows)
         engine_loss, metrics = _answer_loss(logits_BA, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         baseline = self.state["reward_baseline"]
@@ -119,7 +120,8 @@ class JointTask:
     def correct(self, batch: Batch) -> Tensor:
         """Is the answer right, with the greedily decoded program?"""
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return self.engine(batch.features, self.engine.plan(programs_BL, self.batching)).argmax(1) == batch.answers
+        plan = self.engine.plan(programs_BL, self.batching)
+        return self.engine(batch.features, plan, batch.image_rows).argmax(1) == batch.answers
 
 
 class LstmTask:

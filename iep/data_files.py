@@ -1,0 +1,170 @@
+"""A split's preprocessed HDF5 files -> arrays: all questions at once, features row by row on demand.
+
+A split is `{split}_questions.h5` and, for models that look, `{split}_features.h5`: the original toolkit's formats,
+which `iep-preprocess` writes. Making batches of them is `datasets.py`.
+
+Shapes: N rows, C H W feature maps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from iep.errors import InputError
+from iep.vocab import Vocab
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """The HDF5 file `path`, open for reading.
+
+    Raises:
+        InputError: it is missing, truncated, or not HDF5.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file; iep-preprocess writes it")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise InputError(f"{path}: not a whole HDF5 file ({' '.join(str(error).split())})") from None
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The arrays of a questions file, N questions; missing ones are None."""
+
+    path: Path
+    questions: np.ndarray
+    image_idxs: np.ndarray
+    orig_idxs: np.ndarray
+    families: np.ndarray | None
+    programs: np.ndarray | None
+    answers: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    def select(self, rows: slice | np.ndarray) -> "Questions":
+        """The same file's questions at `rows`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v[rows] for k, v in values.items() if isinstance(v, np.ndarray)})
+
+
+def read_questions(path: Path, vocab: Vocab) -> Questions:
+    """Read a questions file whole and check it against the vocabulary.
+
+    Raises:
+        InputError: not HDF5, a dataset is missing or has the wrong shape, a token is not in `vocab`, or an image index
+            is below 0.
+    """
+    with open_hdf5(path) as file:
+        questions = file.get("questions")
+        if not isinstance(questions, h5py.Dataset):
+            raise InputError(f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess")
+        count = len(questions) if questions.ndim else 0
+        arrays = {
+            name: _read_array(file, name, dimensions, count, required)
+            for name, dimensions, required in (
+                ("questions", 2, True),
+                ("image_idxs", 1, True),
+                ("orig_idxs", 1, False),
+                ("question_families", 1, False),
+                ("programs", 2, False),
+                ("answers", 1, False),
+            )
+        }
+    for name, tokens in (
+        ("questions", vocab.question),
+        ("programs", vocab.program),
+        ("answers", vocab.answer),
+    ):
+        _check_tokens(path, name, arrays[name], tokens)
+    if count and arrays["image_idxs"].min() < 0:
+        row = int(np.argmax(arrays["image_idxs"] < 0))
+        raise InputError(f"{path}: image_idxs, row {row}: {arrays['image_idxs'][row]}, expected 0 or more")
+    if arrays["orig_idxs"] is None:
+        arrays["orig_idxs"] = np.arange(count)
+    return Questions(path=Path(path), families=arrays.pop("question_families"), **arrays)
+
+
+def _read_array(file: h5py.File, name: str, dimensions: int, count: int, required: bool) -> np.ndarray | None:
+    if name not in file and not required:
+        return None
+    if name not in file:
+        raise InputError(f"{file.filename}: has no dataset {name!r}")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise InputError(f"{file.filename}: {name!r} is no dataset, expected integers")
+    fits = dataset.ndim == dimensions and len(dataset) == count and dataset.dtype.kind in "iu"
+    if not fits or dataset.shape[1:] in ((0,), (1,)):
+        expected = f"({count},)" if dimensions == 1 else f"({count}, 2 or more)"
+        raise InputError(f"{file.filename}: {name} is {dataset.shape} {dataset.dtype}, expected integers {expected}")
+    try:
+        return dataset[()].astype(np.int64)
+    except OSError as error:
+        raise InputError(f"{file.filename}: {name} cannot be read ({' '.join(str(error).split())})") from None
+
+
+def _check_tokens(path: Path, name: str, values: np.ndarray | None, tokens: Sequence[str]) -> None:
+    if values is None:
+        return
+    bad = np.argwhere((values < 0) | (values >= len(tokens)))
+    if len(bad):
+        row = bad[0][0]
+        raise InputError(
+            f"{path}: {name}, row {row}: index {values[tuple(bad[0])]} is not in the vocabulary of {len(tokens)} "
+            "tokens; expected the vocab.json that was made with it"
+        )
+
+
+def split_files(data: Path, split: str) -> tuple[Path, Path]:
+    """The questions and features files of a split in a directory that `iep-preprocess` wrote."""
+    return data / f"{split}_questions.h5", data / f"{split}_features.h5"
+
+
+class Features:
+    """Rows of a features file, read on demand; safe to hand to worker processes (each opens its own handle)."""
+
+    def __init__(self, path: Path):
+        """Check the file.
+
+        Raises:
+            InputError: not HDF5, no dataset `features`, or not (N, C, H, W) floating point.
+        """
+        self.path = Path(path)
+        self._dataset: h5py.Dataset | None = None
+        with open_hdf5(path) as file:
+            dataset = file.get("features")
+            if not isinstance(dataset, h5py.Dataset):
+                raise InputError(f"{path}: has no dataset 'features', expected a features file of iep-preprocess")
+            if dataset.ndim != 4 or dataset.dtype.kind != "f" or 0 in dataset.shape[1:]:
+                raise InputError(f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
+            self.shape: tuple[int, int, int, int] = dataset.shape
+            self.dtype = dataset.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_dataset": None}
+
+    def read(self, rows: np.ndarray) -> torch.Tensor:
+        """(N, C, H, W) float32 features of the images `rows` (N,).
+
+        Raises:
+            InputError: a row cannot be read, the file being damaged.
+        """
+        if self._dataset is None:
+            self._dataset = open_hdf5(self.path)["features"]
+        values = np.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for place, row in enumerate(rows):
+            try:
+                self._dataset.read_direct(values, np.s_[int(row)], np.s_[place])
+            except OSError as error:
+                what = " ".join(str(error).split())
+                raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
+        return torch.from_numpy(values).float()

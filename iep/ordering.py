@@ -1,0 +1,104 @@
+"""The order in which training visits its examples, as a pure function of the seed and the step's number.
+
+So a resumed run sees exactly what an unbroken one would. Also the curriculum: which programs a step may see.
+Reading the examples is `datasets.py`.
+
+Shapes: N examples, B of a batch, L program tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from iep.errors import InputError
+from iep.programs import arities
+from iep.vocab import END, NULL, START
+
+
+def program_lengths(programs: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
+    """(N,) number of functions besides `scene` in each well-formed program of (N, L)."""
+    counted = arities(program_tokens) > 0
+    counted[[NULL, START, END]] = False
+    return counted[programs].sum(axis=1)
+
+
+class Order:
+    """Which examples each training step sees: new in each epoch, short programs first if asked.
+
+    Every epoch visits all examples of its stage once, but for a remainder smaller than a batch, in a random order of
+    groups of up to `questions_per_image` random questions about one image.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[int, np.ndarray]],
+        image_idxs: np.ndarray,
+        batch_size: int,
+        seed: int,
+        questions_per_image: int = 1,
+    ):
+        """`stages` are pairs (first step, positions that may be drawn), first steps rising from 0."""
+        self.stages = stages
+        self.image_idxs = image_idxs
+        self.batch_size = batch_size
+        self.seed = seed
+        self.questions_per_image = questions_per_image
+        self._shuffled: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0, dtype=np.int64))
+
+    def rows(self, step: int) -> np.ndarray:
+        """(B,) positions of the batch of `step`; smaller than `batch_size` only where a stage holds fewer examples."""
+        stage = max(i for i, (first, _) in enumerate(self.stages) if first <= step)
+        first, pool = self.stages[stage]
+        epoch, place = divmod(step - first, max(1, len(pool) // self.batch_size))
+        if self._shuffled[0] != (stage, epoch):
+            generator = np.random.default_rng([self.seed, stage, epoch])
+            shuffled = generator.permutation(pool)
+            if self.questions_per_image > 1:
+                shuffled = _by_image(shuffled, self.image_idxs[shuffled], self.questions_per_image, generator)
+            self._shuffled = ((stage, epoch), shuffled)
+        return self._shuffled[1][place * self.batch_size : (place + 1) * self.batch_size]
+
+
+def _by_image(positions: np.ndarray, image_idxs: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
+    """The shuffled `positions` rearranged into random groups of up to `most` with the same image."""
+    order = np.argsort(image_idxs, kind="stable")
+    images = image_idxs[order]
+    place = np.arange(len(images)) - np.searchsorted(images, images)
+    group = np.cumsum(place % most == 0) - 1
+    return positions[order[np.argsort(generator.permutation(group[-1] + 1)[group], kind="stable")]]
+
+
+def make_order(
+    lengths: np.ndarray | None,
+    image_idxs: np.ndarray,
+    curriculum: Sequence[tuple[int, int]],
+    batch_size: int,
+    seed: int,
+    questions_per_image: int = 1,
+) -> Order:
+    """An `Order` over examples with these (N,) programs' lengths and images.
+
+    Args:
+        curriculum: pairs (first step, greatest program length); empty for all examples from the start.
+
+    Raises:
+        InputError: the curriculum does not start at step 0 and rise, there are no programs to measure, or a stage has
+            no example.
+    """
+    stages = [(0, np.arange(len(image_idxs)))]
+    if curriculum:
+        stages = _stages(lengths, curriculum)
+    return Order(stages, image_idxs, batch_size, seed, questions_per_image)
+
+
+def _stages(lengths: np.ndarray | None, curriculum: Sequence[tuple[int, int]]) -> list[tuple[int, np.ndarray]]:
+    firsts = [first for first, _ in curriculum]
+    if firsts[0] != 0 or firsts != sorted(set(firsts)):
+        raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
+    if lengths is None:
+        raise InputError("a curriculum needs programs, and the training questions have none")
+    stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
+    for (_, longest), (_, pool) in zip(curriculum, stages, strict=True):
+        if not len(pool):
+            raise InputError(f"curriculum: no training program has at most {longest} functions")
+    return stages
