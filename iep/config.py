@@ -55,7 +55,7 @@ class EngineConfig:
     stem_pixels: int = setting(1, minimum=1)
     stem_norm: bool = False
     coordinates: bool = False
-    residual_gain: float = setting(1.0, minimum=0)
+    initialization: str = setting("kaiming", choices=("kaiming", "torch"))
     classifier_projection: int = setting(512, minimum=1)
     classifier_pool: int = setting(2, minimum=1)
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)

@@ -170,7 +170,7 @@ def test_questions_of_an_image_are_all_different(clevr: list) -> None:
     assert all(len(set(asked)) == len(asked) == 10 for asked in programs.values())
 
 
-@pytest.mark.parametrize(("preset", "most_modules"), [("clevr", 9.7), ("mini", 9.5)])
+@pytest.mark.parametrize(("preset", "most_modules"), [("clevr", 9.7), ("mini", 7.6)])
 def test_blind_guessing_gets_what_it_gets_on_clevr(
     preset: str, most_modules: float, request: pytest.FixtureRequest
 ) -> None:
@@ -179,9 +179,9 @@ def test_blind_guessing_gets_what_it_gets_on_clevr(
         tally.add(question.program, question.answer)
     assert 0.35 < guessing_accuracy(tally.answers) < 0.45  # about 42% on CLEVR
     for kind, (_, share, count) in commonest_shares(tally.answers).items():
-        limit = {"count": 0.36, "query: color": 0.20, "query: shape": 0.40}.get(kind, 0.60)
+        limit = {"count": 0.42, "query: color": 0.20, "query: shape": 0.40}.get(kind, 0.60)
         assert share < limit, kind
-        assert count > 50, kind
+        assert count > 30, kind
     assert tally.modules / tally.answers.total() == pytest.approx(most_modules, abs=0.3)
 
 

@@ -87,7 +87,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         ("joint", ()),
         ("joint", ("freeze=generator",)),
         ("lstm", ()),
-        ("ee", ("precision=bfloat16", "engine.residual_gain=0.1")),
+        ("ee", ("precision=bfloat16", "engine.initialization=torch")),
         ("joint", ("precision=bfloat16",)),
     ],
 )

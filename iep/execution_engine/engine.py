@@ -20,7 +20,7 @@ from iep.batching.schedulers import Schedule, make_schedule
 from iep.execution_engine.modules import (
     BinaryModule,
     UnaryModule,
-    initialize,
+    kaiming_normal,
     make_classifier,
     make_conv_stem,
     make_pixel_stem,
@@ -30,6 +30,7 @@ from iep.vocab import NULL, START
 
 SCENES = ("module", "stem")
 STEMS = ("conv", "pixels")
+INITIALIZATIONS = ("kaiming", "torch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +94,12 @@ class ExecutionEngine(nn.Module):
         stem_pixels: int = 1,
         stem_norm: bool = False,
         coordinates: bool = False,
-        residual_gain: float = 1.0,
+        initialization: str = "kaiming",
         classifier_projection: int = 512,
         classifier_pool: int = 2,
         classifier_hidden: Sequence[int] = (1024,),
     ):
-        """Make the networks, their convolution and linear weights Kaiming normal.
+        """Make the networks.
 
         Args:
             program_tokens: the program vocabulary, special tokens first.
@@ -114,18 +115,21 @@ class ExecutionEngine(nn.Module):
             stem_pixels: for a stem of pixels, the side of the little patches that its first convolution reads.
             stem_norm: batch norm after every convolution of the stem.
             coordinates: x and y go into the stem's last convolution.
-            residual_gain: scale of the last convolution of a residual block at the start; see `initialize`.
+            initialization: 'kaiming', normal weights (Johnson et al. 2017); or 'torch', its layers' own, smaller ones,
+                with which a deep tree of modules does not begin by blowing up its activations.
             classifier_projection: channels of the classifier's 1x1 convolution.
             classifier_pool: side of the classifier's max-pool window.
             classifier_hidden: widths of the classifier's linear layers before the last.
 
         Raises:
-            ValueError: `scene` or `stem` is unknown, the vocabulary lacks `scene`, a token cannot name a module, or
-                the features do not fit a stem of pixels.
+            ValueError: `scene`, `stem` or `initialization` is unknown, the vocabulary lacks `scene`, a token cannot name a
+                module, or the features do not fit a stem of pixels.
         """
         super().__init__()
         if stem not in STEMS:
             raise ValueError(f"stem is {stem!r}, expected one of {', '.join(STEMS)}")
+        if initialization not in INITIALIZATIONS:
+            raise ValueError(f"initialization is {initialization!r}, expected one of {', '.join(INITIALIZATIONS)}")
         self.program_tokens = tuple(program_tokens)
         self.scene_kind = scene
         if stem == "pixels":
@@ -150,7 +154,8 @@ class ExecutionEngine(nn.Module):
             if "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
             self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
-        initialize(self, residual_gain)
+        if initialization == "kaiming":
+            kaiming_normal(self)
 
     def plan(self, programs_BL: np.ndarray | torch.Tensor, batching: str = "improved") -> Plan:
         """The plan of (B, L) programs for this engine; see `plan_programs`."""

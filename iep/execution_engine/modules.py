@@ -141,16 +141,8 @@ def make_classifier(
     return nn.Sequential(*layers, nn.Linear(dim, num_answers))
 
 
-def initialize(module: nn.Module, residual_gain: float = 1.0) -> None:
-    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand.
-
-    `residual_gain` scales the last convolution of every residual block: below 1 a deep tree of modules begins near the
-    identity, instead of doubling its activations' variance with every module (Zhang et al. 2019, Fixup, section 3).
-    """
+def kaiming_normal(module: nn.Module) -> None:
+    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand."""
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(part.weight)
-    for part in module.modules():
-        if isinstance(part, UnaryModule):
-            with torch.no_grad():
-                part.conv2.weight.mul_(residual_gain)

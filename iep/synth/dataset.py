@@ -34,7 +34,7 @@ from iep.synth.writer import is_whole_png, list_file, naming, write_png
 BLOCK = 50
 SCENE_TRIES = 5
 RECORD = "synth.json"
-GENERATOR = 2  # raised whenever the same options begin to give other bytes
+GENERATOR = 1  # raised whenever the same options begin to give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 Progress = Callable[[str, int], None]
 
@@ -100,7 +100,7 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
         scene = sample_scene(rng, options.rules, visible_share)
         entry = scene_json(scene, index, split, options.width, options.height)
         counted = balance.copy()
-        questions = ask(facts_of(entry), options.questions_per_image, rng, counted)
+        questions = ask(facts_of(entry), options.questions_per_image, rng, counted, options.emphasis)
         if len(questions) == options.questions_per_image:
             balance.update(counted - balance)
             return scene, entry, questions

@@ -1,6 +1,7 @@
 """Everything that the bytes of a synthetic data set depend on, and the two presets."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from iep.synth.scenes import SceneRules
 
@@ -19,12 +20,25 @@ class Options:
     width: int
     height: int
     rules: SceneRules
+    emphasis: Mapping[str, float] = field(default_factory=dict)
+    """How many times likelier than others the families of a group come; see `questions.ask`."""
     seed: int = 0
 
 
 PRESETS = {
     "clevr": Options("clevr", 70_000, 15_000, 15_000, 10, 480, 320, SceneRules()),
-    "mini": Options("mini", 10_000, 500, 0, 20, 192, 128, SceneRules(3, 6, spread=2.2, distance=0.8)),
+    # A world that a small network learns in minutes: few objects, near the camera, and more of the short questions.
+    "mini": Options(
+        "mini",
+        train=10_000,
+        val=500,
+        test=0,
+        questions_per_image=20,
+        width=128,
+        height=128,
+        rules=SceneRules(2, 4, spread=1.7, distance=0.55),
+        emphasis={"zero_hop": 8.0, "one_hop": 3.0, "same_relate": 2.0, "single_or": 2.0},
+    ),
 }
 
 

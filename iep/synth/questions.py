@@ -7,7 +7,7 @@ is `search.py`, wording `language.py`, the families `templates.py`. Shape suffix
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -36,17 +36,20 @@ class Question:
     family: int
 
 
-def ask(facts: Facts, count: int, rng: Random, tally: Counter) -> list[Question]:
+def ask(
+    facts: Facts, count: int, rng: Random, tally: Counter, emphasis: Mapping[str, float] | None = None
+) -> list[Question]:
     """Up to `count` different questions about a scene, of as many families as possible.
 
-    `tally` counts answers per family, `(family, answer)`, and is updated: whoever keeps it over several scenes gets
-    answers that are balanced over them.
+    Families come in random order, those of a group in `emphasis` so many times likelier before others (Efraimidis &
+    Spirakis 2006, weighted sampling without replacement). `tally` counts answers per family, `(family, answer)`, and is
+    updated: whoever keeps it over several scenes gets answers that are balanced over them.
     """
     search = search_on(facts, rng)
     questions: list[Question] = []
     known: set[tuple[str, ...]] = set()
     for _ in range(TRIES):
-        for family in rng.sample(FAMILIES, len(FAMILIES)):
+        for family in _shuffled_families(rng, emphasis or {}):
             if len(questions) == count:
                 return questions
             found = _instantiate(family, search, tally)
@@ -58,6 +61,11 @@ def ask(facts: Facts, count: int, rng: Random, tally: Counter) -> list[Question]
             text = word(rng.choice(family.sentences), phrases, extra, rng)
             questions.append(Question(text, answer, tuple(prefix_to_json(tokens)), family.index))
     return questions
+
+
+def _shuffled_families(rng: Random, emphasis: Mapping[str, float]) -> list[Family]:
+    keys = [rng.random() ** (1 / emphasis.get(family.group, 1.0)) for family in FAMILIES]
+    return [FAMILIES[i] for i in sorted(range(len(FAMILIES)), key=keys.__getitem__, reverse=True)]
 
 
 Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
