@@ -122,8 +122,8 @@ class ExecutionEngine(nn.Module):
             classifier_hidden: widths of the classifier's linear layers before the last.
 
         Raises:
-            ValueError: `scene`, `stem` or `initialization` is unknown, the vocabulary lacks `scene`, a token cannot name a
-                module, or the features do not fit a stem of pixels.
+            ValueError: `scene`, `stem` or `initialization` is unknown, the vocabulary lacks `scene`, a token cannot
+                name a module, or the features do not fit a stem of pixels.
         """
         super().__init__()
         if stem not in STEMS:

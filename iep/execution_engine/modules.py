@@ -50,12 +50,19 @@ class Coordinates(nn.Module):
 
 
 def make_stem(
-    in_dim: int, widths: Sequence[int], out_dim: int, strides: Sequence[int], norm: bool, coordinates: bool
+    in_dim: int,
+    widths: Sequence[int],
+    out_dim: int,
+    strides: Sequence[int],
+    norm: bool,
+    coordinates: bool,
+    first_kernel: int = 3,
 ) -> nn.Sequential:
     """3x3 convolutions to `widths` and then `out_dim` channels, each followed by batch norm if `norm`, and ReLU.
 
     Args:
         strides: one for each convolution.
+        first_kernel: side of the first convolution, where it is not 3.
         coordinates: two maps of x and y go into the last convolution beside its input.
     """
     layers: list[nn.Module] = []
@@ -65,7 +72,8 @@ def make_stem(
         if with_places:
             layers.append(Coordinates())
             before += 2
-        layers.append(nn.Conv2d(before, after, kernel_size=3, padding=1, stride=stride, bias=not norm))
+        side = first_kernel if place == 1 else 3
+        layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=stride, bias=not norm))
         if norm:
             layers.append(nn.BatchNorm2d(after))
         layers.append(nn.ReLU(inplace=True))
@@ -95,8 +103,9 @@ def make_pixel_stem(
 ) -> nn.Sequential:
     """(B, 3 * P * P, H, W) patches of P x P pixels -> (B, out_dim, H / stride, W / stride).
 
-    Puts the picture together again, of `pixels` x `pixels` pixels at a place as channels, then halves it with its
-    first convolutions until the grid is reached; further convolutions keep it.
+    Puts the picture together again, `pixels` x `pixels` pixels at a place as its channels, and halves it with its last
+    convolutions to the grid; those before look at it whole. With `pixels` above 1 the first is 1x1: it embeds little
+    patches (as Dosovitskiy et al. 2021, ViT, section 3.1).
 
     Raises:
         ValueError: `feature_dim` is not 3 * P * P, `pixels` does not divide P, P * stride / `pixels` is not a power of
@@ -116,8 +125,9 @@ def make_pixel_stem(
             f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
             f"{halvings} or more to halve patches of {patch} pixels to a stride of {stride}"
         )
-    strides = [2] * halvings + [1] * (len(widths) + 1 - halvings)
-    convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, coordinates)
+    strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
+    first_kernel = 1 if pixels > 1 else 3
+    convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, coordinates, first_kernel)
     return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
 
 
