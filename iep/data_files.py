@@ -58,13 +58,16 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
     """Read a questions file whole and check it against the vocabulary.
 
     Raises:
-        InputError: not HDF5, a dataset is missing or has the wrong shape, a token is not in `vocab`, or an image index
-            is below 0.
+        InputError: not HDF5, encoded with another vocabulary, a dataset is missing or has the wrong shape, a token is
+            not in `vocab`, or an image index is below 0.
     """
     with open_hdf5(path) as file:
         questions = file.get("questions")
         if not isinstance(questions, h5py.Dataset):
             raise InputError(f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess")
+        made_with = file.attrs.get("vocab_digest", vocab.digest)  # the original toolkit's files tell nothing
+        if made_with != vocab.digest:
+            raise InputError(f"{path}: was encoded with another vocabulary than the vocab.json beside it")
         count = len(questions) if questions.ndim else 0
         arrays = {
             name: _read_array(file, name, dimensions, count, required)

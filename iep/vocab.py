@@ -4,6 +4,8 @@ Covers tokenising a question and reading and writing the file. Building a vocabu
 `preprocess/questions.py`.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,6 +55,11 @@ class Vocab:
     @cached_property
     def answer_index(self) -> dict[str, int]:
         return {token: index for index, token in enumerate(self.answer)}
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that tell vocabularies apart; kept in what is encoded with one."""
+        return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """The content of vocab.json."""

@@ -102,6 +102,16 @@ def test_questions_without_numbers_of_their_own_take_their_positions(damaged: Pa
     assert read_questions(write_h5(damaged / "q.h5", datasets), VOCAB).orig_idxs.tolist() == [0, 1, 2, 3]
 
 
+def test_questions_encoded_with_another_vocabulary_of_the_same_size_are_refused(damaged: Path):
+    path = write_h5(damaged / "q.h5", arrays(4))
+    with h5py.File(path, "r+") as file:
+        file.attrs["vocab_digest"] = VOCAB.digest
+    assert len(read_questions(path, VOCAB)) == 4
+    other = Vocab((*VOCAB.question[:-1], "zebra"), VOCAB.program, VOCAB.answer)
+    with pytest.raises(InputError, match="encoded with another vocabulary"):
+        read_questions(path, other)
+
+
 # Features
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from iep.errors import InputError
 from iep.files import atomic_path, os_errors_name
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
-from iep.preprocess.recipe import Recipe, file_digest, is_current, opened, value_digest
+from iep.preprocess.recipe import Recipe, file_digest, is_current, opened
 from iep.vocab import Vocab
 
 
@@ -66,7 +66,7 @@ def preprocess_questions(
     load = cache(lambda split: load_questions(files[split]))
     digests = {split: file_digest(path) for split, path in files.items()}
     vocab, source, made_from = _vocabulary(files, digests, out, options, load)
-    common = {"vocab_digest": _digest(vocab), "encode_unk": int(options.encode_unk)}
+    common = {"vocab_digest": vocab.digest, "encode_unk": int(options.encode_unk)}
     recipes = {split: {"questions_digest": digest, **common} for split, digest in digests.items()}
     todo = [split for split in files if not _is_done(_target(out, split), recipes[split], overwrite)]
     vocab_is_done = _vocab_is_done(out / "vocab.json", vocab, overwrite)
@@ -96,10 +96,6 @@ def preprocess_questions(
 
 def _target(out: Path, split: str) -> Path:
     return out / f"{split}_questions.h5"
-
-
-def _digest(vocab: Vocab) -> str:
-    return value_digest(vocab.to_json())
 
 
 def _vocabulary(
@@ -137,12 +133,12 @@ def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
         vocab = Vocab.load(out / "vocab.json")
     except InputError:
         return None  # then it is made again, and `_vocab_is_done` decides about the file
-    return vocab if found.get("vocab_digest") == _digest(vocab) else None
+    return vocab if found.get("vocab_digest") == vocab.digest else None
 
 
 def _vocab_is_done(path: Path, vocab: Vocab, overwrite: bool) -> bool:
-    wanted = {"tokens": _digest(vocab)}
-    return is_current(path, lambda: {"tokens": _digest(Vocab.load(path))}, wanted, overwrite)
+    wanted = {"tokens": vocab.digest}
+    return is_current(path, lambda: {"tokens": Vocab.load(path).digest}, wanted, overwrite)
 
 
 def _is_done(path: Path, recipe: Recipe, overwrite: bool) -> bool:

@@ -1,0 +1,45 @@
+"""The main job as a user runs it: real processes, one command after the other, from a seed to a table of accuracies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("iterations=2", "validate_every=1", "log_every=1", "batch_size=8", "warmup=0", "curriculum=[]")
+
+
+def run(*command: str) -> str:
+    """The output of `iep-COMMAND`, which must end well."""
+    module, *arguments = command
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"iep.cli.{module}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
+    clevr, data, runs = (str(tmp_path / name) for name in ("clevr", "data", "runs"))
+    run("synth", clevr, "--preset", "mini", "--train", "40", "--val", "3", "--test", "1")
+    run("preprocess", clevr, "--out", data, "--backbone", "patches", "--dtype", "float16")
+    for model in ("pg", "lstm", "ee"):
+        run("train", "--config", f"configs/mini/{model}.yaml", "--data", data, "--out", f"{runs}/{model}", *SMALL)
+    parts = ("--pg", f"{runs}/pg", "--ee", f"{runs}/ee")
+    run("train", "--config", "configs/mini/joint.yaml", "--data", data, *parts, "--out", f"{runs}/joint", *SMALL)
+    joint = ("--pg", f"{runs}/joint", "--ee", f"{runs}/joint", "--data", data)
+    run("evaluate", "--lstm", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
+    table = run("evaluate", *joint, "--out", f"{runs}/eval/val", "--against", "lstm", f"{runs}/eval/lstm")
+    assert table.split("\n")[0].split() == ["questions", "commonest", "lstm", "model"]
+    assert table.split("\n")[1].split()[:2] == ["overall", "60"]
+    report = json.loads((tmp_path / "runs/eval/val/report.json").read_text())
+    assert report["questions"] == 60
+    assert "no answers" in run("evaluate", *joint, "--split", "test", "--out", f"{runs}/eval/test")
+    assert len((tmp_path / "runs/eval/test/predictions.jsonl").read_text().splitlines()) == 20
