@@ -98,7 +98,7 @@ class ResNet:
 
         def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
             # Full float32 products and repeatable kernels: files made on any device agree closely.
-            with torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False):
+            with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
                 return trunk((pixels_BCHW.to(device) / 255 - mean) / std)
 
         return extract
