@@ -101,8 +101,9 @@ def restore_random_states(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    # The machine that a run goes on with may have fewer devices than the one before, or more.
+    for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", ()), strict=False):
+        torch.cuda.set_rng_state(state, device)
 
 
 def seed_everything(seed: int) -> None:
