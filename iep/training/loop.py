@@ -120,8 +120,9 @@ class Trainer:
                     bar.set_postfix_str(_summary(row))
                     clock, examples = time.perf_counter(), 0
                 if last or self.step % config.validate_every == 0:
+                    paused = time.perf_counter()
                     self._validate_and_save(validation, records, bar)
-                    clock = time.perf_counter()
+                    clock += time.perf_counter() - paused  # only training counts
 
     def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records, bar: tqdm) -> None:
         improved = True
