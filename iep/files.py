@@ -65,13 +65,29 @@ def read_json(path: Path) -> Any:
     Raises:
         InputError: the file is missing, a directory, not UTF-8, or not JSON (names the line and column).
     """
+    text = read_json_text(path)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise not_json(path, error) from None
+
+
+def read_json_text(path: Path) -> str:
+    """The text of a JSON file, not yet parsed.
+
+    Raises:
+        InputError: the file is missing, a directory or not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, expected a JSON file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}, expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+
+
+def not_json(path: Path, error: json.JSONDecodeError) -> InputError:
+    """What is wrong with the JSON in the file `path`, as one line."""
+    return InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})")

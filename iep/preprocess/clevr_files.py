@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from iep.errors import InputError
+from iep.files import not_json, read_json_text
 
 _ORDER = ("train", "val", "test")
 _IMAGE_NUMBER = re.compile(r"_(\d+)\.png$")
@@ -84,7 +85,7 @@ def read_questions(path: Path) -> Iterator[dict]:
     Raises:
         InputError: the file is missing, not JSON, or has no list `questions` of objects.
     """
-    text = _read_text(path)
+    text = read_json_text(path)
     try:
         position = _enter_questions(text, path)
         count = 0
@@ -97,20 +98,9 @@ def read_questions(path: Path) -> Iterator[dict]:
             yield question
             count += 1
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+        raise not_json(path, error) from None
     if not count:
         raise InputError(f"{path}: the list 'questions' is empty")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: a directory, expected a JSON file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}, expected JSON") from None
 
 
 def _enter_questions(text: str, path: Path) -> int:

@@ -29,7 +29,7 @@ from iep.synth.options import SPLITS, Options
 from iep.synth.questions import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
-from iep.synth.writer import is_whole_png, list_file, naming, write_png
+from iep.synth.writer import is_whole_png, list_file, write_png
 
 BLOCK = 50
 SCENE_TRIES = 5
@@ -242,5 +242,4 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         for part in ("images", "questions", "scenes"):
             if (out / part).exists():
                 shutil.rmtree(out / part)
-    with naming(path):
-        write_json(path, record, indent=2)
+    write_json(path, record, indent=2)

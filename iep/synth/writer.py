@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from iep.files import atomic_path
+from iep.files import atomic_path, os_errors_name
 
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
@@ -17,12 +17,11 @@ PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 @contextmanager
 def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
     """A JSON file whose list's entries are added as text, written whole or not at all."""
-    # `naming` twice: inside for what this file's own writes raise, outside for what its closing does.
-    with naming(path), atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
         separator = ""
 
         def write(text: str) -> None:
-            with naming(path):
+            with os_errors_name(path):  # here, because another list's file may be open inside this one's block
                 file.write(text)
 
         def add(text: str) -> None:
@@ -44,7 +43,7 @@ def write_png(path: Path, image_HW3: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path):
+        with os_errors_name(path):
             temporary.write_bytes(content.getvalue())
             os.replace(temporary, path)
     finally:
@@ -59,14 +58,3 @@ def is_whole_png(path: Path) -> bool:
             return file.read() == PNG_END
     except OSError:  # absent, or shorter than a PNG's end
         return False
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an operating system error that names no file, such as a full disk met while writing, name this one."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
