@@ -3,7 +3,7 @@
 A split is `{split}_questions.h5` and, for models that look, `{split}_features.h5`: the original toolkit's formats,
 which `iep-preprocess` writes. Making batches of them is `datasets.py`.
 
-Shapes: N rows, C H W feature maps.
+Shapes: N rows, T question tokens, L program tokens, C H W feature maps.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,21 @@ def open_hdf5(path: Path) -> h5py.File:
 
 @dataclass(frozen=True)
 class Questions:
-    """The arrays of a questions file, N questions; missing ones are None."""
+    """The int64 arrays of a questions file, N questions; missing ones are None."""
 
     path: Path
     questions: np.ndarray
+    """(N, T) question tokens."""
     image_idxs: np.ndarray
+    """(N,) image index of each question."""
     orig_idxs: np.ndarray
+    """(N,) CLEVR's `question_index`."""
     families: np.ndarray | None
+    """(N,) CLEVR's `question_family_index`."""
     programs: np.ndarray | None
+    """(N, L) prefix program tokens."""
     answers: np.ndarray | None
+    """(N,) answer indices."""
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -171,3 +177,24 @@ class Features:
                 what = " ".join(str(error).split())
                 raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
         return torch.from_numpy(values).float()
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split's questions and, where the model looks, features."""
+
+    questions: Questions
+    features: Features | None
+
+
+def open_split(data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None) -> Split:
+    """The first `num_samples` questions of a split (None: all) and its features.
+
+    Raises:
+        InputError: a file is missing, damaged or made with another vocabulary, or there is no question.
+    """
+    questions_path, features_path = split_files(data, split)
+    questions = read_questions(questions_path, vocab)
+    if not len(questions):
+        raise InputError(f"{questions_path}: holds no question")
+    return Split(questions.select(slice(num_samples)), Features(features_path) if with_features else None)

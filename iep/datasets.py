@@ -26,8 +26,6 @@ class Batch:
     """(B,) position of each question in its file."""
     questions: torch.Tensor
     """(B, T) question tokens, padded with `<NULL>` on the right."""
-    image_idxs: torch.Tensor
-    """(B,) image index of each question."""
     programs: torch.Tensor | None
     """(B, L) prefix program tokens."""
     answers: torch.Tensor | None
@@ -89,7 +87,6 @@ class ClevrDataset(Dataset):
         return Batch(
             index=torch.from_numpy(np.asarray(rows)),
             questions=torch.from_numpy(part.questions),
-            image_idxs=torch.from_numpy(part.image_idxs),
             programs=programs_BL,
             answers=None if part.answers is None else torch.from_numpy(part.answers),
             features=features,
@@ -107,9 +104,6 @@ class _Rows(Sampler):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self.rows(number) for number in self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
 
 class _ErrorsAsItems(Dataset):
@@ -130,9 +124,6 @@ class Batches:
 
     def __init__(self, loader: DataLoader):
         self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches.

@@ -96,7 +96,14 @@ def load_network(path: Path | str, name: str, vocab: Vocab, device: torch.device
     checkpoint = load_checkpoint(Path(path))
     network = unpack(checkpoint, name, path)
     check_vocab(Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)"), vocab, name, path)
-    return network.to(device).eval()
+    return place(network, device).eval()
+
+
+def place(network: nn.Module, device: torch.device) -> nn.Module:
+    """`network` on `device`; on a CPU with channels last, in which its convolutions run faster."""
+    if device.type == "cpu":
+        return network.to(device, memory_format=torch.channels_last)
+    return network.to(device)
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> None:

@@ -109,6 +109,14 @@ def test_random_states_survive_their_checkpoint(tmp_path: Path):
     assert [draw(), draw()] == expected
 
 
+def test_random_states_of_devices_that_are_not_there_are_left(monkeypatch):
+    restored = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((state, device)))
+    restore_random_states(random_states() | {"cuda": ["first", "second"]})
+    assert restored == [("first", 0)]
+
+
 def test_seeding_makes_every_generator_repeat_itself():
     def draw(seed: int) -> tuple[float, float, float]:
         seed_everything(seed)

@@ -9,7 +9,7 @@ import yaml
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
-from iep.execution_engine.engine import SCENES, STEMS
+from iep.execution_engine.engine import INITIALIZATIONS, SCENES, STEMS
 
 
 def write(path: Path, text: str) -> Path:
@@ -175,6 +175,7 @@ def test_every_choice_is_one_that_the_code_knows():
     assert set(choices["batching"]) == set(SCHEDULERS)
     assert set(choices["scene"]) == set(SCENES)
     assert set(choices["stem"]) == set(STEMS)
+    assert set(choices["initialization"]) == set(INITIALIZATIONS)
     assert set(choices["model"]) == set(MODELS) == set(LEARNING_RATES)
 
 

@@ -22,6 +22,7 @@ from torch.nn import functional
 import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
 from iep.files import read_json
+from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
 
 
@@ -144,6 +145,20 @@ def test_resnet_rows_equal_torchvisions_network_cut_by_hand(clevr, out, tmp_path
         for layer in list(model.children())[:7]:  # conv1, bn1, relu, maxpool, layer1, layer2, layer3
             x = layer(x)
     assert torch.allclose(torch.tensor(rows[6]), x[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_resnet_runs_with_cudnn(monkeypatch):
+    switched_on = []
+
+    class Trunk(torch.nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            switched_on.append(torch.backends.cudnn.enabled)
+            return pixels
+
+    monkeypatch.setattr(backbones, "_trunk", lambda model, stage: Trunk())
+    extract = backbones.ResNet("resnet18", weights="random").extractor(torch.device("cpu"))
+    extract(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    assert switched_on == [True]
 
 
 def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tmp_path):

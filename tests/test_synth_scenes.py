@@ -109,6 +109,11 @@ def test_cogents_conditions_are_each_others_reverse() -> None:
     assert COLORS_OF_SHAPE["A"]["sphere"] == COLORS_OF_SHAPE["B"]["sphere"] == tuple(RGB)
 
 
+def test_more_things_than_there_is_room_for_are_an_input_error() -> None:
+    with pytest.raises(InputError, match="no room for 10 objects in a square of side 2"):
+        sample_scene(Random(0), SceneRules(10, 10, spread=1.0), visible_share)
+
+
 def test_a_picture_too_flat_for_its_things_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"picture of 9\.00:1 .* 10 objects"):
         sample_scene(Random(0), SceneRules(10, 10, aspect=9.0), visible_share)

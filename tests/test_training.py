@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -296,6 +297,26 @@ def test_every_step_uses_the_learning_rate_of_its_number(data: Path, tmp_path: P
 
 
 # What a run leaves
+
+
+def test_only_training_counts_in_questions_per_second(data: Path, tmp_path: Path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("iep.training.loop.time", clock)
+
+    def timed(name: str, seconds: float) -> None:
+        function = getattr(Trainer, name)
+
+        def run(*arguments):
+            clock.now += seconds
+            return function(*arguments)
+
+        monkeypatch.setattr(Trainer, name, run)
+
+    timed("train_step", 1.0)
+    timed("validate", 100.0)
+    train(tiny_config(data, "lstm", "validate_every=3", "log_every=2"), tmp_path, resume=False)
+    recorded = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [row["questions_per_second"] for row in recorded if "loss" in row] == [8.0, 8.0]
 
 
 def scalars(out: Path) -> dict[str, list[tuple[int, float]]]:

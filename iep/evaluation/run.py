@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from iep.baselines import commonest
 from iep.config import Config
-from iep.data_files import Features, Questions, read_questions, split_files
+from iep.data_files import Questions, Split, open_split, read_questions, split_files
 from iep.datasets import ClevrDataset
 from iep.devices import resolve_device
 from iep.errors import InputError
@@ -18,7 +17,6 @@ from iep.evaluation.metrics import Scores, count_types, exact_match, question_ty
 from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.prediction_file import prediction_rows, write_predictions
 from iep.evaluation.report import Report, write_report
-from iep.execution_engine.engine import plan_programs
 from iep.networks import check_features, load_network
 from iep.programs import QUESTION_TYPES
 from iep.vocab import Vocab
@@ -51,17 +49,13 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
     """
     vocab = Vocab.load(settings.data / "vocab.json")
-    questions_path, features_path = split_files(settings.data, settings.split)
-    questions = read_questions(questions_path, vocab).select(slice(settings.num_samples))
-    if not len(questions):
-        raise InputError(f"{questions_path}: holds no question")
-    features = None if settings.ee is None else Features(features_path)
-    predictor = _load(settings, vocab, features, questions)
+    split = open_split(settings.data, settings.split, vocab, settings.ee is not None, settings.num_samples)
+    questions = split.questions
+    predictor = _load(settings, vocab, split)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
-        scene = predictor.engine.scene_kind
-        make_plan = partial(plan_programs, program_tokens=vocab.program, scene=scene, batching=settings.batching)
-    dataset = ClevrDataset(questions, features, make_plan)
+        make_plan = predictor.engine.planner(settings.batching)
+    dataset = ClevrDataset(questions, split.features, make_plan)
     device = resolve_device(settings.device)
     predictions = predict(predictor, dataset, settings.batch_size, settings.workers, device)
 
@@ -97,7 +91,7 @@ def _describe_programs(settings: Evaluation) -> str:
     return f"{used}, beam {settings.beam_size}" if used == "predicted" and settings.beam_size > 1 else used
 
 
-def _load(settings: Evaluation, vocab: Vocab, features: Features | None, questions: Questions) -> Predictor:
+def _load(settings: Evaluation, vocab: Vocab, split: Split) -> Predictor:
     if settings.lstm is not None and any(given is not None for given in (settings.pg, settings.ee, settings.programs)):
         raise InputError("--lstm answers alone; evaluate it without --pg, --ee and --programs")
     if settings.lstm is None and settings.pg is None and settings.ee is None:
@@ -107,15 +101,15 @@ def _load(settings: Evaluation, vocab: Vocab, features: Features | None, questio
         raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
-    if settings.ee is not None and not predicted and questions.programs is None:
-        raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
+    if settings.ee is not None and not predicted and split.questions.programs is None:
+        raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     device = resolve_device(settings.device)
     networks = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
         networks["engine"] = load_network(settings.ee, "engine", vocab, device)
-        check_features(networks["engine"], features.shape[1:], features.path)
+        check_features(networks["engine"], split.features.shape[1:], split.features.path)
     if settings.lstm is not None:
         networks["lstm"] = load_network(settings.lstm, "lstm", vocab, device)
     return Predictor(

@@ -6,8 +6,9 @@ workers can make it. Does not train, and predicts no programs.
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -157,9 +158,13 @@ class ExecutionEngine(nn.Module):
         if initialization == "kaiming":
             kaiming_normal(self)
 
+    def planner(self, batching: str) -> Callable[[np.ndarray | torch.Tensor], Plan]:
+        """`plan_programs` for this engine, without its weights: cheap to send to the data loader's workers."""
+        return partial(plan_programs, program_tokens=self.program_tokens, scene=self.scene_kind, batching=batching)
+
     def plan(self, programs_BL: np.ndarray | torch.Tensor, batching: str = "improved") -> Plan:
         """The plan of (B, L) programs for this engine; see `plan_programs`."""
-        return plan_programs(programs_BL, self.program_tokens, self.scene_kind, batching)
+        return self.planner(batching)(programs_BL)
 
     def forward(
         self, features_NCHW: torch.Tensor, plan: Plan, image_rows_B: torch.Tensor | None = None

@@ -62,7 +62,6 @@ def sample(
     questions_BT: Tensor,
     max_length: int,
     temperature: float = 1.0,
-    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Programs drawn from the generator, and the log probability of each, through which gradients flow.
 
@@ -72,7 +71,6 @@ def sample(
 
     Args:
         temperature: divides the logits; below 1 sharpens the distribution, towards 0 it becomes greedy.
-        generator: source of random numbers, on the questions' device; None is torch's own.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats, at the given temperature, of the tokens after
@@ -87,7 +85,7 @@ def sample(
 
     def draw(logits_BV: Tensor) -> Tensor:
         probs_BV = _program_log_softmax(logits_BV / temperature).exp()
-        return torch.multinomial(probs_BV, 1, generator=generator).squeeze(1)
+        return torch.multinomial(probs_BV, 1).squeeze(1)
 
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():

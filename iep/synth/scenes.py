@@ -19,6 +19,7 @@ CAMERA_JITTER = 0.5
 GAP = 0.25
 MARGIN = 0.4
 PLACE_TRIES = 50
+PLACE_ROUNDS = 2000
 SCENE_TRIES = 100
 DIGITS = 6  # of every number in the scenes file
 
@@ -98,7 +99,7 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     `visible_share` gives, for a scene and an aspect, each thing's share of the image's pixels.
 
     Raises:
-        InputError: no such scene was found; the picture has too odd a shape for so many objects.
+        InputError: no such scene was found; there is no room for so many objects, or the picture has too odd a shape.
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
@@ -179,8 +180,13 @@ def _sample_camera(rng: Random, rules: SceneRules) -> Camera:
 
 
 def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) -> tuple[Thing, ...]:
+    """`count` things on the square, begun again as a whole when one finds no place.
+
+    Raises:
+        InputError: there was never room for all of them.
+    """
     towards = directions(camera)
-    while True:
+    for _ in range(PLACE_ROUNDS):
         things: list[Thing] = []
         for _ in range(count):
             thing = _place_one(rng, rules, things, (towards["right"], towards["behind"]))
@@ -189,6 +195,7 @@ def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) ->
             things.append(thing)
         if len(things) == count:
             return tuple(things)
+    raise InputError(f"no room for {count} objects in a square of side {2 * rules.spread:g}; show fewer")
 
 
 def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[Vector, Vector]) -> Thing | None:

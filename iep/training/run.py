@@ -1,8 +1,7 @@
 """A resolved config -> a trained run: opens the data, builds or loads the networks, picks the task, runs the loop."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torch import nn
 
 from iep.config import Config, to_dict, to_yaml, update
-from iep.data_files import Features, Questions, read_questions, split_files
+from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import ClevrDataset, sequential_batches, training_batches
 from iep.devices import resolve_device
 from iep.errors import InputError
-from iep.execution_engine.engine import plan_programs
 from iep.files import write_bytes
 from iep.networks import (
     DESCRIPTIONS,
@@ -25,6 +23,7 @@ from iep.networks import (
     generator_kwargs,
     load_network,
     lstm_kwargs,
+    place,
     unpack,
 )
 from iep.ordering import make_order, program_lengths
@@ -34,27 +33,6 @@ from iep.training.tasks import EngineTask, GeneratorTask, JointTask, LstmTask
 from iep.vocab import Vocab
 
 VALIDATION_BATCH_SIZE = 256
-
-
-@dataclass(frozen=True)
-class Split:
-    """One split's questions and, where the model looks, features."""
-
-    questions: Questions
-    features: Features | None
-
-
-def open_split(data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None) -> Split:
-    """The first `num_samples` questions of a split (None: all) and its features.
-
-    Raises:
-        InputError: a file is missing, damaged or made with another vocabulary.
-    """
-    questions_path, features_path = split_files(data, split)
-    questions = read_questions(questions_path, vocab)
-    if not len(questions):
-        raise InputError(f"{questions_path}: holds no question")
-    return Split(questions.select(slice(num_samples)), Features(features_path) if with_features else None)
 
 
 def train(config: Config, out: Path, resume: bool) -> bool:
@@ -90,12 +68,7 @@ def train(config: Config, out: Path, resume: bool) -> bool:
 
     planner = None
     if config.model == "ee" and config.programs == "ground-truth":
-        planner = partial(
-            plan_programs,
-            program_tokens=vocab.program,
-            scene=task.engine.scene_kind,
-            batching=config.batching,
-        )
+        planner = task.engine.planner(config.batching)
     programs = training.questions.programs
     order = make_order(
         None if programs is None else program_lengths(programs, vocab.program),
@@ -186,7 +159,7 @@ def _make_task(
             made = build(name, kwargs()) if start is None else load_network(start, name, vocab, torch.device("cpu"))
         if name == "engine":
             check_features(made, feature_shape, path if checkpoint is not None else start or training.features.path)
-        return made.to(device)
+        return place(made, device)
 
     def generator() -> nn.Module:
         return network("generator", config.pg, lambda: generator_kwargs(config.generator, vocab))
