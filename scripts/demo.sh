@@ -16,7 +16,7 @@ step() {
     "$@"
 }
 
-step iep-synth "$OUT/clevr" --preset mini --workers "$(nproc)"
+step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
 step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
 # Two small networks that gain nothing from a second core: side by side, one core each.
 export OMP_NUM_THREADS=1
