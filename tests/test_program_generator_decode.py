@@ -199,9 +199,9 @@ def test_sampled_programs_occur_as_often_as_their_probabilities_say():
     with torch.no_grad():
         model.decoder_linear.bias[[NULL, START]] = 5.0  # likely tokens that sampling must leave out
     for temperature in (1.0, 3.0):
-        generator = torch.Generator().manual_seed(5)
+        torch.manual_seed(5)
         questions = torch.tensor([QUESTIONS[0]]).expand(draws, -1)
-        programs, _ = sample(model, questions, 4, temperature, generator)
+        programs, _ = sample(model, questions, 4, temperature)
         drawn = unpadded(programs)
         possible = all_programs(4)
         assert all(program in possible for program in drawn)
@@ -221,9 +221,9 @@ def test_sampled_programs_occur_as_often_as_their_probabilities_say():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampled_log_probs_and_reinforce_gradients_match_a_naive_loop(temperature, device):
     model = make_decoder(4, end_bias=1.0).to(device)
-    generator = torch.Generator(device).manual_seed(0)
+    torch.manual_seed(0)
     questions = pad_rows(QUESTIONS).to(device)
-    programs, log_probs = sample(model, questions, 6, temperature, generator)
+    programs, log_probs = sample(model, questions, 6, temperature)
     lengths = {len(program) for program in unpadded(programs)}
     assert len(lengths) > 1, "the case should hold programs of different lengths"
     rows = zip(QUESTIONS, unpadded(programs), strict=True)
