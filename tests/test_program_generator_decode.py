@@ -234,6 +234,13 @@ def test_sampled_log_probs_and_reinforce_gradients_match_a_naive_loop(temperatur
     torch.testing.assert_close(gradients(model, surrogate), gradients(model, naive_surrogate))
 
 
+def test_sampling_in_bfloat16_leaves_every_weight_its_gradient():
+    model, questions = make_decoder(end_bias=1.0).float(), pad_rows(QUESTIONS)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, log_probs = sample(model, questions, 6)
+    assert all(gradient.abs().sum() > 0 for gradient in gradients(model, log_probs.sum()).values())
+
+
 def test_sampling_at_a_low_temperature_is_greedy():
     model, questions = never_special(make_decoder(1)), pad_rows(QUESTIONS)
     programs, log_probs = sample(model, questions, 6, temperature=1e-5)

@@ -90,6 +90,8 @@ def sample(
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():
         programs_BL = _unroll(model, encoding_BH, max_length, draw)
+    # In versions of torch before pytorch/pytorch#165068, autocast goes on with the weights that it cast without gradients.
+    torch.clear_autocast_cache()
     logits, _ = model.decode(encoding_BH, programs_BL[:, :-1])
     targets = programs_BL[:, 1:]
     log_probs = _program_log_softmax(logits / temperature)
