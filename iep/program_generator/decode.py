@@ -90,7 +90,7 @@ def sample(
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():
         programs_BL = _unroll(model, encoding_BH, max_length, draw)
-    # In versions of torch before pytorch/pytorch#165068, autocast goes on with the weights that it cast without gradients.
+    # Autocast of torch before pytorch/pytorch#165068 goes on with weights that it cast without recording gradients.
     torch.clear_autocast_cache()
     logits, _ = model.decode(encoding_BH, programs_BL[:, :-1])
     targets = programs_BL[:, 1:]
