@@ -93,7 +93,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
     ],
 )
 def test_the_loss_falls(data: Path, parts: list[str], tmp_path: Path, model: str, settings: tuple[str, ...]):
-    starts = {"joint": parts, "ee": parts[:1]}.get(model, [])
+    starts = parts if model == "joint" else parts[:1] if "programs=predicted" in settings else []
     quick = ["iterations=24", "num_train_samples=8", "num_val_samples=1", "validate_every=100"]
     train(tiny_config(data, model, *quick, *settings, *starts), tmp_path, resume=False)
     losses = [row["loss"] for row in rows(tmp_path) if "loss" in row]
@@ -593,6 +593,9 @@ def test_validation_features_of_another_shape_are_named(tmp_path: Path):
         ("ee", ["programs=predicted"], "give --pg CKPT, a trained program generator"),
         ("joint", [], "joint training starts from trained parts: give --pg CKPT"),
         ("joint", ["pg"], "joint training starts from trained parts: give --ee CKPT"),
+        ("ee", ["pg"], "which training ee does not use; --programs predicted runs its programs"),
+        ("lstm", ["pg"], "which training lstm does not use"),
+        ("pg", ["freeze=engine"], "freeze is engine, which training pg does not use"),
         ("ee", ["data=null"], "no data: give --data DIR"),
         ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),

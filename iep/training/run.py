@@ -43,6 +43,7 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     """
     if config.data is None:
         raise InputError("no data: give --data DIR, a directory that iep-preprocess wrote")
+    _refuse_unused(config)
     checkpoint = _own_checkpoint(config, out, resume)
     if checkpoint is not None and checkpoint["step"] >= config.iterations:
         return False
@@ -95,6 +96,17 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     write_bytes(out / "config.yaml", to_yaml(config).encode())
     trainer.fit(batches, validation_batches)
     return True
+
+
+def _refuse_unused(config: Config) -> None:
+    """What names a part of the model, or another model to start from, is never left unused without a word."""
+    used = {"pg": ("pg",), "ee": ("ee",), "joint": ("pg", "ee", "freeze"), "lstm": ()}[config.model]
+    if config.model == "ee" and config.programs == "predicted":
+        used = ("pg", "ee")
+    for key in ("pg", "ee", "freeze"):
+        if getattr(config, key) is not None and key not in used:
+            hint = "; --programs predicted runs its programs" if (config.model, key) == ("ee", "pg") else ""
+            raise InputError(f"{key} is {getattr(config, key)}, which training {config.model} does not use{hint}")
 
 
 def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module]) -> Config:
