@@ -295,6 +295,11 @@ def test_questions_are_checked_against_features_where_images_are_not_at_hand(cle
     assert "question 4 is about image 2, but there are 2 images" in run(clevr, "--out", out, "--split", "train", code=1)
 
 
+def test_the_words_of_the_samples_train_split_do_for_its_other_splits(out):
+    run(Path(__file__).parents[1] / "data" / "sample", "--out", out)
+    assert len(read(out / "val_questions.h5")["questions"]) == 80
+
+
 @pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")
 def test_real_clevr_encodes_with_a_vocabulary_of_its_own(out):
     run(os.environ["IEP_CLEVR_DIR"], "--out", out, "--split", "train")
