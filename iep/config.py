@@ -4,7 +4,9 @@ Turns a YAML file and a list of `key=value` strings into a checked `Config`. An 
 type or out of range is an `InputError` that names the key and where it was given.
 """
 
+import contextlib
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,6 +22,7 @@ MODELS = ("pg", "ee", "joint", "lstm")
 BATCHING = ("vanilla", "standard", "improved")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
+LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
 
 
@@ -89,7 +92,7 @@ class Config:
     num_val_samples: int | None = setting(10_000, minimum=1)
     curriculum: tuple[tuple[int, int], ...] = ()
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
-    max_program_length: int = setting(30, minimum=2)
+    max_program_length: int = setting(30, minimum=2, maximum=1000)
     """Tokens after which decoding stops, <START> and <END> included; CLEVR's longest program has 27."""
     questions_per_image: int = setting(1, minimum=1)
     """Questions about the same image that are drawn together; above 1 the stem has fewer images to look at."""
@@ -195,7 +198,7 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{file}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets bad dates and depths through
         raise InputError(f"{file}: not YAML ({' '.join(str(error).split())})") from None
     if content is None:
         return {}
@@ -207,7 +210,7 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
 def _yaml_value(text: str, assignment: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise InputError(f"{assignment!r}: the value is not YAML") from None
 
 
@@ -242,12 +245,14 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
             return tuple(_converted(item, part, name) for item, part in zip(value, arguments, strict=True))
     if kind is float and isinstance(value, str):
         # YAML 1.1 reads 1e-4, which has no dot, as text.
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        value = float(value)
+    if kind is int and isinstance(value, int) and abs(value) > LARGEST:
+        raise InputError(f"{name} is {value}, expected no more than {LARGEST}")
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name} is {value}, expected a finite number")
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise InputError(f"{name} is {value!r}, expected {_kind_name(kind)}")

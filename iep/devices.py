@@ -18,4 +18,6 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r}: not available here ({str(error).splitlines()[0]})") from None
+    if device.type == "meta":
+        raise InputError(f"device {name!r}: holds no values, nothing can be computed there")
     return device

@@ -68,6 +68,8 @@ def read_json(path: Path) -> Any:
     text = read_json_text(path)
     try:
         return json.loads(text)
+    except RecursionError:
+        raise InputError(f"{path}: not usable JSON, it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise not_json(path, error) from None
 

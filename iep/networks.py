@@ -16,7 +16,7 @@ from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.seq2seq import Seq2Seq
-from iep.training.checkpoint import load_checkpoint
+from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
 
 CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, "lstm": LSTMBaseline}
@@ -93,7 +93,7 @@ def load_network(path: Path | str, name: str, vocab: Vocab, device: torch.device
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
     """
-    checkpoint = load_checkpoint(Path(path))
+    checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
     network = unpack(checkpoint, name, path)
     check_vocab(Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)"), vocab, name, path)
     return place(network, device).eval()

@@ -293,3 +293,14 @@ def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
     assert str(caught.value) == (
         f"features.h5: features are {shape} an image, but the engine is made for {(CHANNELS, GRID, GRID)}"
     )
+
+
+@pytest.mark.parametrize("part", ["step", "optimizer", "random", "config", "vocab", "networks", "task"])
+def test_a_run_is_not_resumed_from_a_checkpoint_that_lacks_a_part(
+    runs: dict[str, Path], data, tmp_path: Path, part: str
+):
+    content = load_checkpoint(runs["pg"] / LAST)
+    del content[part]
+    save_checkpoint(tmp_path / "run" / LAST, content)
+    with pytest.raises(InputError, match=f"last.pt: a checkpoint without '{part}'"):
+        train(tiny_config(data, "pg", "iterations=9"), tmp_path / "run", resume=True)

@@ -338,7 +338,7 @@ def test_a_split_with_features_alone_lacking_is_enough_for_the_generator(data, r
         (["--lstm", "{lstm}", "--against", "old"], "requires 2 arguments", 2),
         (["--lstm", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
         (["--pg", "{pg}", "--beam-size", "0"], "0 is not in the range x>=1", 2),
-        (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range x>=2", 2),
+        (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range 2<=x<=1000", 2),
         (["--lstm", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
         (["--lstm", "{lstm}", "--out", "{lstm}"], "is a file", 2),
     ],

@@ -346,3 +346,24 @@ def test_a_board_that_cannot_be_written_is_named(tmp_path: Path):
     with pytest.raises(OSError, match="File too large") as caught:
         write_rows()
     assert Path(caught.value.filename).parent == tmp_path / "tensorboard"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(data: Path, tmp_path: Path):
+    arguments = [
+        "--model",
+        "ee",
+        "--data",
+        data,
+        "--out",
+        tmp_path / "run",
+        *TINY,
+        "learning_rate=1e30",
+        "iterations=40",
+    ]
+    done = iep_train(*arguments)
+    assert done.exit_code == 1
+    assert "the loss is nan at iteration" in done.stderr or "the loss is inf at iteration" in done.stderr
+    assert "Traceback" not in done.stderr
+    for saved in (tmp_path / "run").glob("*.pt"):
+        weights = load_checkpoint(saved)["networks"]["engine"]["weights"]
+        assert weights["stem.0.weight"].isfinite().all()

@@ -76,7 +76,7 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("batch_size=null", "batch_size is None, expected a whole number"),
         ("learning_rate=fast", "learning_rate is 'fast', expected a number"),
         ("learning_rate=-1", "learning_rate is -1.0, expected at least 0"),
-        ("learning_rate=.nan", "learning_rate is nan, expected at least 0"),
+        ("learning_rate=.nan", "learning_rate is nan, expected a finite number"),
         ("batch_size=0", "batch_size is 0, expected at least 1"),
         ("reward_decay=1.5", "reward_decay is 1.5, expected at most 1"),
         ("generator.dropout=2", "generator.dropout is 2.0, expected at most 1"),
@@ -198,3 +198,20 @@ def test_every_recipe_in_configs_is_read_and_trains_the_model_that_it_is_named_f
 
 def test_there_is_a_recipe_for_every_model():
     assert {read_config(recipe).model for recipe in RECIPES} == set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "problem"),
+    [
+        ("learning_rate=inf", "expected a finite number"),
+        ("learning_rate=" + "9" * 400, "expected a number"),
+        ("questions_per_image=99999999999999999999", "expected no more than"),
+        ("max_program_length=1001", "expected at most 1000"),
+        ("seed=2020-13-45", "not YAML"),
+    ],
+)
+def test_numbers_beyond_use_and_bad_dates_are_one_line(assignment: str, problem: str):
+    with pytest.raises(InputError) as caught:
+        read_config(assignments=[assignment])
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)

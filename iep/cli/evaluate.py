@@ -24,7 +24,7 @@ from iep.config import BATCHING, PROGRAM_SOURCES
 @click.option("--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]")
 @click.option(
     "--max-program-length",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, 1000),
     help="Tokens after which decoding stops.  [default: 30]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")

@@ -36,7 +36,7 @@ BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patc
     "--stage", type=click.IntRange(1, 4), help="ResNet: take the features at the end of this stage.  [default: 3]"
 )
 @click.option("--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]")
-@click.option("--seed", type=int, help="ResNet: seed of random weights.  [default: 0]")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]")
 @click.option(
     "--image-size", type=click.IntRange(min=32), help="ResNet: pixels to a side after resizing.  [default: 224]"
 )

@@ -71,11 +71,11 @@ def main(
 
 def _saved_config(out: Path) -> Config | None:
     """The settings of the run in `out`, if it has got as far as a checkpoint."""
-    from iep.training.checkpoint import LAST, load_checkpoint
+    from iep.training.checkpoint import LAST, PARTS_OF_A_RUN, load_checkpoint
 
     if not (out / LAST).exists():
         return None
-    return update(Config(), load_checkpoint(out / LAST)["config"], source=str(out / LAST))
+    return update(Config(), load_checkpoint(out / LAST, PARTS_OF_A_RUN)["config"], source=str(out / LAST))
 
 
 if __name__ == "__main__":

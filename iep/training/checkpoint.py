@@ -10,7 +10,9 @@ import random
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,16 @@ from iep.errors import InputError
 from iep.files import write_bytes
 
 FORMAT = "iep-checkpoint-1"
+PARTS_OF_A_MODEL = {"networks": dict, "vocab": dict}
+PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
+    "model": str,
+    "step": int,
+    "best": float,
+    "task": dict,
+    "optimizer": dict,
+    "random": dict,
+    "config": dict,
+}
 LAST, BEST = "last.pt", "best.pt"
 
 
@@ -34,8 +46,10 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, parts: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
     """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint.
+
+    `parts` are the keys that it must have and the kinds of their values.
 
     Raises:
         InputError: the file is missing, truncated, not a checkpoint of this toolkit, or holds more than plain data.
@@ -58,6 +72,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
+    for part, kind in parts.items():
+        if not isinstance(content.get(part), kind):
+            raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
     return content
 
 

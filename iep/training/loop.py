@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from iep.config import Config, to_dict
 from iep.datasets import Batch
+from iep.errors import InputError
 from iep.networks import pack
 from iep.training.checkpoint import BEST, LAST, random_states, restore_random_states, save_checkpoint
 from iep.training.records import Records
@@ -99,6 +100,9 @@ class Trainer:
         """Train to `config.iterations`; validate and save every `validate_every` steps and at the end.
 
         `training` yields the batches from the current step on. Without `validation` the last checkpoint is the best.
+
+        Raises:
+            InputError: the loss is not finite where it is logged or saved; nothing is saved then.
         """
         config = self.config
         self._train_mode(True)
@@ -112,6 +116,9 @@ class Trainer:
                 examples += len(batch.index)
                 bar.update()
                 last = self.step == config.iterations
+                saving = last or self.step % config.validate_every == 0
+                if saving or self.step % config.log_every == 0:
+                    self._check_finite(metrics["loss"].item())
                 if last or self.step % config.log_every == 0:
                     row = {name: value.item() for name, value in metrics.items()}
                     row["questions_per_second"] = examples / (time.perf_counter() - clock)
@@ -119,10 +126,17 @@ class Trainer:
                     records.write(self.step, row)
                     bar.set_postfix_str(_summary(row))
                     clock, examples = time.perf_counter(), 0
-                if last or self.step % config.validate_every == 0:
+                if saving:
                     paused = time.perf_counter()
                     self._validate_and_save(validation, records, bar)
                     clock += time.perf_counter() - paused  # only training counts
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise InputError(
+                f"{self.out}: the loss is {loss} at iteration {self.step}; nothing was saved since the last "
+                "checkpoint; try a lower learning_rate or clip_gradients=1"
+            )
 
     def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records, bar: tqdm) -> None:
         improved = True

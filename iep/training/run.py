@@ -27,7 +27,7 @@ from iep.networks import (
     unpack,
 )
 from iep.ordering import make_order, program_lengths
-from iep.training.checkpoint import LAST, load_checkpoint, seed_everything
+from iep.training.checkpoint import LAST, PARTS_OF_A_RUN, load_checkpoint, seed_everything
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, GeneratorTask, JointTask, LstmTask
 from iep.vocab import Vocab
@@ -125,7 +125,7 @@ def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] |
         return None
     if not resume:
         raise InputError(f"{out}: already holds a run; add --resume to go on with it, or choose another --out")
-    checkpoint = load_checkpoint(out / LAST)
+    checkpoint = load_checkpoint(out / LAST, PARTS_OF_A_RUN)
     if checkpoint["model"] != config.model:
         raise InputError(f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}")
     _check_same_networks(checkpoint, config, out / LAST)
