@@ -57,7 +57,6 @@ class EngineConfig:
     stem_stride: int = setting(1, minimum=1)
     stem_pixels: int = setting(1, minimum=1)
     stem_norm: bool = False
-    coordinates: bool = False
     initialization: str = setting("kaiming", choices=("kaiming", "torch"))
     classifier_projection: int = setting(512, minimum=1)
     classifier_pool: int = setting(2, minimum=1)

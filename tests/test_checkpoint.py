@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, TINY, VOCAB, write_data
+from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
-from iep.config import Config, read_config, to_dict
+from iep.config import to_dict
 from iep.errors import InputError
 from iep.networks import build, check_features, check_vocab, load_network, pack, unpack
 from iep.training.checkpoint import (
@@ -29,24 +29,6 @@ from iep.training.run import train
 from iep.vocab import Vocab
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each model that starts from nothing."""
-    root = tmp_path_factory.mktemp("runs")
-    for model in ("pg", "ee", "lstm"):
-        assert train(tiny_config(data, model), root / model, resume=False)
-    return {model: root / model for model in ("pg", "ee", "lstm")}
-
-
-def tiny_config(data: Path, model: str, *settings: str) -> Config:
-    return read_config(None, [*TINY, f"model={model}", f"data={data}", *settings])
 
 
 @pytest.fixture

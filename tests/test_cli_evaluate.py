@@ -22,7 +22,6 @@ from tiny_data import (
     assert_one_error,
     features,
     files_no_larger_than,
-    write_data,
     write_h5,
 )
 
@@ -36,11 +35,6 @@ from iep.training.checkpoint import LAST
 from iep.vocab import tokenize
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -31,24 +31,10 @@ from iep.training.checkpoint import BEST, LAST, load_checkpoint
 from iep.training.records import METRICS, Records
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def run_of(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each model that starts from nothing."""
-    root = tmp_path_factory.mktemp("runs")
-    for model in ("pg", "ee", "lstm"):
-        assert iep_train("--model", model, "--data", data, "--out", root / model, *TINY).exit_code == 0
-    return {model: root / model for model in ("pg", "ee", "lstm")}
-
-
 @pytest.fixture
-def run(run_of: dict[str, Path], tmp_path: Path) -> Path:
+def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A copy of the LSTM's run, to go on with or to damage."""
-    return Path(shutil.copytree(run_of["lstm"], tmp_path / "run"))
+    return Path(shutil.copytree(runs["lstm"], tmp_path / "run"))
 
 
 def iep_train(*arguments: object) -> Result:
@@ -112,13 +98,13 @@ def test_every_option_reaches_its_setting(tmp_path: Path):
     assert read_config(tmp_path / "printed.yaml") == Config(**options)
 
 
-def test_joint_training_takes_runs_for_checkpoints(data: Path, run_of: dict[str, Path], tmp_path: Path):
-    starts = ["--pg", run_of["pg"], "--ee", run_of["ee"] / BEST]
+def test_joint_training_takes_runs_for_checkpoints(data: Path, runs: dict[str, Path], tmp_path: Path):
+    starts = ["--pg", runs["pg"], "--ee", runs["ee"] / BEST]
     result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *starts, *TINY)
     assert result.exit_code == 0
     assert set(load_checkpoint(tmp_path / "run")["networks"]) == {"generator", "engine"}
     saved = read_config(tmp_path / "run" / "config.yaml")
-    assert (saved.pg, saved.ee) == (str(run_of["pg"]), str(run_of["ee"] / BEST))
+    assert (saved.pg, saved.ee) == (str(runs["pg"]), str(runs["ee"] / BEST))
 
 
 def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
@@ -159,7 +145,7 @@ def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(run: Path, ite
     assert step(run) == 4
 
 
-def test_a_dry_run_of_resuming_prints_the_settings_saved(run: Path):
+def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
     result = iep_train("--resume", "--dry-run", "--out", run, "seed=9")
     assert result.exit_code == 0
     assert "hidden_dim: 10" in result.output
@@ -284,12 +270,10 @@ def test_a_bad_checkpoint_is_named(data: Path, run: Path, tmp_path: Path, damage
     assert_one_error(result, f"{run / LAST}: not ")
 
 
-def test_a_checkpoint_of_another_model_is_named(data: Path, run_of: dict[str, Path], tmp_path: Path):
-    swapped = ["--pg", run_of["ee"], "--ee", run_of["pg"]]
+def test_a_checkpoint_of_another_model_is_named(data: Path, runs: dict[str, Path], tmp_path: Path):
+    swapped = ["--pg", runs["ee"], "--ee", runs["pg"]]
     result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *swapped, *TINY)
-    assert_one_error(
-        result, f"{run_of['ee']}: holds an execution engine, expected a checkpoint with a program generator"
-    )
+    assert_one_error(result, f"{runs['ee']}: holds an execution engine, expected a checkpoint with a program generator")
 
 
 def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):

@@ -21,11 +21,6 @@ from iep.vocab import Vocab
 plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
 def damaged(data: Path, tmp_path: Path) -> Path:
     """A copy of the data to damage."""
@@ -183,15 +178,14 @@ def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_s
 # Damaged files
 
 
-def expect_refusal(path: Path, *problems: str) -> None:
-    """Opening the train split beside `path` fails with a line that names `path`."""
+def refusal(path: Path) -> str:
+    """What is said when the train split beside `path` is opened: one line that begins with `path`."""
     with pytest.raises(InputError) as caught:
         open_train(path.parent)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
-    for problem in problems:
-        assert problem in message
+    return message
 
 
 @pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
@@ -200,18 +194,18 @@ def test_a_truncated_file_is_named(damaged: Path, name: str, keep: float):
     path = damaged / name
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    expect_refusal(path, "not a whole HDF5 file")
+    assert "not a whole HDF5 file" in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
 def test_a_file_that_is_missing_or_something_else_is_named(damaged: Path, name: str):
     path = damaged / name
     path.write_text("{}")
-    expect_refusal(path, "not a whole HDF5 file")
+    assert "not a whole HDF5 file" in refusal(path)
     path.unlink()
-    expect_refusal(path, "no such file")
+    assert "no such file" in refusal(path)
     path.mkdir()
-    expect_refusal(path, "no such file")
+    assert "no such file" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -232,16 +226,16 @@ def test_a_file_that_is_missing_or_something_else_is_named(damaged: Path, name: 
 )
 def test_a_dataset_that_is_missing_or_of_another_shape_is_named(damaged: Path, change: dict, problem: str):
     datasets = {name: values for name, values in (arrays(TRAIN) | change).items() if values is not None}
-    expect_refusal(write_h5(damaged / "train_questions.h5", datasets), problem)
+    assert problem in refusal(write_h5(damaged / "train_questions.h5", datasets))
 
 
 def test_a_group_in_place_of_a_dataset_is_named(damaged: Path):
     path = write_h5(damaged / "train_questions.h5", {"questions/a": np.zeros(3), "image_idxs": np.zeros(3, "i4")})
-    expect_refusal(path, "has no dataset 'questions'")
+    assert "has no dataset 'questions'" in refusal(path)
     datasets = arrays(TRAIN)
     datasets["answers/a"] = datasets.pop("answers")
     write_h5(path, datasets)
-    expect_refusal(path, "'answers' is no dataset")
+    assert "'answers' is no dataset" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +248,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_row(
     datasets = arrays(TRAIN)
     datasets[name].reshape(TRAIN, -1)[row, -1] = token
     path = write_h5(damaged / "train_questions.h5", datasets)
-    expect_refusal(path, f"{name}, row {row}: index {token} is not in the vocabulary of {size} tokens")
+    assert f"{name}, row {row}: index {token} is not in the vocabulary of {size} tokens" in refusal(path)
 
 
 def test_a_smaller_vocabulary_of_another_data_set_is_refused(data: Path):
@@ -274,19 +268,21 @@ def test_a_smaller_vocabulary_of_another_data_set_is_refused(data: Path):
     ],
 )
 def test_features_of_another_form_are_refused(damaged: Path, datasets: dict, problem: str):
-    expect_refusal(write_h5(damaged / "train_features.h5", datasets), problem)
+    assert problem in refusal(write_h5(damaged / "train_features.h5", datasets))
 
 
 def test_questions_about_more_images_than_there_are_features_are_named(damaged: Path):
     path = write_h5(damaged / "train_features.h5", {"features": features(0)[:3]})
-    expect_refusal(path, "holds 3 images, but question 1 of", "train_questions.h5 is about image 3")
+    message = refusal(path)
+    assert "holds 3 images, but question 1 of" in message
+    assert message.endswith("train_questions.h5 is about image 3")
 
 
 def test_a_question_about_an_image_below_zero_is_named(damaged: Path):
     datasets = arrays(TRAIN)
     datasets["image_idxs"][6] = -2
     path = write_h5(damaged / "train_questions.h5", datasets)
-    expect_refusal(path, "image_idxs, row 6: -2")
+    assert "image_idxs, row 6: -2" in refusal(path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,7 +4,7 @@ from batching_cases import assert_same, matrix, results
 from torch.nn import functional
 
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.modules import Coordinates, make_classifier, make_conv_stem, make_pixel_stem
+from iep.execution_engine.modules import make_classifier, make_conv_stem, make_pixel_stem
 from iep.vocab import END, START, index_tokens
 
 TOKENS = index_tokens(["count", "scene", "union"])
@@ -16,7 +16,7 @@ PROGRAMS_BL = matrix([[START, TOKENS.index("count"), TOKENS.index("scene"), END]
     [(8, (16, 32), 1, 14), (8, (16, 32, 48), 2, 7), (8, (16, 32, 48, 48), 1, 14), (4, (8,), 1, 14), (2, (), 1, 14)],
 )
 def test_the_pixel_stem_brings_patches_down_to_the_working_grid(patch, widths, stride, grid):
-    stem = make_pixel_stem(3 * patch**2, widths, 24, stride, norm=True, coordinates=True)
+    stem = make_pixel_stem(3 * patch**2, widths, 24, stride, norm=True)
     assert stem(torch.rand(2, 3 * patch**2, 14, 14)).shape == (2, 24, grid, grid)
 
 
@@ -36,29 +36,6 @@ def test_the_conv_stem_strides_in_its_last_convolution(stride):
     assert stem[:2](torch.rand(2, 6, 14, 14)).shape == (2, 5, 14, 14)
 
 
-def test_coordinates_rise_from_minus_one_to_one_to_the_right_and_downwards():
-    x_BCHW = torch.rand(2, 3, 3, 5)
-    out_BCHW = Coordinates()(x_BCHW)
-    assert out_BCHW[:, :3].equal(x_BCHW)
-    assert out_BCHW[1, 3].tolist() == [[-1.0, -0.5, 0.0, 0.5, 1.0]] * 3
-    assert out_BCHW[1, 4].tolist() == [[-1.0] * 5, [0.0] * 5, [1.0] * 5]
-
-
-def test_coordinates_go_into_the_last_convolution_of_the_stem():
-    stem = make_pixel_stem(192, (16, 32), 24, coordinates=True)
-    widths = [layer.in_channels for layer in stem if isinstance(layer, torch.nn.Conv2d)]
-    assert widths == [3, 16, 34]
-
-
-def test_only_coordinates_let_the_stem_tell_equal_places_apart():
-    constant_BCHW = torch.ones(1, 12, 9, 9)
-    for coordinates in (False, True):
-        torch.manual_seed(0)
-        centre_CHW = make_pixel_stem(12, (), 8, coordinates=coordinates)(constant_BCHW)[0, :, 3:6, 3:6]
-        spread = (centre_CHW - centre_CHW[:, :1, :1]).abs().max().item()
-        assert (spread > 1e-2) == coordinates
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kind", ["conv", "pixels"])
 def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind, stride):
@@ -74,7 +51,6 @@ def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind
         stem_widths=(3, 5),
         stem_stride=stride,
         stem_norm=True,
-        coordinates=True,
         classifier_projection=6,
         classifier_hidden=(),
     ).double()

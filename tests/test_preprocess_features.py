@@ -420,10 +420,17 @@ def test_features_too_large_for_float16_are_refused(clevr, out, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [(*PATCHES, "--stage", 3), (*PATCHES, "--weights", "random"), (*RESNET, "--patch-size", 8), ("--stage", 5)]
+    ("flags", "complaint"),
+    [
+        ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches"),
+        ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches"),
+        ((*RESNET, "--patch-size", 8), "--patch-size goes with --backbone patches"),
+        (("--stage", 5), "5 is not in the range 1<=x<=4"),
+    ],
 )
-def test_flags_of_the_other_backbone_are_usage_errors(clevr, out, flags):
-    run(clevr, "--out", out, *flags, code=2)
+def test_flags_of_the_other_backbone_are_usage_errors(clevr, out, flags, complaint):
+    assert complaint in run(clevr, "--out", out, *flags, code=2)
+    assert not out.exists()
 
 
 def test_one_command_does_all_splits_and_both_parts(tmp_path, out):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from click.testing import Result
 
+from iep.config import Config, read_config
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
 # Networks this small gain nothing from threads, and lose much where the cores are busy.
@@ -141,6 +142,11 @@ def write_data(out: Path, dtype: str = "float32") -> Path:
         write_h5(out / f"{split}_questions.h5", datasets)
         write_h5(out / f"{split}_features.h5", {"features": features(seed, dtype)})
     return out
+
+
+def tiny_config(data: Path, model: str, *settings: str) -> Config:
+    """The settings of `TINY` for a model trained on `data`, and further ones over them."""
+    return read_config(None, [*TINY, f"model={model}", f"data={data}", *settings])
 
 
 def assert_one_error(result: Result, *expected: str, code: int = 1) -> None:

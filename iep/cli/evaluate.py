@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.config import BATCHING, PROGRAM_SOURCES
+from iep.config import BATCHING, PROGRAM_SOURCES, Config
 
 
 @click.command(cls=Command)
@@ -20,17 +20,19 @@ from iep.config import BATCHING, PROGRAM_SOURCES
     type=click.Choice(PROGRAM_SOURCES),
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
-@click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.  [default: improved]")
+@click.option(
+    "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Config.batching}]"
+)
 @click.option("--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]")
 @click.option(
     "--max-program-length",
     type=click.IntRange(2, 1000),
-    help="Tokens after which decoding stops.  [default: 30]",
+    help=f"Tokens after which decoding stops.  [default: {Config.max_program_length}]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
 @click.option("--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]")
-@click.option("--device", help="auto, cpu, cuda, cuda:1, ...  [default: auto]")
+@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

@@ -86,10 +86,6 @@ def main(
     only: str | None,
     overwrite: bool,
     backbone: str,
-    stage: int | None,
-    weights: str | None,
-    seed: int | None,
-    image_size: int | None,
     patch_size: int | None,
     dtype: str,
     device: str,
@@ -100,6 +96,7 @@ def main(
     expand_vocab: bool,
     unk_threshold: int,
     encode_unk: bool,
+    **resnet_flags: Any,
 ) -> None:
     """Preprocess CLEVR_DIR, a directory of CLEVR v1.0 or CLEVR-Humans, for training.
 
@@ -116,15 +113,12 @@ def main(
     from iep.preprocess.features import preprocess_features
     from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
 
-    model = _backbone(
-        backbone, {"stage": stage, "weights": weights, "seed": seed, "image_size": image_size}, patch_size
-    )
+    model = _backbone(backbone, resnet_flags, patch_size)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
     directories = image_directories(clevr_dir)
     files = {splits[0]: question_file} if question_file else question_files(clevr_dir)
     if len(parts) == 2 and not splits:
-        for split in sorted(set(directories) ^ set(files)):
-            click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
+        _tell_lone_splits(clevr_dir, directories, files)
     if "features" in parts:  # found wanting before the questions are done
         torch_device = resolve_device(device)
         chosen = _chosen(directories, splits, clevr_dir, "images")
@@ -150,6 +144,11 @@ def main(
             overwrite=overwrite,
             say=click.echo,
         )
+
+
+def _tell_lone_splits(clevr_dir: Path, directories: dict[str, Path], files: dict[str, Path]) -> None:
+    for split in sorted(set(directories) ^ set(files)):
+        click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
 
 
 def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:

@@ -94,7 +94,6 @@ class ExecutionEngine(nn.Module):
         stem_stride: int = 1,
         stem_pixels: int = 1,
         stem_norm: bool = False,
-        coordinates: bool = False,
         initialization: str = "kaiming",
         classifier_projection: int = 512,
         classifier_pool: int = 2,
@@ -115,7 +114,6 @@ class ExecutionEngine(nn.Module):
             stem_stride: how many times smaller than the features' the modules' grid is along each side.
             stem_pixels: for a stem of pixels, the side of the little patches that its first convolution reads.
             stem_norm: batch norm after every convolution of the stem.
-            coordinates: x and y go into the stem's last convolution.
             initialization: 'kaiming', normal weights (Johnson et al. 2017); or 'torch', its layers' own, smaller ones,
                 with which a deep tree of modules does not begin by blowing up its activations.
             classifier_projection: channels of the classifier's 1x1 convolution.
@@ -127,18 +125,14 @@ class ExecutionEngine(nn.Module):
                 name a module, or the features do not fit a stem of pixels.
         """
         super().__init__()
-        if stem not in STEMS:
-            raise ValueError(f"stem is {stem!r}, expected one of {', '.join(STEMS)}")
-        if initialization not in INITIALIZATIONS:
-            raise ValueError(f"initialization is {initialization!r}, expected one of {', '.join(INITIALIZATIONS)}")
+        _check_choice("stem", stem, STEMS)
+        _check_choice("initialization", initialization, INITIALIZATIONS)
         self.program_tokens = tuple(program_tokens)
         self.scene_kind = scene
         if stem == "pixels":
-            self.stem = make_pixel_stem(
-                feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates, stem_pixels
-            )
+            self.stem = make_pixel_stem(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_pixels)
         else:
-            self.stem = make_conv_stem(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, coordinates)
+            self.stem = make_conv_stem(feature_dim, stem_widths, module_dim, stem_stride, stem_norm)
         self.classifier = make_classifier(
             module_dim,
             -(-feature_height // stem_stride),
@@ -148,15 +142,20 @@ class ExecutionEngine(nn.Module):
             classifier_hidden,
             num_answers,
         )
-        scene_token = _scene_token(program_tokens)
-        never_run = {NULL, START, scene_token} if _scene_is_input(scene) else {NULL, START}
-        self._runs = {op: token for op, token in enumerate(self.program_tokens) if op not in never_run}
-        for token in self._runs.values():
+        self._runs = self._add_modules(module_dim)
+        if initialization == "kaiming":
+            kaiming_normal(self)
+
+    def _add_modules(self, module_dim: int) -> dict[int, str]:
+        """Make a module for every token that can run; returns op -> token."""
+        scene_token = _scene_token(self.program_tokens)
+        never_run = {NULL, START, scene_token} if _scene_is_input(self.scene_kind) else {NULL, START}
+        runs = {op: token for op, token in enumerate(self.program_tokens) if op not in never_run}
+        for token in runs.values():
             if "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
             self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
-        if initialization == "kaiming":
-            kaiming_normal(self)
+        return runs
 
     def planner(self, batching: str) -> Callable[[np.ndarray | torch.Tensor], Plan]:
         """`plan_programs` for this engine, without its weights: cheap to send to the data loader's workers."""
@@ -214,6 +213,10 @@ def _scene_token(program_tokens: Sequence[str]) -> int:
 
 
 def _scene_is_input(scene: str) -> bool:
-    if scene not in SCENES:
-        raise ValueError(f"scene is {scene!r}, expected one of {', '.join(SCENES)}")
+    _check_choice("scene", scene, SCENES)
     return scene == "stem"
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

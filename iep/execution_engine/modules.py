@@ -7,6 +7,7 @@ Shapes: B examples, G rows of a module's call, C H W feature maps, A answers.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -38,24 +39,12 @@ class BinaryModule(nn.Module):
         return self.res_block(functional.relu(self.proj(both)))
 
 
-class Coordinates(nn.Module):
-    """Appends two channels, x and y from -1 to 1: (B, C, H, W) -> (B, C + 2, H, W)."""
-
-    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
-        batch, _, height, width = x_BCHW.shape
-        x_W = torch.linspace(-1, 1, width, device=x_BCHW.device, dtype=x_BCHW.dtype)
-        y_H = torch.linspace(-1, 1, height, device=x_BCHW.device, dtype=x_BCHW.dtype)
-        places_HW = torch.meshgrid(y_H, x_W, indexing="ij")[::-1]
-        return torch.cat([x_BCHW, torch.stack(places_HW).expand(batch, 2, height, width)], dim=1)
-
-
 def make_stem(
     in_dim: int,
     widths: Sequence[int],
     out_dim: int,
     strides: Sequence[int],
     norm: bool,
-    coordinates: bool,
     first_kernel: int = 3,
 ) -> nn.Sequential:
     """3x3 convolutions to `widths` and then `out_dim` channels, each followed by batch norm if `norm`, and ReLU.
@@ -63,16 +52,10 @@ def make_stem(
     Args:
         strides: one for each convolution.
         first_kernel: side of the first convolution, where it is not 3.
-        coordinates: two maps of x and y go into the last convolution beside its input.
     """
     layers: list[nn.Module] = []
-    dims = [in_dim, *widths, out_dim]
-    for place, (before, after, stride) in enumerate(zip(dims[:-1], dims[1:], strides, strict=True), start=1):
-        with_places = coordinates and place == len(strides)
-        if with_places:
-            layers.append(Coordinates())
-            before += 2
-        side = first_kernel if place == 1 else 3
+    sides = [first_kernel, *[3] * len(widths)]
+    for (before, after), stride, side in zip(pairwise([in_dim, *widths, out_dim]), strides, sides, strict=True):
         layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=stride, bias=not norm))
         if norm:
             layers.append(nn.BatchNorm2d(after))
@@ -86,10 +69,9 @@ def make_conv_stem(
     out_dim: int,
     stride: int = 1,
     norm: bool = False,
-    coordinates: bool = False,
 ) -> nn.Sequential:
     """(B, feature_dim, H, W) features -> (B, out_dim, H / stride, W / stride), strided by the last layer."""
-    return make_stem(feature_dim, widths, out_dim, [1] * len(widths) + [stride], norm, coordinates)
+    return make_stem(feature_dim, widths, out_dim, [1] * len(widths) + [stride], norm)
 
 
 def make_pixel_stem(
@@ -98,7 +80,6 @@ def make_pixel_stem(
     out_dim: int,
     stride: int = 1,
     norm: bool = False,
-    coordinates: bool = False,
     pixels: int = 1,
 ) -> nn.Sequential:
     """(B, 3 * P * P, H, W) patches of P x P pixels -> (B, out_dim, H / stride, W / stride).
@@ -127,7 +108,7 @@ def make_pixel_stem(
         )
     strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
     first_kernel = 1 if pixels > 1 else 3
-    convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, coordinates, first_kernel)
+    convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, first_kernel)
     return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
 
 

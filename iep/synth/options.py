@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from iep.synth.scenes import SceneRules
+from iep.synth.templates import GROUPS
 
 SPLITS = ("train", "val", "test")
 
@@ -23,6 +24,9 @@ class Options:
     emphasis: Mapping[str, float] = field(default_factory=dict)
     """How many times likelier than others the families of a group come; see `questions.ask`."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.emphasis.keys() <= set(GROUPS), self.emphasis
 
 
 PRESETS = {

@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path, parts: Mapping[str, type] = MappingProxyType({})) -> dict[str, Any]:
+def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict[str, Any]:
     """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint.
 
     `parts` are the keys that it must have and the kinds of their values.
@@ -72,7 +71,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] = MappingProxyType({})
         raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
-    for part, kind in parts.items():
+    for part, kind in (parts or {}).items():
         if not isinstance(content.get(part), kind):
             raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
     return content

@@ -10,7 +10,7 @@ from torch import nn
 
 from iep.config import Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
-from iep.datasets import ClevrDataset, sequential_batches, training_batches
+from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.devices import resolve_device
 from iep.errors import InputError
 from iep.files import write_bytes
@@ -67,9 +67,20 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     if checkpoint is not None:
         trainer.restore(checkpoint)
 
+    batches, validation_batches = _batches(config, vocab, trainer, training, validation)
+    out.mkdir(parents=True, exist_ok=True)
+    write_bytes(out / "config.yaml", to_yaml(config).encode())
+    trainer.fit(batches, validation_batches)
+    return True
+
+
+def _batches(
+    config: Config, vocab: Vocab, trainer: Trainer, training: Split, validation: Split | None
+) -> tuple[Batches, Batches | None]:
+    """What is left of training from the trainer's step on, and a pass over validation, None without that split."""
     planner = None
     if config.model == "ee" and config.programs == "ground-truth":
-        planner = task.engine.planner(config.batching)
+        planner = trainer.task.engine.planner(config.batching)
     programs = training.questions.programs
     order = make_order(
         None if programs is None else program_lengths(programs, vocab.program),
@@ -79,23 +90,14 @@ def train(config: Config, out: Path, resume: bool) -> bool:
         config.seed,
         config.questions_per_image,
     )
-    pin = device.type == "cuda"
-    batches = training_batches(
-        ClevrDataset(training.questions, training.features, planner),
-        order,
-        range(trainer.step, config.iterations),
-        config.workers,
-        pin,
-    )
-    validation_batches = None
-    if validation is not None:
-        dataset = ClevrDataset(validation.questions, validation.features, planner)
-        validation_batches = sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin)
-
-    out.mkdir(parents=True, exist_ok=True)
-    write_bytes(out / "config.yaml", to_yaml(config).encode())
-    trainer.fit(batches, validation_batches)
-    return True
+    pin = trainer.device.type == "cuda"
+    steps = range(trainer.step, config.iterations)
+    dataset = ClevrDataset(training.questions, training.features, planner)
+    batches = training_batches(dataset, order, steps, config.workers, pin)
+    if validation is None:
+        return batches, None
+    dataset = ClevrDataset(validation.questions, validation.features, planner)
+    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin)
 
 
 def _refuse_unused(config: Config) -> None:
