@@ -87,6 +87,12 @@ class Config:
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
     batching: str = setting("improved", choices=BATCHING)
+    """Scheduler of the engine's module calls."""
+    sharing: bool | None = None
+    """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that
+    is without batch norm; in validation always."""
+    defer_weight_grads: bool = False
+    """Compute the gradient of each module's weights once a step, over all its calls."""
     num_train_samples: int | None = setting(None, minimum=1)
     num_val_samples: int | None = setting(10_000, minimum=1)
     curriculum: tuple[tuple[int, int], ...] = ()

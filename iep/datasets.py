@@ -7,7 +7,6 @@ Shapes: B examples, N distinct images of a batch, T question tokens, L program t
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from iep.data_files import Features, Questions
 from iep.errors import InputError
+from iep.execution_engine.engine import Plan, Planner
 from iep.ordering import Order
 
 
@@ -32,10 +32,10 @@ class Batch:
     """(B,) answer indices."""
     features: torch.Tensor | None = None
     """(N, C, H, W) float32 features of the batch's N distinct images."""
-    image_rows: torch.Tensor | None = None
-    """(B,) row in `features` of each question's image."""
-    plan: Any = None
-    """What `make_plan` made of `programs`."""
+    image_rows: np.ndarray | None = None
+    """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
+    plan: Plan | None = None
+    """What `make_plan` made of `programs` and `image_rows`."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`."""
@@ -47,7 +47,10 @@ class Batch:
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)})
+        changed = {k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        if self.plan is not None:
+            changed["plan"] = self.plan.map(function)
+        return replace(self, **changed)
 
 
 class ClevrDataset(Dataset):
@@ -57,7 +60,7 @@ class ClevrDataset(Dataset):
         self,
         questions: Questions,
         features: Features | None,
-        make_plan: Callable[[torch.Tensor], Any] | None = None,
+        make_plan: Planner | None = None,
     ):
         """Check that every question's image has features.
 
@@ -83,7 +86,7 @@ class ClevrDataset(Dataset):
         features, image_rows = None, None
         if self.features is not None:
             images, inverse = np.unique(part.image_idxs, return_inverse=True)
-            features, image_rows = self.features.read(images), torch.from_numpy(inverse)
+            features, image_rows = self.features.read(images), inverse
         return Batch(
             index=torch.from_numpy(np.asarray(rows)),
             questions=torch.from_numpy(part.questions),
@@ -91,7 +94,7 @@ class ClevrDataset(Dataset):
             answers=None if part.answers is None else torch.from_numpy(part.answers),
             features=features,
             image_rows=image_rows,
-            plan=None if self.make_plan is None else self.make_plan(programs_BL),
+            plan=None if self.make_plan is None else self.make_plan(programs_BL, image_rows_B=image_rows),
         )
 
 

@@ -48,6 +48,8 @@ def token_matrices(
 
 toy_programs = token_matrices(
     len(ARITY_V),
+    max_batch=64,
+    wide=30,
     inner=[SKIP, UNARY_END, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY],
     unary=[UNARY_A, UNARY_B],
     binary=[BINARY_A, BINARY_B, UNARY_A],
@@ -59,11 +61,11 @@ class ToyModule(nn.Module):
 
     def __init__(self, arity: int, dim: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(max(1, arity), dim, dim) / dim**0.5)
-        self.bias = nn.Parameter(torch.randn(dim))
+        self.maps = nn.ModuleList(nn.Linear(dim, dim, bias=place == 0) for place in range(max(1, arity)))
+        self.scale = nn.Parameter(torch.rand(dim) + 0.5)
 
     def forward(self, *args_GD: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.bias + sum(x_GD @ weight for x_GD, weight in zip(args_GD, self.weight, strict=True)))
+        return torch.tanh(self.scale * sum(linear(x_GD) for x_GD, linear in zip(args_GD, self.maps, strict=True)))
 
 
 def toy_modules(dim: int = 3, dtype: torch.dtype = torch.float64) -> nn.ModuleList:

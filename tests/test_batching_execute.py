@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -17,21 +19,27 @@ from batching_cases import (
     toy_programs,
 )
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from iep.batching import SCHEDULERS, Graph, Group, execute, graph_from_prefix, make_schedule, run_prefix
+from iep.batching import SCHEDULERS, Graph, Group, execute, graph_from_prefix, lay_out, make_schedule, run_prefix, share
 
 MEANING = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
 
 
-def batched(tokens_BL, modules, inputs, scheduler, leaf_is_input=False):
-    graph = graph_from_prefix(tokens_BL, ARITY_V, leaf_is_input=leaf_is_input, **MEANING)
-    return execute(graph, make_schedule(graph, scheduler), modules, inputs)
+def run_graph(graph, scheduler, modules, inputs, defer=False):
+    return execute(lay_out(graph, make_schedule(graph, scheduler)), modules, inputs, defer)
 
 
-def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False):
+def batched(tokens_BL, modules, inputs, scheduler, leaf_is_input=False, sharing=False, input_B=None, defer=False):
+    graph = graph_from_prefix(tokens_BL, ARITY_V, leaf_is_input=leaf_is_input, input_B=input_B, **MEANING)
+    return run_graph(share(graph) if sharing else graph, scheduler, modules, inputs, defer)
+
+
+def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False, input_B=None):
     def run(token, *args):
         return modules[token](*args)
 
+    inputs = inputs if input_B is None else inputs[input_B]
     values = [
         run_prefix(tokens, lambda token: ARITY_V[token], run, value, leaf_is_input=leaf_is_input, **MEANING)
         for tokens, value in zip(tokens_BL.tolist(), inputs.split(1), strict=True)
@@ -39,17 +47,22 @@ def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False):
     return torch.cat(values)
 
 
-@pytest.mark.parametrize("leaf_is_input", [False, True])
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-@given(tokens_BL=toy_programs)
-@settings(quick, max_examples=25)
-def test_every_scheduler_matches_the_reference_on_outputs_and_all_gradients(leaf_is_input, dtype, relative, tokens_BL):
+@given(tokens_BL=toy_programs, leaf_is_input=st.booleans(), examples_an_input=st.integers(1, 4))
+@settings(quick, max_examples=20)
+def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_outputs_and_all_gradients(
+    dtype, relative, tokens_BL, leaf_is_input, examples_an_input
+):
     modules = toy_modules(dtype=dtype)
-    inputs = torch.randn(len(tokens_BL), 3, dtype=dtype)
-    expected = results(lambda x: one_by_one(tokens_BL, modules, x, leaf_is_input), modules, inputs)
-    for name in SCHEDULERS:
-        actual = results(lambda x, name=name: batched(tokens_BL, modules, x, name, leaf_is_input), modules, inputs)
-        assert_same(actual, expected, relative)
+    input_B = np.arange(len(tokens_BL)) // examples_an_input
+    inputs = torch.randn(input_B[-1] + 1, 3, dtype=dtype)
+    expected = results(lambda x: one_by_one(tokens_BL, modules, x, leaf_is_input, input_B), modules, inputs)
+    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+
+        def run(x, name=name, options=(sharing, input_B, defer)):
+            return batched(tokens_BL, modules, x, name, leaf_is_input, *options)
+
+        assert_same(results(run, modules, inputs), expected, relative)
 
 
 def test_the_comparison_notices_swapped_arguments():
@@ -113,15 +126,8 @@ def test_a_node_with_several_takers_runs_once_and_gathers_all_their_gradients(na
 
     inputs = torch.randn(2, 3, dtype=torch.float64)
     expected = results(by_hand, modules, inputs)
-    actual = results(lambda x: execute(SHARED, make_schedule(SHARED, name), modules, x), modules, inputs)
+    actual = results(lambda x: run_graph(SHARED, name, modules, x), modules, inputs)
     assert_same(actual, expected, 1e-9)
-
-
-def test_modules_may_change_the_shape_of_what_they_pass_on():
-    modules = {LEAF: lambda x: x, UNARY_A: lambda x: x.repeat(1, 2), BINARY_A: lambda x, y: torch.cat([x, y], dim=1)}
-    rows = [[UNARY_A, BINARY_A, LEAF, LEAF], [BINARY_A, UNARY_A, LEAF, UNARY_A, LEAF]]
-    out = batched(matrix(rows), modules, torch.tensor([[1.0], [2.0]]), "improved")
-    assert out.tolist() == [[1.0] * 4, [2.0] * 4]
 
 
 def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
@@ -139,14 +145,15 @@ def test_another_number_of_inputs_than_the_graph_has_is_refused():
         batched(matrix([[LEAF], [LEAF]]), toy_modules(), torch.zeros(3, 3), "improved")
 
 
-def test_a_module_that_loses_rows_is_named():
-    modules = {LEAF: lambda x: x, UNARY_A: lambda x: x[:1]}
-    with pytest.raises(ValueError, match="op 6 returned 1 rows for a group of 2"):
+@pytest.mark.parametrize(("module", "shape"), [(lambda x: x[:1], r"\(1, 3\)"), (lambda x: x[:, :1], r"\(2, 1\)")])
+def test_a_module_that_returns_another_shape_is_named(module, shape):
+    modules = {LEAF: lambda x: x, UNARY_A: module}
+    with pytest.raises(ValueError, match=rf"op 6 returned {shape} for a group of 2, expected \(2, 3\)"):
         batched(matrix([[UNARY_A, LEAF]] * 2), modules, torch.zeros(2, 3), "improved")
 
 
 def test_a_schedule_can_be_written_by_hand():
     graph = graph_from_prefix(matrix([[UNARY_A, LEAF]] * 2), ARITY_V, leaf_is_input=True, **MEANING)
     schedule = (Group(UNARY_A, np.array([1])), Group(UNARY_A, np.array([0])))
-    out = execute(graph, schedule, {UNARY_A: lambda x: -x}, torch.tensor([[1.0], [2.0]]))
+    out = execute(lay_out(graph, schedule), {UNARY_A: lambda x: -x}, torch.tensor([[1.0], [2.0]]))
     assert out.tolist() == [[-1.0], [-2.0]]

@@ -43,13 +43,16 @@ def assert_same_plans(ours: Plan, theirs: Plan) -> None:
     assert [group.op for group in ours.schedule] == [group.op for group in theirs.schedule]
     for our_group, their_group in zip(ours.schedule, theirs.schedule, strict=True):
         np.testing.assert_array_equal(our_group.nodes, their_group.nodes)
+    assert ours.layout.calls == theirs.layout.calls
+    assert ours.layout.sources.equal(theirs.layout.sources)
 
 
 def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:
     assert len(ours) == len(theirs)
     for our, their in zip(ours, theirs, strict=True):
-        for name in ("index", "questions", "programs", "answers", "features", "image_rows"):
+        for name in ("index", "questions", "programs", "answers", "features"):
             assert torch.equal(getattr(our, name), getattr(their, name)), name
+        np.testing.assert_array_equal(our.image_rows, their.image_rows)
         assert_same_plans(our.plan, their.plan)
 
 

@@ -56,7 +56,7 @@ def test_every_scheduler_matches_the_reference_on_logits_and_all_gradients(scene
     features_BCHW = torch.randn(len(programs_BL), 5, 3, 4, dtype=torch.float64)
     expected = results(lambda x: engine.reference(x, programs_BL), engine, features_BCHW)
     for name in SCHEDULERS:
-        plan = engine.plan(programs_BL, name)
+        plan = engine.plan(programs_BL, batching=name)
         assert_same(results(lambda x, plan=plan: engine(x, plan), engine, features_BCHW), expected, 1e-9)
 
 
@@ -138,7 +138,7 @@ def test_a_plan_survives_the_way_from_a_worker_process():
 
 def test_plans_of_a_function_and_of_the_engine_agree_for_torch_tensors_and_lists_of_tokens():
     engine = small_engine("stem")
-    mine = engine.plan(torch.from_numpy(PROGRAMS_BL), "standard")
+    mine = engine.plan(torch.from_numpy(PROGRAMS_BL), batching="standard")
     plain = plan_programs(PROGRAMS_BL, list(TOKENS), scene="stem", batching="standard")
     assert [(g.op, g.nodes.tolist()) for g in mine.schedule] == [(g.op, g.nodes.tolist()) for g in plain.schedule]
     assert mine.graph.args.tolist() == plain.graph.args.tolist()
@@ -196,6 +196,6 @@ def test_the_stem_runs_once_an_image_and_every_question_gets_its_own_images_maps
     assert len(rows_B) == len(PROGRAMS_BL)
     seen = []
     engine.stem.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
-    logits = engine(images_NCHW, engine.plan(PROGRAMS_BL), rows_B)
+    logits = engine(images_NCHW, engine.plan(PROGRAMS_BL, rows_B))
     assert seen == [2]
     torch.testing.assert_close(logits, engine.reference(images_NCHW[rows_B], PROGRAMS_BL))

@@ -18,7 +18,7 @@ from iep.networks import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
 from iep.training.checkpoint import seed_everything
 from iep.training.loop import Trainer, learning_rate
-from iep.training.tasks import JointTask
+from iep.training.tasks import Execution, JointTask
 from iep.vocab import END, NULL, START
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def small_joint(**kwargs: Any) -> JointTask:
     seed_everything(0)
     generator = build("generator", generator_kwargs(tiny_config(Path(), "joint").generator, VOCAB))
     engine = build("engine", engine_kwargs(tiny_config(Path(), "joint").engine, VOCAB, (CHANNELS, GRID, GRID)))
-    return JointTask(generator, engine, "improved", max_length=6, **kwargs)
+    return JointTask(generator, engine, Execution("improved", None, False), max_length=6, **kwargs)
 
 
 @pytest.fixture

@@ -1,20 +1,27 @@
-"""Batching of many small tree-shaped networks: graph -> schedule -> execute, and the slow reference beside it.
+"""Batching of many small tree-shaped networks: graph -> schedule -> layout -> execute, and a slow reference.
 
 Knows nothing of CLEVR: imports torch, numpy, the standard library and itself.
 """
 
+from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
+from iep.batching.layout import Layout, lay_out
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, Schedule, make_schedule
+from iep.batching.sharing import share
 
 __all__ = [
     "SCHEDULERS",
+    "DeferredWeightGrads",
     "Graph",
     "Group",
+    "Layout",
     "Schedule",
     "execute",
     "graph_from_prefix",
+    "lay_out",
     "make_schedule",
     "run_prefix",
+    "share",
 ]

@@ -63,6 +63,17 @@ class Graph:
         return len(self.op)
 
 
+def distance_from_leaves(graph: Graph) -> np.ndarray:
+    """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
+    # One entry more than there are slots: -1, no argument, reads the last.
+    height = np.full(graph.num_inputs + graph.num_nodes + 1, -1)
+    while True:
+        higher = height[graph.args].max(axis=1, initial=-1) + 1
+        if (higher == height[graph.num_inputs : -1]).all():
+            return higher
+        height[graph.num_inputs : -1] = higher
+
+
 def graph_from_prefix(
     tokens_BL: np.ndarray | torch.Tensor,
     arity_V: np.ndarray,
@@ -70,8 +81,9 @@ def graph_from_prefix(
     skip: int | None = None,
     pad: int | None = None,
     leaf_is_input: bool = False,
+    input_B: np.ndarray | None = None,
 ) -> Graph:
-    """The graph of a matrix of prefix programs; example b's input is slot b.
+    """The graph of a matrix of prefix programs.
 
     Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is left out
     wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is complete are ignored.
@@ -84,13 +96,19 @@ def graph_from_prefix(
         skip: token that is left out.
         pad: token that stands for `leaf`.
         leaf_is_input: `leaf` makes no node; the nodes that take it take the example's input itself.
+        input_B: (B,) every example's input slot, 0 and on without gaps; None where example b's is slot b.
 
     Raises:
-        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, or `leaf` takes arguments.
+        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` takes arguments, or there are not as
+            many input slots as examples.
     """
     tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
     if arity_V[leaf] != 0:
         raise ValueError(f"the leaf, token {leaf}, has {arity_V[leaf]} arguments, expected none")
+    if input_B is None:
+        input_B = np.arange(len(tokens_BL))
+    if input_B.shape != (len(tokens_BL),):
+        raise ValueError(f"input slots of shape {input_B.shape} for {len(tokens_BL)} examples, expected one each")
     if skip is not None:
         tokens_BL = _without(tokens_BL, skip, leaf)
     if pad is not None:
@@ -103,14 +121,15 @@ def graph_from_prefix(
     count = len(op_M)
     postorder = np.argsort(end_M * (count + 1) - np.arange(count))
     nodes = postorder[op_M[postorder] != leaf] if leaf_is_input else postorder
-    slot_M = example_M.copy()
-    slot_M[nodes] = len(tokens_BL) + np.arange(len(nodes))
+    num_inputs = int(input_B.max(initial=-1)) + 1
+    slot_M = input_B[example_M]
+    slot_M[nodes] = num_inputs + np.arange(len(nodes))
 
     args_M = np.where(argument_M >= 0, slot_M[argument_M], -1)
-    args_M[:, 0] = np.where(arity_M == 0, example_M, args_M[:, 0])
+    args_M[:, 0] = np.where(arity_M == 0, input_B[example_M], args_M[:, 0])
     first_B = np.searchsorted(example_M, np.arange(len(tokens_BL)))
     return Graph(
-        num_inputs=len(tokens_BL),
+        num_inputs=num_inputs,
         op=op_M[nodes],
         args=args_M[nodes],
         example=example_M[nodes],

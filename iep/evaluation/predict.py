@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch, ClevrDataset, sequential_batches
-from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import NULL
@@ -45,7 +45,8 @@ class Predictor:
     engine: ExecutionEngine | None = None
     lstm: LSTMBaseline | None = None
     run_predicted: bool = False
-    batching: str = "improved"
+    batching: str = DEFAULT_SCHEDULER
+    sharing: bool | None = None
     beam_size: int = 1
     max_program_length: int = 30
 
@@ -63,8 +64,10 @@ class Predictor:
             return self.lstm(batch.questions)
         if self.engine is None:
             return None
-        plan = self.engine.plan(programs_BL.cpu(), self.batching) if self.run_predicted else batch.plan
-        return self.engine(batch.features, plan, batch.image_rows)
+        plan = batch.plan
+        if self.run_predicted:
+            plan = self.engine.plan(programs_BL, batch.image_rows, self.batching, self.sharing)
+        return self.engine(batch.features, plan)
 
 
 @torch.inference_mode()

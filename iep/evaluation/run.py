@@ -34,6 +34,7 @@ class Evaluation:
     programs: str | None = None
     """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
     batching: str = Config.batching
+    sharing: bool | None = Config.sharing
     beam_size: int = 1
     max_program_length: int = Config.max_program_length
     batch_size: int = 256
@@ -54,7 +55,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
     predictor = _load(settings, vocab, split)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
-        make_plan = predictor.engine.planner(settings.batching)
+        make_plan = predictor.engine.planner(settings.batching, settings.sharing)
     dataset = ClevrDataset(questions, split.features, make_plan)
     device = resolve_device(settings.device)
     predictions = predict(predictor, dataset, settings.batch_size, settings.workers, device)
@@ -116,6 +117,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split) -> Predictor:
         **networks,
         run_predicted=predicted,
         batching=settings.batching,
+        sharing=settings.sharing,
         beam_size=settings.beam_size,
         max_program_length=settings.max_program_length,
     )

@@ -7,7 +7,7 @@ Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,8 +16,10 @@ from torch import nn
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
+from iep.batching.layout import Layout, lay_out
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import Schedule, make_schedule
+from iep.batching.sharing import share
 from iep.execution_engine.modules import (
     BinaryModule,
     UnaryModule,
@@ -32,6 +34,9 @@ from iep.vocab import NULL, START
 SCENES = ("module", "stem")
 STEMS = ("conv", "pixels")
 INITIALIZATIONS = ("kaiming", "torch")
+DEFAULT_SCHEDULER = "improved"
+NOT_ROW_BY_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout, nn.Dropout2d)
+"""Layers that, in training, draw random numbers or look at their whole batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +44,25 @@ class Plan:
     """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
 
     graph: Graph
+    """Its inputs are stems: one for each image, or, without sharing, for each program."""
     schedule: Schedule
+    layout: Layout
+    image_rows: torch.Tensor | None
+    """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
+        """The same plan with `function` of its index tensors."""
+        rows = None if self.image_rows is None else function(self.image_rows)
+        return replace(self, layout=self.layout.map(function), image_rows=rows)
 
 
 def plan_programs(
     programs_BL: np.ndarray | torch.Tensor,
     program_tokens: Sequence[str],
+    image_rows_B: np.ndarray | torch.Tensor | None = None,
     scene: str = "module",
-    batching: str = "improved",
+    batching: str = DEFAULT_SCHEDULER,
+    sharing: bool = True,
 ) -> Plan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
@@ -55,13 +71,19 @@ def plan_programs(
 
     Args:
         programs_BL: indices into `program_tokens`, numpy or torch.
+        image_rows_B: the row of each program's image in the features, which hold every image once, rows 0 to N - 1
+            all used; None where program b is about image b.
         scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it is that
             output itself (Suarez & Zhu, section 1.2.2).
         batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
+        sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs the
+            stem and all its functions for itself.
 
     Raises:
-        ValueError: a token is out of range, `scene` or `batching` is unknown, or the vocabulary lacks `scene`.
+        ValueError: a token is out of range, `scene` or `batching` is unknown, the vocabulary lacks `scene`, or there
+            are not as many image rows as programs.
     """
+    rows = None if image_rows_B is None else torch.as_tensor(image_rows_B)
     graph = graph_from_prefix(
         programs_BL,
         arities(program_tokens),
@@ -69,8 +91,16 @@ def plan_programs(
         skip=START,
         pad=NULL,
         leaf_is_input=_scene_is_input(scene),
+        input_B=rows.numpy() if sharing and rows is not None else None,
     )
-    return Plan(graph, make_schedule(graph, batching))
+    if sharing:
+        graph, rows = share(graph), None
+    schedule = make_schedule(graph, batching)
+    return Plan(graph, schedule, lay_out(graph, schedule), rows)
+
+
+Planner = Callable[..., Plan]
+"""(programs_BL, *, image_rows_B) -> Plan: `plan_programs` with its other arguments given."""
 
 
 class ExecutionEngine(nn.Module):
@@ -157,32 +187,48 @@ class ExecutionEngine(nn.Module):
             self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
         return runs
 
-    def planner(self, batching: str) -> Callable[[np.ndarray | torch.Tensor], Plan]:
-        """`plan_programs` for this engine, without its weights: cheap to send to the data loader's workers."""
-        return partial(plan_programs, program_tokens=self.program_tokens, scene=self.scene_kind, batching=batching)
+    def planner(
+        self, batching: str = DEFAULT_SCHEDULER, sharing: bool | None = None, training: bool = False
+    ) -> Planner:
+        """`plan_programs` for this engine, without its weights: cheap to send to the data loader's workers.
 
-    def plan(self, programs_BL: np.ndarray | torch.Tensor, batching: str = "improved") -> Plan:
-        """The plan of (B, L) programs for this engine; see `plan_programs`."""
-        return self.planner(batching)(programs_BL)
+        Args:
+            sharing: None to share where that is exact: in evaluation always, in training where no batch norm or
+                dropout makes a result depend on how often it is computed.
+            training: what the plans are for.
+        """
+        if sharing is None:
+            sharing = not training or not any(isinstance(part, NOT_ROW_BY_ROW) for part in self.modules())
+        tokens, scene = self.program_tokens, self.scene_kind
+        return partial(plan_programs, program_tokens=tokens, scene=scene, batching=batching, sharing=sharing)
 
-    def forward(
-        self, features_NCHW: torch.Tensor, plan: Plan, image_rows_B: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def plan(
+        self,
+        programs_BL: np.ndarray | torch.Tensor,
+        image_rows_B: np.ndarray | torch.Tensor | None = None,
+        batching: str = DEFAULT_SCHEDULER,
+        sharing: bool | None = None,
+    ) -> Plan:
+        """The plan of (B, L) programs for this engine as it stands, on its device; see `planner`, `plan_programs`."""
+        device = next(self.parameters()).device
+        plan = self.planner(batching, sharing, self.training)(programs_BL, image_rows_B=image_rows_B)
+        return plan.map(lambda index: index.to(device))
+
+    def forward(self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False) -> torch.Tensor:
         """(B, A) answer logits.
 
         Args:
-            features_NCHW: features of the images; the stem runs once on each.
-            plan: of the B programs.
-            image_rows_B: (B,) the row in `features_NCHW` of each program's image; None where program b is about
-                image b.
+            features_NCHW: features of the images that the plan was made for.
+            plan: of the B programs, its tensors where the features are.
+            defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
 
         Raises:
-            ValueError: the plan is of another number of programs than there are features, or of none.
+            ValueError: the plan is for another number of images than there are features, or of no program.
         """
-        stems_BCHW = self.stem(features_NCHW)
-        if image_rows_B is not None:
-            stems_BCHW = stems_BCHW[image_rows_B]
-        return self.classifier(execute(plan.graph, plan.schedule, self._module_of_op(), stems_BCHW))
+        if plan.image_rows is not None:
+            features_NCHW = features_NCHW[plan.image_rows]
+        stems_NCHW = self.stem(features_NCHW)
+        return self.classifier(execute(plan.layout, self._module_of_op(), stems_NCHW, defer_weight_grads))
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""

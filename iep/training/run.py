@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from iep.networks import (
 from iep.ordering import make_order, program_lengths
 from iep.training.checkpoint import LAST, PARTS_OF_A_RUN, load_checkpoint, seed_everything
 from iep.training.loop import Trainer
-from iep.training.tasks import EngineTask, GeneratorTask, JointTask, LstmTask
+from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
 from iep.vocab import Vocab
 
 VALIDATION_BATCH_SIZE = 256
@@ -78,9 +79,10 @@ def _batches(
     config: Config, vocab: Vocab, trainer: Trainer, training: Split, validation: Split | None
 ) -> tuple[Batches, Batches | None]:
     """What is left of training from the trainer's step on, and a pass over validation, None without that split."""
-    planner = None
+    plan_training, plan_validation = None, None
     if config.model == "ee" and config.programs == "ground-truth":
-        planner = trainer.task.engine.planner(config.batching)
+        planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
+        plan_training, plan_validation = planner(training=True), planner(training=False)
     programs = training.questions.programs
     order = make_order(
         None if programs is None else program_lengths(programs, vocab.program),
@@ -92,11 +94,11 @@ def _batches(
     )
     pin = trainer.device.type == "cuda"
     steps = range(trainer.step, config.iterations)
-    dataset = ClevrDataset(training.questions, training.features, planner)
+    dataset = ClevrDataset(training.questions, training.features, plan_training)
     batches = training_batches(dataset, order, steps, config.workers, pin)
     if validation is None:
         return batches, None
-    dataset = ClevrDataset(validation.questions, validation.features, planner)
+    dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
     return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin)
 
 
@@ -181,6 +183,7 @@ def _make_task(
     def engine() -> nn.Module:
         return network("engine", config.ee, lambda: engine_kwargs(config.engine, vocab, feature_shape))
 
+    execution = Execution(config.batching, config.sharing, config.defer_weight_grads)
     max_length = config.max_program_length
     if config.model == "pg":
         return GeneratorTask(generator(), max_length)
@@ -192,14 +195,14 @@ def _make_task(
             if config.pg is None:
                 raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
             predictor = load_network(config.pg, "generator", vocab, device)
-        return EngineTask(engine(), config.batching, predictor, max_length)
+        return EngineTask(engine(), execution, predictor, max_length)
     for part, start in (("pg", config.pg), ("ee", config.ee)):
         if start is None and checkpoint is None:
             raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
     return JointTask(
         generator(),
         engine(),
-        config.batching,
+        execution,
         max_length,
         config.reward_decay,
         config.temperature,

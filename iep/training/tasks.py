@@ -7,6 +7,8 @@ saved with every checkpoint.
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,15 @@ from iep.program_generator.decode import greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
 
 Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the engine runs a minibatch; see `ExecutionEngine.planner` and `ExecutionEngine.forward`."""
+
+    batching: str
+    sharing: bool | None
+    defer_weight_grads: bool
 
 
 class GeneratorTask:
@@ -44,20 +55,20 @@ class GeneratorTask:
 class EngineTask:
     """Execution engine by cross entropy on answers, on true programs or those of a fixed generator (section 3.4)."""
 
-    def __init__(self, engine: ExecutionEngine, batching: str, generator: Seq2Seq | None, max_length: int):
+    def __init__(self, engine: ExecutionEngine, execution: Execution, generator: Seq2Seq | None, max_length: int):
         self.networks: dict[str, nn.Module] = {"engine": engine}
         self.engine = engine
-        self.batching = batching
+        self.execution = execution
         self.generator = generator
         self.max_length = max_length
         self.state: dict[str, float] = {}
 
     def logits(self, batch: Batch) -> Tensor:
         """(B, A) answer logits."""
-        plan = batch.plan
-        if self.generator is not None:
-            plan = self.engine.plan(greedy(self.generator, batch.questions, self.max_length), self.batching)
-        return self.engine(batch.features, plan, batch.image_rows)
+        if self.generator is None:
+            return self.engine(batch.features, batch.plan, self.execution.defer_weight_grads)
+        programs_BL = greedy(self.generator, batch.questions, self.max_length)
+        return _answer_logits(self.engine, batch, programs_BL, self.execution)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy an answer, and the share of right ones."""
@@ -80,7 +91,7 @@ class JointTask:
         self,
         generator: Seq2Seq,
         engine: ExecutionEngine,
-        batching: str,
+        execution: Execution,
         max_length: int,
         reward_decay: float = 0.9,
         temperature: float = 1.0,
@@ -89,7 +100,7 @@ class JointTask:
         self.networks: dict[str, nn.Module] = {"generator": generator, "engine": engine}
         self.generator = generator
         self.engine = engine
-        self.batching = batching
+        self.execution = execution
         self.max_length = max_length
         self.reward_decay = reward_decay
         self.temperature = temperature
@@ -101,8 +112,7 @@ class JointTask:
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
         programs_BL, log_probs_B = sample(self.generator, batch.questions, self.max_length, self.temperature)
-        plan = self.engine.plan(programs_BL, self.batching)
-        logits_BA = self.engine(batch.features, plan, batch.image_rows)
+        logits_BA = _answer_logits(self.engine, batch, programs_BL, self.execution)
         engine_loss, metrics = _answer_loss(logits_BA, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         baseline = self.state["reward_baseline"]
@@ -120,8 +130,7 @@ class JointTask:
     def correct(self, batch: Batch) -> Tensor:
         """Is the answer right, with the greedily decoded program?"""
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        plan = self.engine.plan(programs_BL, self.batching)
-        return self.engine(batch.features, plan, batch.image_rows).argmax(1) == batch.answers
+        return _answer_logits(self.engine, batch, programs_BL, self.execution).argmax(1) == batch.answers
 
 
 class LstmTask:
@@ -139,6 +148,12 @@ class LstmTask:
     def correct(self, batch: Batch) -> Tensor:
         """Is the likeliest answer the true one?"""
         return self.lstm(batch.questions).argmax(1) == batch.answers
+
+
+def _answer_logits(engine: ExecutionEngine, batch: Batch, programs_BL: Tensor, execution: Execution) -> Tensor:
+    """(B, A) answer logits of programs that the batch does not hold a plan of."""
+    plan = engine.plan(programs_BL, batch.image_rows, execution.batching, execution.sharing)
+    return engine(batch.features, plan, execution.defer_weight_grads)
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:

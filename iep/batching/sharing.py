@@ -1,0 +1,50 @@
+"""Graph -> a smaller graph in which equal nodes are one: what several examples compute alike is computed once.
+
+Hash-consing (Ershov 1958, On programming of arithmetic operations), by array code: a Python loop runs over the graph's
+heights, none over its nodes. Exact as long as an op's result depends on its arguments alone; an op that draws random
+numbers, or looks at its whole group as batch norm in training does, would give another result.
+
+Shapes: N nodes, M nodes that are left.
+"""
+
+import numpy as np
+
+from iep.batching.graph import Graph, distance_from_leaves
+
+
+def share(graph: Graph) -> Graph:
+    """`graph` with equal nodes merged: those of one op whose arguments are equal, in order.
+
+    The nodes that are left keep their order, and each belongs to the first example that has it. Results of `graph`
+    and of the shared graph are equal, root for root.
+    """
+    height_N = distance_from_leaves(graph)
+    by_height = np.argsort(height_N, kind="stable")
+    levels = np.split(by_height, np.flatnonzero(np.diff(height_N[by_height])) + 1) if graph.num_nodes else []
+    # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
+    same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
+    for nodes in levels:
+        first = _first_equal(graph.op[nodes], same[graph.args[nodes]])
+        same[graph.num_inputs + nodes] = graph.num_inputs + nodes[first]
+
+    kept = same[graph.num_inputs : -1] == graph.num_inputs + np.arange(graph.num_nodes)
+    renumbered = np.append(np.arange(graph.num_inputs), graph.num_inputs + np.cumsum(kept) - 1)
+    slot = np.append(renumbered[same[:-1]], -1)
+    return Graph(
+        num_inputs=graph.num_inputs,
+        op=graph.op[kept],
+        args=slot[graph.args[kept]],
+        example=graph.example[kept],
+        roots=slot[graph.roots],
+    )
+
+
+def _first_equal(op: np.ndarray, args: np.ndarray) -> np.ndarray:
+    """For each row, the first row with the same op and arguments."""
+    key = op
+    for column in args.T:
+        # Ranks instead of the keys themselves, so that their product with the slots stays a 64-bit integer.
+        key = np.unique(key, return_inverse=True)[1]
+        key = key * (column.max(initial=0) + 2) + column + 1
+    _, first, kind = np.unique(key, return_index=True, return_inverse=True)
+    return first[kind]
