@@ -9,7 +9,8 @@ together is read with one indexed copy. The data loader's workers can make a lay
 Shapes: K calls and the inputs' arrival, N nodes, R results (num_inputs + N, in the order of the calls), U uses.
 """
 
-from bisect import insort
+import sys
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -149,20 +150,29 @@ def _places(rows_K: list[int], last_use_K: list[int]) -> tuple[list[slice], int]
 
     Each call takes the first gap that is wide enough (first fit: Wilson et al. 1995, Dynamic Storage Allocation).
     """
-    live: list[tuple[int, int, int]] = []  # (first place, end, last use), rising
+    gaps = [(0, sys.maxsize)]  # rising
+    expiring: list[list[slice]] = [[] for _ in range(len(rows_K) + 1)]
     places, num_places = [], 0
     for call, (rows, last_use) in enumerate(zip(rows_K, last_use_K, strict=True)):
         # What this call itself takes has been read when its results are written.
-        live = [region for region in live if region[2] > call]
-        start = 0
-        for first, end, _ in live:
-            if first - start >= rows:
-                break
-            start = end
-        insort(live, (start, start + rows, last_use))
+        for unused in expiring[call]:
+            _free(gaps, unused.start, unused.stop)
+        index = next(index for index, (first, end) in enumerate(gaps) if end - first >= rows)
+        start, end = gaps[index]
+        gaps[index : index + 1] = [(start + rows, end)] if start + rows < end else []
         places.append(slice(start, start + rows))
+        expiring[max(last_use, call + 1)].append(places[-1])
         num_places = max(num_places, start + rows)
     return places, num_places
+
+
+def _free(gaps: list[tuple[int, int]], start: int, end: int) -> None:
+    """Add a gap to `gaps`, joined with its neighbours."""
+    index = bisect(gaps, (start, end))
+    before = gaps[index - 1] if index else (0, -1)
+    after = gaps[index]  # the last gap has no end: there always is one
+    joined = (before[0] if before[1] == start else start, after[1] if after[0] == end else end)
+    gaps[index - (before[1] == start) : index + (after[0] == end)] = [joined]
 
 
 def _slices(bounds: np.ndarray) -> list[slice]:

@@ -11,6 +11,9 @@ import numpy as np
 
 from iep.batching.graph import Graph, distance_from_leaves
 
+LARGEST = 2**62
+"""A key beyond this would not be a 64-bit integer."""
+
 
 def share(graph: Graph) -> Graph:
     """`graph` with equal nodes merged: those of one op whose arguments are equal, in order.
@@ -41,10 +44,11 @@ def share(graph: Graph) -> Graph:
 
 def _first_equal(op: np.ndarray, args: np.ndarray) -> np.ndarray:
     """For each row, the first row with the same op and arguments."""
-    key = op
+    key, bound = op, int(op.max(initial=0)) + 1
     for column in args.T:
-        # Ranks instead of the keys themselves, so that their product with the slots stays a 64-bit integer.
-        key = np.unique(key, return_inverse=True)[1]
-        key = key * (column.max(initial=0) + 2) + column + 1
+        choices = int(column.max(initial=0)) + 2
+        if bound * choices > LARGEST:
+            key, bound = np.unique(key, return_inverse=True)[1], len(key)
+        key, bound = key * choices + column + 1, bound * choices
     _, first, kind = np.unique(key, return_index=True, return_inverse=True)
     return first[kind]
