@@ -8,6 +8,7 @@ Shapes: G rows of a call, B examples, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,17 +40,19 @@ def execute(
         ValueError: there are not as many inputs as the graph has, it has no roots, or a module returns another shape
             than its arguments have.
     """
-    arrival, *calls, departure = layout.calls
+    arrival, *_, departure = layout.calls
     if len(inputs) != arrival.rows or not departure.rows:
         raise ValueError(
             f"{len(inputs)} inputs for a graph of {arrival.rows} inputs and {departure.rows} roots, "
             "expected as many inputs as the graph has, and at least one root"
         )
-    values = _Values(layout, inputs)
+    run = _Run(layout, inputs)
     context = DeferredWeightGrads() if defer_weight_grads and torch.is_grad_enabled() else nullcontext()
-    token = _Put.apply(inputs.new_empty(0), inputs, values, arrival)
-    for call in calls:
-        token, *arguments = _Take.apply(token, values, call)
+    token, results = inputs.new_empty(0), inputs
+    for before, call in pairwise(layout.calls):
+        token, *arguments = _Exchange.apply(token, results, run, before, call)
+        if call is departure:
+            break
         with context:
             results = modules[call.op](*arguments)
         if results.shape != (call.rows, *inputs.shape[1:]):
@@ -57,94 +60,83 @@ def execute(
                 f"op {call.op} returned {tuple(results.shape)} for a group of {call.rows}, "
                 f"expected {(call.rows, *inputs.shape[1:])}"
             )
-        token = _Put.apply(token, results, values, call)
-    _, roots = _Take.apply(token, values, departure)
-    values.buffer = None  # arguments are copies, so that nothing reads it on the way back
-    return roots
+    run.values = None  # arguments are copies, so that nothing reads it on the way back
+    return arguments[0]
 
 
-class _Values:
-    """The buffer of values, by place, and on the way back that of gradients, by use."""
+class _Buffer:
+    """Rows of values of one shape, each in the order in which an input's numbers lie in memory, so that it is copied as
+    one piece."""
+
+    def __init__(self, inputs: Tensor, count: int):
+        dense = inputs.is_contiguous() or inputs.is_contiguous(memory_format=torch.channels_last)
+        self.shape = inputs.shape[1:]
+        self.strides = (self.shape.numel(), *(inputs if dense else inputs.contiguous()).stride()[1:])
+        self.rows = inputs.new_empty(count, self.shape.numel())
+        self.values = self._shaped(self.rows)
+
+    def write(self, rows: slice, values: Tensor | None) -> None:
+        """Copy (G, ...) values, or zeros, into G rows."""
+        self.values[rows].zero_() if values is None else self.values[rows].copy_(values)
+
+    def read(self, index: Tensor) -> Tensor:
+        """(G, ...) copies of G rows."""
+        return self._shaped(self.rows.index_select(0, index))
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        return rows.as_strided((len(rows), *self.shape), self.strides)
+
+
+class _Run:
+    """What the exchanges of one run work on: values, and on the way back their gradients."""
 
     def __init__(self, layout: Layout, inputs: Tensor):
         self.layout = layout
-        self.shape, self.options = inputs.shape[1:], {"dtype": inputs.dtype, "device": inputs.device}
-        if inputs.dim() == 4 and not inputs.is_contiguous():
-            self.options["memory_format"] = torch.channels_last
-        self.buffer: Tensor | None = self._new(layout.num_places)
-        self.gradients: Tensor | None = None
+        self.values: _Buffer | None = _Buffer(inputs, layout.num_places)
+        self.like = inputs.detach()
+        self.gradients: _Buffer | None = None
 
-    def put(self, call: Call, results: Tensor) -> None:
-        self.buffer[call.places].copy_(results)
+    def arguments(self, call: Call) -> list[Tensor]:
+        return [self.values.read(self.layout.sources[uses]) for uses in call.argument_uses]
 
-    def take(self, call: Call) -> list[Tensor]:
-        return [self._select(self.buffer, self.layout.sources[uses]) for uses in call.argument_uses]
-
-    def put_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
+    def take_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a call's arguments."""
         if self.gradients is None:
-            self.gradients = self._new(self.layout.num_uses + 1)
-            self.gradients[-1].zero_()  # what no use has made
+            self.gradients = _Buffer(self.like, self.layout.num_uses + 1)
+            self.gradients.write(slice(-1, None), None)  # what no use has made
         for uses, gradient in zip(call.argument_uses, gradients, strict=True):
-            self.gradients[uses].zero_() if gradient is None else self.gradients[uses].copy_(gradient)
+            self.gradients.write(uses, gradient)
 
-    def take_gradients(self, call: Call) -> Tensor | None:
+    def result_gradient(self, call: Call) -> Tensor | None:
         """The gradient of a call's results, None where nothing takes any of them."""
         if not call.is_used:
             return None
-        layout = self.layout
-        gradient = self._select(self.gradients, layout.takers[call.results])
+        gradient = self.gradients.read(self.layout.takers[call.results])
         if call.extras.start < call.extras.stop:
-            further = self._select(self.gradients, layout.extra_uses[call.extras])
-            _rows(gradient).index_add_(0, layout.extra_rows[call.extras], _rows(further))
+            further = self.gradients.read(self.layout.extra_uses[call.extras])
+            gradient.index_add_(0, self.layout.extra_rows[call.extras], further)
         return gradient
 
-    def _new(self, count: int) -> Tensor:
-        return torch.empty((count, *self.shape), **self.options)
 
-    def _select(self, source: Tensor, index: Tensor) -> Tensor:
-        selected = self._new(len(index))
-        torch.index_select(_rows(source), 0, index, out=_rows(selected))
-        return selected
+class _Exchange(Function):
+    """A call's results into the buffer, and out of it the next call's arguments; on the way back their gradients.
 
-
-def _rows(values: Tensor) -> Tensor:
-    """A view of (G, ...) as (G, F) in the order of memory, in which a row is copied as one piece."""
-    if values.dim() == 4 and not values.is_contiguous():
-        values = values.permute(0, 2, 3, 1)
-    return values.flatten(1)
-
-
-# The buffer is written and read outside autograd's sight. A token, passed from one step to the next, gives the way back
-# its order: a call's gradient is read when all calls that took its results have left theirs. It has no gradient itself.
-
-
-class _Take(Function):
-    """A call's arguments out of the buffer; on the way back their gradients into the other."""
+    The buffers are written and read outside autograd's sight. A token, passed from one exchange to the next, gives the
+    way back its order: a call's gradient is read when all calls that took its results have left theirs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, values: _Values, call: Call) -> tuple[Tensor, ...]:
-        ctx.values, ctx.call = values, call
+    def forward(ctx: Any, token: Tensor, results: Tensor, run: _Run, call: Call, following: Call) -> tuple[Tensor, ...]:
+        ctx.run, ctx.call, ctx.following = run, call, following
         ctx.set_materialize_grads(False)
-        return token.new_empty(0), *values.take(call)
+        run.values.write(call.places, results)
+        return token.new_empty(0), *run.arguments(following)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.values.put_gradients(ctx.call, gradients)
-        return None, None, None
-
-
-class _Put(Function):
-    """A call's results into the buffer; on the way back their gradient out of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, results: Tensor, values: _Values, call: Call) -> Tensor:
-        ctx.values, ctx.call = values, call
-        ctx.set_materialize_grads(False)
-        values.put(call, results)
-        return token.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
-        return None, ctx.values.take_gradients(ctx.call), None, None
+    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.run.take_gradients(ctx.following, gradients)
+        gradient = ctx.run.result_gradient(ctx.call)
+        if not ctx.call.argument_uses:  # the inputs' arrival: the end of the way back
+            ctx.run.gradients = None
+        return None, gradient, None, None, None
