@@ -1,10 +1,12 @@
 """Graph -> schedule: which nodes run together, in which order. Pure functions of integers; no tensor is touched.
 
 A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of Suarez & Zhu
-(Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2). All of them take
-any directed acyclic graph whose nodes are numbered children first.
+(Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2); `height` and
+`agenda` those of dynamic neural network frameworks (Neubig et al. 2017, On-the-fly operation batching in dynamic
+computation graphs); `lookahead` is this package's own and makes the fewest calls. All of them take any directed acyclic
+graph whose nodes are numbered children first.
 
-Shapes: N nodes.
+Shapes: N nodes, A greatest number of arguments, K calls.
 """
 
 import difflib
@@ -14,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.batching.graph import Graph
+from iep.batching.graph import Graph, distance_from_leaves
+from iep.batching.paths import op_strings
+from iep.batching.supersequence import short_supersequence
 
 
 class Group(NamedTuple):
@@ -58,6 +62,96 @@ def improved(graph: Graph) -> Schedule:
     return _pool(-distance_from_root(graph), graph.op)
 
 
+def height(graph: Graph) -> Schedule:
+    """Nodes pooled by their greatest distance from the leaves, the leaves first, one call per op of a pool.
+
+    The twin of `improved`; O(p * d) calls too. Depth-based batching (Looks et al. 2017, Deep learning with dynamic
+    computation graphs, section 2; Neubig et al. 2017, section 3.2).
+    """
+    return _pool(distance_from_leaves(graph), graph.op)
+
+
+def agenda(graph: Graph) -> Schedule:
+    """All ready nodes of one op at a time: of the op whose remaining nodes have the lowest average depth.
+
+    Agenda-based batching (Neubig et al. 2017, section 3.2). A node is ready when its arguments have run; its depth is
+    its greatest distance from the leaves. The lower op comes first among equals.
+    """
+    node, depth = np.arange(graph.num_nodes), distance_from_leaves(graph)
+    ops, kind = np.unique(graph.op, return_inverse=True)
+    args = graph.args
+    # The last entry is that of -1, no argument.
+    has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
+    has_run[-1] = True
+    schedule = []
+    while len(node):
+        ready = has_run[args].all(axis=1)
+        average = np.full(len(ops), np.inf)
+        some = np.bincount(kind[ready], minlength=len(ops)) > 0
+        average[some] = (np.bincount(kind, depth, len(ops))[some]) / np.bincount(kind, minlength=len(ops))[some]
+        chosen = int(np.argmin(average))
+        runs = ready & (kind == chosen)
+        schedule.append(Group(int(ops[chosen]), node[runs]))
+        has_run[graph.num_inputs + node[runs]] = True
+        node, kind, depth, args = node[~runs], kind[~runs], depth[~runs], args[~runs]
+    return tuple(schedule)
+
+
+def lookahead(graph: Graph) -> Schedule:
+    """The fewest calls that a quick search finds: one for each op of a short common supersequence of the paths' ops.
+
+    A path's nodes run one after another, so the calls' ops contain the ops of every path, in order; and any sequence
+    of ops that does so is a schedule, if every node runs in the last call of its op that comes before all its takers.
+    """
+    ops, kind = np.unique(graph.op, return_inverse=True)
+    takes = np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
+    levels = _split(distance_from_root(graph))
+    left = np.ones(graph.num_nodes, dtype=bool)
+    schedule: Schedule = ()
+    # Once round, but for graphs of so many paths that the strings are not all of them: what finds no call before its
+    # takers then goes first, with all that it takes.
+    while left.any():
+        calls = np.array(short_supersequence(op_strings(kind, takes, left)))
+        call = _last_calls(calls, kind, takes, [nodes[left[nodes]] for nodes in levels])
+        nodes = np.flatnonzero(left & (call >= 0))
+        first = [Group(int(ops[calls[call[group[0]]]]), group) for group in _split(call[nodes], nodes)]
+        schedule = (*first, *schedule)
+        left[nodes] = False
+    return schedule
+
+
+def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, levels: list[np.ndarray]) -> np.ndarray:
+    """(N,) the last call of every node's kind that comes before all its takers' calls; -1 where there is none.
+
+    Args:
+        calls: (K,) kinds.
+        levels: the nodes that count, takers before what they take.
+    """
+    by_kind = np.sort(calls * (len(calls) + 1) + np.arange(len(calls)))
+    # The last entry is that of -1, no node.
+    call = np.full(len(kind) + 1, len(calls))
+    for nodes in levels:
+        own = kind[nodes] * (len(calls) + 1)
+        before = np.searchsorted(by_kind, own + call[nodes]) - 1
+        found = np.where(before >= 0, by_kind[before] - own, -1)
+        call[nodes] = np.maximum(found, -1)
+        for column in takes[nodes].T:
+            np.minimum.at(call, column, call[nodes])
+    return call[:-1]
+
+
+def lower_bound(graph: Graph) -> int:
+    """Calls that no schedule of `graph` can do without: for each op the most nodes on any one path, summed over ops."""
+    ops, kind = np.unique(graph.op, return_inverse=True)
+    # The last row is that of inputs and of -1, no argument.
+    count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
+    takes = np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
+    for nodes in _split(distance_from_leaves(graph)):
+        count[nodes] = count[takes[nodes]].max(axis=1)
+        count[nodes, kind[nodes]] += 1
+    return int(count.max(axis=0, initial=0).sum())
+
+
 def distance_from_root(graph: Graph) -> np.ndarray:
     """(N,) length of the longest path from each node to one that is no other's argument."""
     distance = np.zeros(graph.num_nodes, dtype=np.int64)
@@ -75,6 +169,9 @@ SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {
     "vanilla": vanilla,
     "standard": standard,
     "improved": improved,
+    "height": height,
+    "agenda": agenda,
+    "lookahead": lookahead,
 }
 
 
@@ -97,6 +194,14 @@ def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
     changes = (np.diff(pool[order]) != 0) | (np.diff(op[order]) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
     return tuple(Group(int(op[order[first]]), order[first:last]) for first, last in pairwise(bounds) if last)
+
+
+def _split(label: np.ndarray, nodes: np.ndarray | None = None) -> list[np.ndarray]:
+    """`nodes`, or 0 to N - 1, split by their `label`, the lowest first; their order is kept within each part."""
+    order = np.argsort(label, kind="stable")
+    bounds = np.flatnonzero(np.diff(label[order])) + 1
+    order = order if nodes is None else nodes[order]
+    return np.split(order, bounds) if len(order) else []
 
 
 def _latest_argument(graph: Graph, step: np.ndarray) -> np.ndarray:
