@@ -1,0 +1,200 @@
+"""One minibatch under one strategy -> what a stopwatch can time: the whole step, and its parts each by itself.
+
+Each method makes ready what its part needs and returns the part as a callable, so that only the part is timed. The
+parts are not cut out of a running step but run alone, on tensors of the shapes, types and memory format that they meet
+in the step; so they need no timers inside the engine, and may add up to a little more or less than the step.
+
+Shapes: B questions, N inputs of the graph, G rows of a call, L program tokens, C H W maps of the modules.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.execute import execute
+from iep.batching.schedulers import lower_bound
+from iep.bench.strategy import Strategy
+from iep.bench.workload import Minibatch
+from iep.execution_engine.engine import ExecutionEngine, Plan
+from iep.programs import arity as token_arity
+
+Run = Callable[[], Any]
+Calls = Sequence[tuple[int, int]]
+"""Op and number of rows of each module call."""
+
+
+class Setting:
+    """What the cases of one comparison have in common: engine, phase, device and ready-made maps."""
+
+    def __init__(self, engine: ExecutionEngine, training: bool, device: torch.device):
+        self.engine, self.training, self.device = engine, training, device
+        self._maps: dict[str, Tensor] = {}
+
+    @contextmanager
+    def mode(self, precision: str) -> Iterator[None]:
+        """Gradients only in training; computing in `precision` as `iep-train` does."""
+        bfloat16 = precision == "bfloat16"
+        with (
+            nullcontext() if self.training else torch.inference_mode(),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16),
+        ):
+            yield
+
+    def maps(self, precision: str, count: int, feature: Tensor) -> Tensor:
+        """(count, C, H, W) random maps like those that the stem makes of `feature`, (1, ...); always the same memory.
+
+        They are made when they are first asked for, or more of them are.
+        """
+        made = self._maps.get(precision)
+        if made is None or len(made) < count:
+            with torch.no_grad(), self.mode(precision):
+                like = self.engine.stem(feature)
+            memory_format = torch.contiguous_format if like.is_contiguous() else torch.channels_last
+            kind = {"dtype": like.dtype, "device": self.device, "memory_format": memory_format}
+            made = self._maps[precision] = torch.empty((count, *like.shape[1:]), **kind).normal_()
+        return made[:count]
+
+
+class Case:
+    """One minibatch under one strategy."""
+
+    parts = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
+
+    def __init__(self, setting: Setting, strategy: Strategy, minibatch: Minibatch):
+        self.setting, self.strategy = setting, strategy
+        self.engine = setting.engine
+        self.programs_BL = minibatch.programs_BL
+        # Without sharing every question brings its own features, as the original's data loader has it.
+        self.features = minibatch.features_NCHW if strategy.sharing else minibatch.features_of_questions
+        self.image_rows_B = minibatch.image_rows_B if strategy.sharing else None
+        self.answers_B = minibatch.answers_B
+        self.plan = self._make_plan()
+        self.calls: Calls = [(group.op, len(group.nodes)) for group in self.plan.schedule]
+        self.nodes = self.plan.graph.num_nodes
+        self.lower_bound = lower_bound(self.plan.graph)
+
+    def ready(self, part: str) -> Run:
+        """What runs `part`, one of `parts`, with all made ready that it needs."""
+        self.engine.zero_grad(set_to_none=True)
+        return getattr(self, f"_{part}")()
+
+    def _planning(self) -> Run:
+        """Programs to graph, schedule and indices on the device."""
+        return self._make_plan
+
+    def _step(self) -> Run:
+        """The engine's forward pass; in training also loss and backward pass."""
+
+        def run() -> None:
+            with self._mode():
+                logits_BA = self.engine(self.features, self.plan, self.strategy.defer)
+                loss = functional.cross_entropy(logits_BA, self.answers_B) if self.setting.training else None
+            if loss is not None:
+                loss.backward()
+
+        return run
+
+    def _modules(self) -> Run:
+        """The step's module calls in its order, on ready-made arguments."""
+        return run_calls(self, self.calls, self.strategy.defer)
+
+    def _gather_scatter(self) -> Run:
+        """The step's moves: `execute` with modules that hand on what they are given."""
+        inputs_NCHW = self._ready(self.plan.graph.num_inputs)
+        modules = dict.fromkeys((op for op, _ in self.calls), _HandOn.apply if self.setting.training else _first)
+
+        def run() -> None:
+            with self._mode():
+                maps_BCHW = execute(self.plan.layout, modules, inputs_NCHW)
+            if self.setting.training:
+                maps_BCHW.backward(self._ready(len(maps_BCHW)).detach())
+
+        return run
+
+    def _stem_classifier(self) -> Run:
+        """Stem and classifier, with nothing between them."""
+        maps_BCHW = self._ready(len(self.programs_BL))
+
+        def run() -> None:
+            with self._mode():
+                stems_NCHW = self.engine.stem(self.features)
+                logits_BA = self.engine.classifier(maps_BCHW)
+            if self.setting.training:
+                gradients = self._ready(len(stems_NCHW)).detach(), torch.ones_like(logits_BA)
+                torch.autograd.backward([stems_NCHW, logits_BA], gradients)
+
+        return run
+
+    def _make_plan(self) -> Plan:
+        return self.engine.plan(self.programs_BL, self.image_rows_B, self.strategy.batching, self.strategy.sharing)
+
+    def _mode(self) -> Any:
+        return self.setting.mode(self.strategy.precision)
+
+    def _ready(self, count: int) -> Tensor:
+        """Ready-made maps as a leaf of its own."""
+        maps = self.setting.maps(self.strategy.precision, count, self.features[:1])
+        return maps.detach().requires_grad_(self.setting.training)
+
+
+class Limit:
+    """What no schedule can beat: a case's module applications with every op run in one call, whatever waits on what."""
+
+    parts = ("modules", "stem_classifier")
+    lower_bound = None
+
+    def __init__(self, case: Case):
+        self.case, self.nodes = case, case.nodes
+        ops, rows = np.unique(case.plan.graph.op, return_counts=True)
+        self.calls: Calls = list(zip(ops.tolist(), rows.tolist(), strict=True))
+
+    def ready(self, part: str) -> Run:
+        """As `Case.ready`."""
+        return run_calls(self.case, self.calls, defer=False) if part == "modules" else self.case.ready(part)
+
+
+def run_calls(case: Case, calls: Calls, defer: bool) -> Run:
+    """Module calls one after the other, no two on the same ready-made arguments; in training the way back too."""
+    engine, training = case.engine, case.setting.training
+    modules = {op: getattr(engine, engine.program_tokens[op]) for op, _ in calls}
+    arity = {op: max(1, token_arity(engine.program_tokens[op])) for op, _ in calls}  # leaves take an input
+    ready = case._ready(sum(rows * arity[op] for op, rows in calls)).detach()
+    pieces = iter(ready.split([rows for op, rows in calls for _ in range(arity[op])]))
+    arguments = [[next(pieces).detach().requires_grad_(training) for _ in range(arity[op])] for op, _ in calls]
+
+    def run() -> None:
+        deferred = DeferredWeightGrads() if training and defer else nullcontext()
+        results = []
+        with case._mode(), deferred:
+            for (op, _), given in zip(calls, arguments, strict=True):
+                result = modules[op](*given)
+                if training:
+                    results.append(result)
+        if training:
+            torch.autograd.backward(results, [ready[: len(result)] for result in results])
+
+    return run
+
+
+def _first(first: Tensor, *_: Tensor) -> Tensor:
+    return first
+
+
+class _HandOn(Function):
+    """A module that computes nothing: its first argument; on the way back its gradient to all."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+        ctx.arity = len(arguments)
+        return arguments[0].view_as(arguments[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return (gradient,) * ctx.arity

@@ -1,0 +1,81 @@
+"""Comparisons -> a picture like figure 2 of Suarez & Zhu (Effective Approaches to Batch Parallelization): time against
+minibatch size on logarithmic scales, one line a strategy, modules alone and end to end side by side."""
+
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullLocator, ScalarFormatter
+
+from iep.bench.engine import LIMIT, Comparison, Row
+from iep.bench.measure import Spread
+from iep.files import atomic_path
+
+PANELS = {"modules": "module calls alone", "end_to_end": "end to end"}
+MARKERS = "osv^D<>pX*hP"
+
+
+def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: str) -> None:
+    """Write the picture to `path`, whole or not at all; its ending says which kind (.png, .svg, .pdf).
+
+    A row of two panels for each phase; bars are quartiles, dashed lines limits.
+    """
+    phases = list(dict.fromkeys(comparison.phase for comparison in comparisons))
+    styles = _styles([row for comparison in comparisons for row in comparison.rows])
+    figure = Figure(figsize=(12, 1 + 4.5 * len(phases)))
+    axes = figure.subplots(len(phases), 2, squeeze=False, sharex=True, sharey="row")
+    for phase, panels in zip(phases, axes, strict=True):
+        of_phase = [comparison for comparison in comparisons if comparison.phase == phase]
+        for axis, (part, name) in zip(panels, PANELS.items(), strict=True):
+            _draw_panel(axis, of_phase, part, styles)
+            axis.set_title(f"{phase}: {name}")
+            axis.set_xlabel("questions a minibatch")
+            axis.set_ylabel("milliseconds a question")
+        panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize="small")
+    figure.suptitle(subtitle, fontsize="small")
+    figure.tight_layout()
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write `figure` to `path`, whole or not at all."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150, bbox_inches="tight")
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """How each strategy's line looks, in all panels alike; limits are dashed, in shades of grey."""
+    limits = dict.fromkeys(row.strategy for row in rows if row.batching == LIMIT)
+    strategies = dict.fromkeys(row.strategy for row in rows if row.batching != LIMIT)
+    looks: dict[str, dict[str, Any]] = {}
+    for number, (name, marker) in enumerate(zip(strategies, cycle(MARKERS), strict=False)):
+        looks[name] = {"color": f"C{number % 10}", "linestyle": "-", "marker": marker}
+    for number, (name, marker) in enumerate(zip(limits, cycle(MARKERS), strict=False)):
+        looks[name] = {"color": str(0.7 * number / len(limits)), "linestyle": "--", "marker": marker}
+    return looks
+
+
+def _draw_panel(axis: Axes, comparisons: Sequence[Comparison], part: str, styles: dict[str, dict[str, Any]]) -> None:
+    lines: dict[str, list[tuple[int, Spread]]] = {}
+    for comparison in comparisons:
+        for row in comparison.rows:
+            lines.setdefault(row.strategy, []).append((comparison.batch_size, row.seconds[part]))
+    for name, points in lines.items():
+        sizes = [size for size, _ in points]
+        medians, below, above = np.transpose(
+            [(value.median, value.median - value.lower, value.upper - value.median) for _, value in points]
+        ) * (1000 / np.array(sizes))
+        axis.errorbar(
+            sizes, medians, yerr=[below, above], label=name, markersize=4, linewidth=1, capsize=2, **styles[name]
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sorted({comparison.batch_size for comparison in comparisons}))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.grid(True, which="both", alpha=0.2)

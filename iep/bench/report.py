@@ -1,0 +1,70 @@
+"""Comparisons -> a text table and the JSON of a whole benchmark. Pictures are `picture.py`'s."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from iep.bench.engine import PARTS, Comparison, Row
+from iep.bench.measure import Spread
+from iep.files import write_json
+
+FORMAT = "iep engine benchmark 1"
+MISSING = "-"
+HEADINGS = (
+    *("strategy", "nodes", "calls", "bound"),
+    *("planning", "gather/scatter", "modules", "stem+classifier", "step"),
+    *("questions/s", "quartiles", "speed-up", "modules'", "of limit", "memory MB"),
+)
+
+
+def write_report(path: Path, setting: Mapping[str, Any], comparisons: Sequence[Comparison]) -> None:
+    """Write all that was measured as JSON, whole or not at all; `setting` says with what and where."""
+    results = [asdict(comparison) for comparison in comparisons]
+    write_json(path, {"format": FORMAT, **setting, "comparisons": results}, indent=2)
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """A text table, one line a strategy; milliseconds are medians of a minibatch, MB are millions of bytes."""
+    cells = [list(HEADINGS), *map(_cells, comparison.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in cells
+    ]
+    return "\n".join([_title(comparison), *lines])
+
+
+def _title(comparison: Comparison) -> str:
+    rounds = [row.seconds["modules"].repeats for row in comparison.rows]
+    many = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{max(rounds)}"
+    over = f", mean of {comparison.minibatches} minibatches" if comparison.minibatches > 1 else ""
+    return (
+        f"{comparison.phase}: {comparison.batch_size} questions of {comparison.images:.4g} images a minibatch; "
+        f"milliseconds a minibatch, median of {many} rounds{over}"
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    speed = row.questions_per_second
+    return [
+        row.strategy,
+        f"{row.nodes:.4g}",
+        f"{row.calls:.4g}",
+        MISSING if row.lower_bound is None else f"{row.lower_bound:.4g}",
+        *(_milliseconds(row.seconds[part]) for part in PARTS),
+        f"{speed.median:.4g}",
+        f"{speed.lower:.4g}-{speed.upper:.4g}",
+        _times(row.speedup["end_to_end"]),
+        _times(row.speedup["modules"]),
+        f"{100 * row.share_of_limit:.0f}%",
+        MISSING if row.peak_memory is None else f"{row.peak_memory / 1e6:.4g}",
+    ]
+
+
+def _milliseconds(value: Spread | None) -> str:
+    return MISSING if value is None else f"{1000 * value.median:.4g}"
+
+
+def _times(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x"

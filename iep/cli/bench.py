@@ -1,0 +1,235 @@
+"""`iep-bench`: how fast the execution engine runs under every schedule, and schedules to look at."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from iep.bench.strategy import ALL, BEST, parse_strategies
+from iep.cli.common import Command
+from iep.config import BATCHING, Config, EngineConfig, read_config
+from iep.errors import InputError, nearest
+
+PHASES = ("inference", "train")
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class CommaList(click.ParamType):
+    """A comma list, each item converted by `item`; a tuple without repetitions."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType):
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        return tuple(dict.fromkeys(self.item.convert(part.strip(), param, ctx) for part in value.split(",")))
+
+
+class RecordedCommand(Command):
+    """A command that knows the arguments it was given, for its report."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
+        return super().parse_args(ctx, args)
+
+
+@click.group()
+def main() -> None:
+    """Measure the batched execution engine, and look at schedules."""
+
+
+@main.command(cls=RecordedCommand)
+@click.option(
+    "--batch-sizes",
+    type=CommaList(click.IntRange(min=1)),
+    default="1,4,16,64,256,1024",
+    show_default=True,
+    help="Questions a minibatch.",
+)
+@click.option(
+    "--batching",
+    default=ALL,
+    show_default=True,
+    help="Comma list of strategies: a scheduler, and with + what it runs with: sharing, defer, bfloat16. 'all': every "
+    f"scheduler, {BEST}+sharing and {BEST}+sharing+defer.",
+)
+@click.option("--sharing/--no-sharing", default=None, help="For every strategy, whatever its name says.")
+@click.option(
+    "--defer-weight-grads/--no-defer-weight-grads", "defer", default=None, help="For every strategy, likewise."
+)
+@click.option("--precision", default="float32", show_default=True, help="Comma list: float32, bfloat16.")
+@click.option(
+    "--phase",
+    "phases",
+    type=CommaList(click.Choice(PHASES)),
+    default="inference,train",
+    show_default=True,
+    help="What a step is: forward; or forward, loss and backward.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote; else data is made.")
+@click.option("--split", help="Split of --data.  [default: val]")
+@click.option("--questions-per-image", type=click.IntRange(1, 300), help="Of the data made.  [default: 1]")
+@click.option(
+    "--feature-shape",
+    type=(click.IntRange(min=1), click.IntRange(min=1), click.IntRange(min=1)),
+    metavar="C H W",
+    help="Of the data made.  [default: 1024 14 14]",
+)
+@click.option("--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="YAML: its engine part.")
+@click.option("--repeat", type=click.IntRange(min=1), default=10, show_default=True, help="Rounds of measuring.")
+@click.option(
+    "--max-seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="A strategy that was measured for so long, and three times, has had enough.",
+)
+@click.option("--device", default=Config.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--threads", type=click.IntRange(min=1), help="Of a CPU.  [default: PyTorch's choice]")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for engine.json, engine.txt and engine.png.",
+)
+@click.argument("settings", nargs=-1, metavar="[engine.KEY=VALUE]...")
+@click.pass_context
+def engine(
+    ctx: click.Context,
+    batching: str,
+    sharing: bool | None,
+    defer: bool | None,
+    precision: str,
+    repeat: int,
+    max_seconds: float,
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    out: Path | None,
+    **options: Any,
+) -> None:
+    """Time the execution engine under every strategy, and its limit.
+
+    The engine has its full size unless KEY=VALUE arguments (engine.module_dim=16) or --config say otherwise. The
+    strategies take turns; figures are medians. `limit` rows are the same module applications with every function run
+    in one call, whatever waits on what. What the columns mean: benchmarks/README.md.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse_together(given, "data", ("questions_per_image", "feature_shape"))
+    _refuse_without(given, "data", ("split",))
+    strategies = _parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
+    size = read_config(config_file, map(_engine_setting, settings)).engine
+    # Imported late: `--help` should not wait for torch.
+    from iep.bench.engine import Effort
+    from iep.bench.run import EngineBenchmark, run_engine_benchmark
+
+    with tqdm(unit=" measurements", leave=False, mininterval=1.0) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_description(what, refresh=False)
+            bar.update()
+
+        run_engine_benchmark(
+            EngineBenchmark(tuple(strategies), effort=Effort(repeat, max_seconds), engine=size, **given),
+            ctx.meta["command"],
+            out,
+            say=bar.write,
+            progress=progress,
+        )
+    if out is not None:
+        click.echo(f"\nWrote {out / 'engine.json'}, {out / 'engine.txt'} and {out / 'engine.png'}")
+
+
+@main.command(cls=Command)
+@click.option(
+    "--program",
+    "programs",
+    multiple=True,
+    metavar="TOKENS",
+    help='A program in prefix order, such as "count filter_color[red] scene"; may be given several times.',
+)
+@click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote.")
+@click.option("--split", help="Split of --data.  [default: val]")
+@click.option("--num-samples", type=click.IntRange(min=1), help="The first N questions of --data.  [default: 8]")
+@click.option(
+    "--questions-per-image",
+    type=click.IntRange(min=1),
+    help="So many programs of --program ask about one image.  [default: 1]",
+)
+@click.option("--batching", default=BEST, show_default=True, help="Comma list of schedulers, or all.")
+@click.option("--sharing/--no-sharing", default=True, show_default=True, help="Run what is equal once.")
+@click.option(
+    "--scene",
+    type=click.Choice(["module", "stem"]),
+    default=EngineConfig.scene,
+    show_default=True,
+    help="Whether scene is a module or the stem's output.",
+)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write: .png, .svg or .pdf.")
+def plan(batching: str, out: Path | None, **options: Any) -> None:
+    """Show which nodes of which programs run in which module call.
+
+    A node is named example.token, both from 0.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given["programs"] and "data" not in given:
+        raise click.UsageError("nothing to plan: give --program or --data")
+    if given["programs"]:
+        _refuse_together(given, "programs", ("split", "num_samples"))
+    else:
+        _refuse_together(given, "data", ("questions_per_image",))
+    if out is not None and out.suffix not in PICTURES:
+        raise click.BadParameter(f"{str(out)!r} does not end in one of {', '.join(PICTURES)}", param_hint="--out")
+    from iep.bench.run import PlanRequest, show_plans
+
+    show_plans(PlanRequest(_schedulers(batching), **given), out, say=click.echo)
+
+
+def _schedulers(text: str) -> tuple[str, ...]:
+    names = BATCHING if text == ALL else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in BATCHING:
+            raise click.BadParameter(
+                f"{name!r} is no scheduler, expected {ALL} or some of {', '.join(BATCHING)}{nearest(name, BATCHING)}",
+                param_hint="--batching",
+            )
+    return names
+
+
+def _parsed(option: str, parse: Callable[[], Any]) -> Any:
+    """What `parse` returns; what it refuses is a wrong flag."""
+    try:
+        return parse()
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+
+
+def _engine_setting(assignment: str) -> str:
+    if not assignment.startswith("engine."):
+        raise InputError(f"{assignment!r}: expected engine.key=value, such as engine.module_dim=16")
+    return assignment
+
+
+def _refuse_together(given: dict[str, Any], one: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if one in given and other in given:
+            raise click.UsageError(f"{_flag(other)} is not for {_flag(one)}")
+
+
+def _refuse_without(given: dict[str, Any], one: str, others: tuple[str, ...]) -> None:
+    for other in others:
+        if one not in given and other in given:
+            raise click.UsageError(f"{_flag(other)} is for {_flag(one)}")
+
+
+def _flag(name: str) -> str:
+    return {"programs": "--program"}.get(name, f"--{name.replace('_', '-')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""`iep-bench plan`: every node is named once, after what it takes; pictures are pictures; mistakes are one line."""
+
+from pathlib import Path
+
+import pytest
+from bench_cases import iep_bench
+from click.testing import Result
+from PIL import Image
+from tiny_data import assert_one_error
+
+from iep.config import BATCHING
+from iep.programs import arity
+
+COUNT = "count filter_color[red] scene"
+COMPARE = "equal_color query_color unique filter_color[red] scene query_color unique scene"
+
+
+def calls_of(output: str) -> dict[str, list[tuple[str, int, list[str]]]]:
+    """By scheduler: function, rows and nodes of every call, in their order."""
+    calls: dict[str, list[tuple[str, int, list[str]]]] = {}
+    for line in output.splitlines():
+        number, _, rest = line.strip().partition(" ")
+        if number.removesuffix(":") in BATCHING:
+            calls[number.removesuffix(":")] = []
+        elif number.isdigit():
+            function, rows, *nodes = rest.split()
+            list(calls.values())[-1].append((function, int(rows), nodes))
+            assert int(number) == len(list(calls.values())[-1])
+    return calls
+
+
+def arguments_of(program: list[str]) -> list[list[int]]:
+    """Positions of each token's arguments in a prefix program."""
+    arguments: list[list[int]] = [[] for _ in program]
+    awaiting: list[tuple[int, int]] = []
+    for position, token in enumerate(program):
+        if awaiting:
+            taker, more = awaiting.pop()
+            arguments[taker].append(position)
+            if more > 1:
+                awaiting.append((taker, more - 1))
+        if arity(token):
+            awaiting.append((position, arity(token)))
+    return arguments
+
+
+def assert_shown(result: Result, programs: list[str], schedulers: tuple[str, ...]) -> None:
+    """Without sharing: all programs, and every scheduler's calls, each node once and after its arguments."""
+    assert result.exit_code == 0, result.output
+    for number, program in enumerate(programs):
+        assert f"example {number}: {program}\n" in result.stdout
+    calls = calls_of(result.stdout)
+    assert tuple(calls) == schedulers
+    for groups in calls.values():
+        call_of_node = {node: number for number, (_, _, nodes) in enumerate(groups) for node in nodes}
+        assert sum(rows for _, rows, _ in groups) == len(call_of_node) == sum(len(p.split()) for p in programs)
+        for number, program in enumerate(programs):
+            tokens = program.split()
+            for position, (token, arguments) in enumerate(zip(tokens, arguments_of(tokens), strict=True)):
+                call = call_of_node[f"{number}.{position}"]
+                assert groups[call][0] == token
+                assert all(call_of_node[f"{number}.{argument}"] < call for argument in arguments)
+
+
+@pytest.mark.parametrize("batching", ["all", "improved"])
+def test_every_node_is_named_once_and_after_its_arguments(batching: str) -> None:
+    programs = [COUNT, COMPARE, "scene", f"exist intersect {COUNT} {COMPARE}"]
+    given = [word for program in programs for word in ("--program", program)]
+    result = iep_bench("plan", "--no-sharing", "--batching", batching, *given)
+    assert_shown(result, programs, BATCHING if batching == "all" else (batching,))
+
+
+def test_what_is_shared_has_one_name() -> None:
+    result = iep_bench(
+        "plan", "--batching", "improved", "--questions-per-image", 2, "--program", COUNT, "--program", COMPARE
+    )
+    assert result.exit_code == 0, result.output
+    assert "8 nodes" in result.stdout
+    assert "3 more are shared" in result.stdout
+    nodes = [node for _, _, nodes in calls_of(result.stdout)["improved"] for node in nodes]
+    assert sorted(nodes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.5", "1.6"]
+
+
+def test_scene_may_be_the_stems_output() -> None:
+    result = iep_bench("plan", "--batching", "vanilla", "--scene", "stem", "--program", COUNT, "--program", "scene")
+    assert result.exit_code == 0, result.output
+    assert calls_of(result.stdout)["vanilla"] == [("filter_color[red]", 1, ["0.1"]), ("count", 1, ["0.0"])]
+
+
+def test_start_and_end_may_stand_around_a_program_and_ends_that_are_missing_are_scenes() -> None:
+    plain = iep_bench("plan", "--program", COUNT)
+    assert iep_bench("plan", "--program", f"<START> {COUNT} <END>").stdout == plain.stdout
+    short = iep_bench("plan", "--program", "union unique")
+    assert "example 0: union unique scene scene\n" in short.stdout
+
+
+def test_preprocessed_programs_are_shown(data: Path) -> None:
+    result = iep_bench("plan", "--data", data, "--num-samples", 3, "--no-sharing", "--batching", "standard")
+    programs = [line.partition(": ")[2] for line in result.stdout.splitlines() if line.startswith("example")]
+    assert len(programs) == 3
+    assert_shown(result, programs, ("standard",))
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_pictures_are_pictures(tmp_path: Path, ending: str) -> None:
+    given = ["--program", COUNT, "--program", COMPARE, "--scene", "stem"]
+    result = iep_bench("plan", *given, "--batching", "vanilla,improved", "--out", tmp_path / f"plan.{ending}")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {f"plan-vanilla.{ending}", f"plan-improved.{ending}"}
+    if ending == "png":
+        with Image.open(tmp_path / "plan-vanilla.png") as picture:
+            assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+    else:
+        assert "</svg>" in (tmp_path / "plan-improved.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--program or --data"]),
+        (["--program", COUNT, "--batching", "improve"], ["'improve'", "did you mean 'improved'"]),
+        (["--program", COUNT, "--out", "plan.jpeg2"], ["plan.jpeg2", ".png"]),
+        (["--program", COUNT, "--num-samples", "3"], ["--num-samples is not for --program"]),
+        (["--data", ".", "--questions-per-image", "3"], ["--questions-per-image is not for --data"]),
+    ],
+)
+def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]) -> None:
+    result = iep_bench("plan", *arguments)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--program", COUNT, "--program", "count filter_colour[red] scene"],
+            ["program 1, token 1", "'filter_colour[red]'", "did you mean 'filter_color[red]'"],
+        ),
+        (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
+        (["--program", ""], ["program 0", "empty"]),
+    ],
+)
+def test_what_cannot_be_planned_is_named_in_one_line(arguments: list[str], words: list[str]) -> None:
+    assert_one_error(iep_bench("plan", *arguments), *words)
+
+
+def test_a_split_without_programs_is_named(data: Path) -> None:
+    assert_one_error(iep_bench("plan", "--data", data, "--split", "test"), "test_questions.h5", "no programs")
