@@ -19,7 +19,7 @@ import yaml
 from iep.errors import InputError, nearest
 
 MODELS = ("pg", "ee", "joint", "lstm")
-BATCHING = ("vanilla", "standard", "improved")
+BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 LARGEST = 2**53
@@ -86,7 +86,7 @@ class Config:
     """Checkpoint that the execution engine starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
-    batching: str = setting("improved", choices=BATCHING)
+    batching: str = setting("lookahead", choices=BATCHING)
     """Scheduler of the engine's module calls."""
     sharing: bool | None = None
     """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that

@@ -145,11 +145,16 @@ def training_batches(dataset: ClevrDataset, order: Order, steps: range, workers:
     return _loader(dataset, order.rows, steps, workers, pin)
 
 
-def sequential_batches(dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False) -> Batches:
-    """Every example once, in the file's order."""
+def sequential_batches(
+    dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False, by_image: bool = False
+) -> Batches:
+    """Every example once, in the file's order, or image by image so that the questions of an image meet in a batch."""
+    order = np.arange(len(dataset))
+    if by_image:
+        order = np.argsort(dataset.questions.image_idxs, kind="stable")
 
     def rows(number: int) -> np.ndarray:
-        return np.arange(number * batch_size, min((number + 1) * batch_size, len(dataset)))
+        return order[number * batch_size : (number + 1) * batch_size]
 
     return _loader(dataset, rows, range(-(-len(dataset) // batch_size)), workers, pin)
 

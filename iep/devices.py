@@ -1,4 +1,6 @@
-"""The device a user names -> a torch device that is really there."""
+"""The device a user names -> a torch device that is really there, what it computes in, and how much memory it took."""
+
+import resource
 
 import torch
 
@@ -21,3 +23,16 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "meta":
         raise InputError(f"device {name!r}: holds no values, nothing can be computed there")
     return device
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """A context in which networks compute in `precision`, float32 or bfloat16; weights stay as they are."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a CUDA device the most that tensors have taken there at one time, elsewhere the most that this process
+    has held in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -262,7 +262,14 @@ def test_only_the_samples_asked_for_are_evaluated(data: Path, run: dict[str, Pat
 
 
 @pytest.mark.parametrize(
-    "options", [*(["--batching", name] for name in SCHEDULERS), ["--batch-size", "7"], ["--workers", "1"]]
+    "options",
+    [
+        *(["--batching", name] for name in SCHEDULERS),
+        ["--batch-size", "7"],
+        ["--workers", "1"],
+        ["--no-sharing"],
+        ["--batch-size", "7", "--order-by-image"],
+    ],
 )
 @pytest.mark.parametrize("programs", ["predicted", "ground-truth"])
 def test_how_the_work_is_done_changes_no_prediction(data, run, tmp_path: Path, options: list[str], programs: str):

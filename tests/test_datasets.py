@@ -170,6 +170,16 @@ def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
         np.testing.assert_array_equal(by_question(batch), by_question(here)[batch.index])
 
 
+def test_by_image_the_questions_of_an_image_meet_and_every_example_comes_once(data: Path):
+    dataset = open_train(data)
+    batches = list(sequential_batches(dataset, 8, by_image=True))
+    images = [dataset.questions.image_idxs[batch.index].tolist() for batch in batches]
+    assert sum(images, []) == sorted(dataset.questions.image_idxs.tolist())
+    assert sorted(torch.cat([batch.index for batch in batches]).tolist()) == list(range(TRAIN))
+    plain = list(sequential_batches(dataset, 8))
+    assert sum(len(batch.features) for batch in batches) < sum(len(batch.features) for batch in plain)
+
+
 @pytest.mark.parametrize(("batch_size", "sizes"), [(16, [16, 16, 7]), (13, [13, 13, 13]), (100, [39])])
 def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_size: int, sizes: list[int]):
     batches = sequential_batches(open_train(data), batch_size)

@@ -1,4 +1,8 @@
+import gc
+import importlib
+import itertools
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from iep.execution_engine.engine import ExecutionEngine, plan_programs
 from iep.programs import arity
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
+execute = importlib.import_module("iep.batching.execute")  # the package has a function of that name
 FUNCTIONS = ("count", "equal_size", "filter_color[red]", "greater_than", "intersect", "relate[left]", "scene", "union")
 TOKENS = index_tokens(FUNCTIONS)
 INDEX = {token: index for index, token in enumerate(TOKENS)}
@@ -50,14 +55,80 @@ any_programs = token_matrices(
 @example(programs_BL=PROGRAMS_BL)
 @example(programs_BL=np.full((2, 3), NULL))
 @example(programs_BL=np.array([[END, UNK, START, END, INDEX["union"], NULL, START]]))
-@settings(quick, max_examples=25)
-def test_every_scheduler_matches_the_reference_on_logits_and_all_gradients(scene, programs_BL):
+@settings(quick, max_examples=15)
+def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_and_all_gradients(scene, programs_BL):
     engine = small_engine(scene)
-    features_BCHW = torch.randn(len(programs_BL), 5, 3, 4, dtype=torch.float64)
-    expected = results(lambda x: engine.reference(x, programs_BL), engine, features_BCHW)
-    for name in SCHEDULERS:
-        plan = engine.plan(programs_BL, batching=name)
-        assert_same(results(lambda x, plan=plan: engine(x, plan), engine, features_BCHW), expected, 1e-9)
+    rows_B = np.arange(len(programs_BL)) // 2
+    features_NCHW = torch.randn(rows_B[-1] + 1, 5, 3, 4, dtype=torch.float64)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+        plan = engine.plan(programs_BL, rows_B, name, sharing)
+        actual = results(lambda x, plan=plan, defer=defer: engine(x, plan, defer), engine, features_NCHW)
+        assert_same(actual, expected, 1e-9)
+
+
+def test_without_sharing_every_program_runs_its_stem_and_all_its_nodes_and_with_it_each_image_and_subtree_once():
+    engine = small_engine()
+    programs_BL, rows_B = PROGRAMS_BL[[0, 0, 1, 0]], np.array([1, 1, 1, 0])
+    seen = []
+    engine.stem.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
+    for sharing in (False, True):
+        engine(torch.randn(2, 5, 3, 4).double(), engine.plan(programs_BL, rows_B, sharing=sharing))
+    assert seen == [4, 2]
+    assert engine.plan(programs_BL, rows_B, sharing=False).graph.num_nodes == 3 * 3 + 7
+    # About image 1: scene, red(scene), count of it; and count(scene), left(scene), red(left), count of it, the root.
+    assert engine.plan(programs_BL, rows_B, sharing=True).graph.num_nodes == 3 + 5 + 3
+
+
+def test_left_to_itself_an_engine_shares_but_not_where_batch_norm_would_count_otherwise():
+    programs_BL, rows_B = PROGRAMS_BL[[0, 0]], np.array([0, 0])
+    for norm, training, nodes in ((False, True, 3), (False, False, 3), (True, True, 6), (True, False, 3)):
+        engine = small_engine(stem_norm=norm).train(training)
+        assert engine.plan(programs_BL, rows_B).graph.num_nodes == nodes
+        assert engine.planner(training=training)(programs_BL, image_rows_B=rows_B).graph.num_nodes == nodes
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
+    engine = small_engine(dtype=torch.float32)
+    features_BCHW = torch.randn(4, 5, 3, 4)
+    plan = engine.plan(PROGRAMS_BL)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
+        actual = results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW)
+    assert_same(actual, expected, 0.03)
+
+
+def test_steps_leave_nothing_behind():
+    engine = small_engine(dtype=torch.float32)
+
+    def tensors_after(steps):
+        for _ in range(steps):
+            engine.zero_grad(set_to_none=True)
+            logits = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL), defer_weight_grads=True)
+            logits.sum().backward()
+        del logits
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    assert tensors_after(2) == tensors_after(5)
+
+
+def test_the_values_of_a_run_are_gone_before_the_way_back():
+    engine = small_engine(dtype=torch.float32)
+    buffers = []
+
+    class Spied(execute._Buffer):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            buffers.append(weakref.ref(self.rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute, "_Buffer", Spied)
+        loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
+        assert [buffer() for buffer in buffers] == [None]
+        loss.backward()
+    assert [buffer() for buffer in buffers] == [None, None]
 
 
 def test_modules_that_no_program_uses_get_no_gradient():

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.config import BATCHING, PROGRAM_SOURCES, Config
+from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 
 
 @click.command(cls=Command)
@@ -22,6 +22,20 @@ from iep.config import BATCHING, PROGRAM_SOURCES, Config
 )
 @click.option(
     "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Config.batching}]"
+)
+@click.option(
+    "--sharing/--no-sharing",
+    default=None,
+    help="Run each image's stem, and equal subtrees over one image, once a batch.  [default: sharing]",
+)
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), help=f"What networks compute in.  [default: {Config.precision}]"
+)
+@click.option(
+    "--order-by-image",
+    is_flag=True,
+    default=None,
+    help="Visit questions image by image: those of one image share a batch. Results stay in the file's order.",
 )
 @click.option("--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]")
 @click.option(

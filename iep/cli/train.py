@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.config import BATCHING, MODELS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
+from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
 
 
 @click.command(cls=Command)
@@ -31,6 +31,17 @@ from iep.config import BATCHING, MODELS, PROGRAM_SOURCES, Config, read_config, t
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from.")
 @click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
 @click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
+@click.option(
+    "--sharing/--no-sharing",
+    default=None,
+    help="Run each image's stem, and equal subtrees over one image, once a step.  [default: where it is exact]",
+)
+@click.option(
+    "--defer-weight-grads/--no-defer-weight-grads",
+    default=None,
+    help="Compute the gradient of each module's weights once a step, over all its calls.",
+)
+@click.option("--precision", type=click.Choice(PRECISIONS), help="What the networks compute in; weights stay float32.")
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
 @click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch, ClevrDataset, sequential_batches
+from iep.devices import autocast
 from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
@@ -72,14 +73,24 @@ class Predictor:
 
 @torch.inference_mode()
 def predict(
-    predictor: Predictor, dataset: ClevrDataset, batch_size: int, workers: int, device: torch.device
+    predictor: Predictor,
+    dataset: ClevrDataset,
+    batch_size: int,
+    workers: int,
+    device: torch.device,
+    by_image: bool = False,
+    precision: str = "float32",
 ) -> Predictions:
-    """Run every question of `dataset` once, in its order."""
-    programs, answers, probabilities = [], [], []
-    batches = sequential_batches(dataset, batch_size, workers, pin=device.type == "cuda")
+    """Run every question of `dataset` once; the predictions are in its order, `by_image` or not."""
+    index, programs, answers, probabilities = [], [], [], []
+    batches = sequential_batches(dataset, batch_size, workers, pin=device.type == "cuda", by_image=by_image)
     start = time.perf_counter()
-    with tqdm(total=len(dataset), unit="question", desc="evaluate", mininterval=1.0) as bar:
+    with (
+        autocast(device, precision),
+        tqdm(total=len(dataset), unit="question", desc="evaluate", mininterval=1.0) as bar,
+    ):
         for batch in batches:
+            index.append(batch.index)
             on_device = batch.to(device)
             programs_BL = predictor.programs(on_device)
             if programs_BL is not None:
@@ -90,10 +101,11 @@ def predict(
                 answers.append(answer_B.cpu())
                 probabilities.append(probability_B.cpu())
             bar.update(len(batch.index))
+    place = torch.cat(index).argsort() if index else []
     return Predictions(
-        programs=_stack_programs(programs).numpy() if programs else None,
-        answers=torch.cat(answers).numpy() if answers else None,
-        probabilities=torch.cat(probabilities).numpy() if probabilities else None,
+        programs=_stack_programs(programs)[place].numpy() if programs else None,
+        answers=torch.cat(answers)[place].numpy() if answers else None,
+        probabilities=torch.cat(probabilities)[place].numpy() if probabilities else None,
         seconds=time.perf_counter() - start,
     )
 

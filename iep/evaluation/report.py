@@ -28,6 +28,7 @@ class Report:
         accuracy: of the answers; None on a split without answers.
         program_exact_match: of the predicted programs; None where there are none, or none to compare with.
         questions_per_second: None where not measured.
+        peak_memory_gb: most memory held at one time, of a GPU's or else the process's; None where not measured.
         device: what it ran on, such as `cpu`.
         programs: where they came from: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
         checkpoints: paths by part, such as `{"ee": "runs/ee/best.pt"}`.
@@ -40,6 +41,7 @@ class Report:
     accuracy: Scores | None = None
     program_exact_match: Scores | None = None
     questions_per_second: float | None = None
+    peak_memory_gb: float | None = None
     device: str = ""
     programs: str = ""
     checkpoints: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +73,8 @@ def read_report(path: Path) -> Report:
     for name in ("split", "device", "programs"):
         expect(name, isinstance(content[name], str), "text")
     expect("questions", isinstance(content["questions"], int), "a whole number")
-    expect("questions_per_second", _is_number(content["questions_per_second"], or_none=True), "a number or null")
+    for name in ("questions_per_second", "peak_memory_gb"):
+        expect(name, _is_number(content[name], or_none=True), "a number or null")
     expect("questions_by_type", _is_table(content["questions_by_type"], int), "whole numbers by question type")
     expect("checkpoints", _is_table(content["checkpoints"], str), "file names by part")
     expect("baselines", _is_table(content["baselines"], dict), "scores by name")

@@ -11,7 +11,7 @@ from iep.baselines import commonest
 from iep.config import Config
 from iep.data_files import Questions, Split, open_split, read_questions, split_files
 from iep.datasets import ClevrDataset
-from iep.devices import resolve_device
+from iep.devices import peak_memory, resolve_device
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
 from iep.evaluation.predict import Predictions, Predictor, predict
@@ -37,7 +37,9 @@ class Evaluation:
     sharing: bool | None = Config.sharing
     beam_size: int = 1
     max_program_length: int = Config.max_program_length
+    precision: str = Config.precision
     batch_size: int = 256
+    order_by_image: bool = False
     num_samples: int | None = None
     workers: int = 0
     device: str = Config.device
@@ -58,7 +60,15 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         make_plan = predictor.engine.planner(settings.batching, settings.sharing)
     dataset = ClevrDataset(questions, split.features, make_plan)
     device = resolve_device(settings.device)
-    predictions = predict(predictor, dataset, settings.batch_size, settings.workers, device)
+    predictions = predict(
+        predictor,
+        dataset,
+        settings.batch_size,
+        settings.workers,
+        device,
+        by_image=settings.order_by_image,
+        precision=settings.precision,
+    )
 
     programs = predictions.programs if questions.programs is None else questions.programs
     types = np.full(len(questions), -1) if programs is None else question_types(programs, vocab.program)
@@ -69,6 +79,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         accuracy=_accuracy(predictions, questions, types),
         program_exact_match=_program_match(predictions, questions, types),
         questions_per_second=len(questions) / predictions.seconds,
+        peak_memory_gb=peak_memory(device) / 1e9,
         device=str(device),
         programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},

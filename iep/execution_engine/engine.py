@@ -34,7 +34,7 @@ from iep.vocab import NULL, START
 SCENES = ("module", "stem")
 STEMS = ("conv", "pixels")
 INITIALIZATIONS = ("kaiming", "torch")
-DEFAULT_SCHEDULER = "improved"
+DEFAULT_SCHEDULER = "lookahead"
 NOT_ROW_BY_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout, nn.Dropout2d)
 """Layers that, in training, draw random numbers or look at their whole batch."""
 

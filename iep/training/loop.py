@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from iep.config import Config, to_dict
 from iep.datasets import Batch
+from iep.devices import autocast, peak_memory
 from iep.errors import InputError
 from iep.networks import pack
 from iep.training.checkpoint import BEST, LAST, random_states, restore_random_states, save_checkpoint
@@ -78,7 +79,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        with self._precision():
+        with autocast(self.device, self.config.precision):
             loss, metrics = self.task.loss(batch.to(self.device))
         loss.backward()
         if self.config.clip_gradients is not None:
@@ -91,7 +92,7 @@ class Trainer:
     def validate(self, batches: Iterable[Batch]) -> float:
         """Share of examples that the task gets right."""
         self._train_mode(False)
-        with self._precision():
+        with autocast(self.device, self.config.precision):
             right = [self.task.correct(batch.to(self.device)) for batch in batches]
         self._train_mode(True)
         return torch.cat(right).float().mean().item()
@@ -122,6 +123,7 @@ class Trainer:
                 if last or self.step % config.log_every == 0:
                     row = {name: value.item() for name, value in metrics.items()}
                     row["questions_per_second"] = examples / (time.perf_counter() - clock)
+                    row["peak_memory_gb"] = peak_memory(self.device) / 1e9
                     row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
                     records.write(self.step, row)
                     bar.set_postfix_str(_summary(row))
@@ -149,9 +151,6 @@ class Trainer:
         if improved:
             self.save(BEST)
         self.save(LAST)
-
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():

@@ -1,0 +1,120 @@
+import pytest
+import torch
+from batching_cases import assert_same, results
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from iep.batching import DeferredWeightGrads
+
+
+class CountWeightGrads(TorchDispatchMode):
+    """Counts how often a convolution's or a linear layer's weight gradient is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution_backward.default:
+            self.convolutions += args[-1][1]
+        return func(*args, **(kwargs or {}))
+
+
+def recurrent(layer, times=4):
+    """The same layer applied again and again."""
+
+    def run(x):
+        for _ in range(times):
+            x = torch.tanh(layer(x))
+        return x
+
+    return run
+
+
+def deferred(run):
+    def run_deferred(x):
+        with DeferredWeightGrads():
+            return run(x)
+
+    return run_deferred
+
+
+CONVOLUTION = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding": 1}
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (5, 4)),
+        (lambda: nn.Linear(4, 4), (4,)),
+        (lambda: nn.Linear(4, 4, bias=False), (2, 3, 4)),
+        (lambda: nn.Conv2d(**CONVOLUTION), (2, 4, 5, 3)),
+        (lambda: nn.Conv2d(**CONVOLUTION), (4, 5, 3)),
+        (lambda: nn.Conv2d(**CONVOLUTION, bias=False, groups=2), (2, 4, 5, 3)),
+        (lambda: nn.Conv2d(**CONVOLUTION | {"padding": "same"}), (2, 4, 5, 3)),
+        (lambda: nn.Conv2d(**CONVOLUTION, padding_mode="circular"), (2, 4, 5, 3)),
+        (lambda: nn.Conv2d(**CONVOLUTION | {"padding": (2, 1), "dilation": (2, 1)}), (2, 4, 5, 3)),
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)), (5, 4)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_deferred_gradients_are_the_ordinary_ones(layer, shape, dtype, relative):
+    torch.manual_seed(0)
+    layer = layer().to(dtype)
+    inputs = torch.randn(shape, dtype=dtype)
+    expected = results(recurrent(layer), layer, inputs)
+    assert_same(results(deferred(recurrent(layer)), layer, inputs), expected, relative)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_each_weight_gradient_is_computed_once_a_step(defer):
+    layer = nn.Conv2d(**CONVOLUTION)
+    run = recurrent(layer, times=7)
+    output = (deferred(run) if defer else run)(torch.randn(2, 4, 5, 5))
+    with CountWeightGrads() as counted:
+        output.sum().backward()
+    assert counted.convolutions == (1 if defer else 7)
+
+
+def test_two_layers_that_share_a_weight_have_both_their_gradients():
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+    second.weight = first.weight
+    both, inputs = nn.ModuleList([first, second]), torch.randn(4, 3).double()
+
+    def run(x):
+        return second(torch.tanh(first(torch.tanh(second(x)))))
+
+    assert_same(results(deferred(run), both, inputs), results(run, both, inputs), 1e-9)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_passes_its_inputs_on():
+    layer = nn.Linear(3, 3).double().requires_grad_(False)
+    inputs = torch.randn(2, 3).double()
+    expected = results(recurrent(layer), layer, inputs)
+    assert expected["gradient of weight"] is None
+    assert_same(results(deferred(recurrent(layer)), layer, inputs), expected, 1e-12)
+
+
+def test_a_second_way_back_over_a_kept_graph_gives_the_same_gradient_again():
+    layer = nn.Linear(3, 3).double()
+    loss = deferred(recurrent(layer))(torch.randn(2, 3).double()).sum()
+    loss.backward(retain_graph=True)
+    once = layer.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(layer.weight.grad, 2 * once)
+
+
+def test_under_autocast_gradients_are_those_of_the_ordinary_way_to_bfloat16s_precision():
+    torch.manual_seed(0)
+    layer = nn.Conv2d(**CONVOLUTION)
+    inputs = torch.randn(3, 4, 5, 5)
+
+    def run(x, way):
+        with torch.autocast("cpu", torch.bfloat16):
+            return way(x).float()
+
+    ordinary = results(lambda x: run(x, recurrent(layer)), layer, inputs)
+    actual = results(lambda x: run(x, deferred(recurrent(layer))), layer, inputs)
+    assert actual["output"].equal(ordinary["output"])
+    assert_same(actual, ordinary, 0.03)

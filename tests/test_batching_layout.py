@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+from batching_cases import ARITY_V, LEAF, PAD, SKIP, UNARY_A, UNARY_B, matrix, quick, toy_programs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from iep.batching import SCHEDULERS, Group, graph_from_prefix, lay_out, make_schedule, share
+
+
+def toy_graph(tokens_BL, input_B=None):
+    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=True, input_B=input_B)
+
+
+def values_waiting(graph, schedule):
+    """The most values that are needed after any one call, counted value by value."""
+    call_of = dict.fromkeys(range(graph.num_inputs), 0)
+    last_use = dict.fromkeys(range(graph.num_inputs + graph.num_nodes), -1)
+    for call, group in enumerate(schedule, start=1):
+        for node in group.nodes.tolist():
+            call_of[graph.num_inputs + node] = call
+            for slot in graph.args[node].tolist():
+                if slot >= 0:
+                    last_use[slot] = call
+    last_use |= dict.fromkeys(graph.roots.tolist(), len(schedule) + 1)
+    return max(sum(call_of[slot] <= call < last_use[slot] for slot in last_use) for call in range(len(schedule) + 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
+@settings(quick, max_examples=30)
+def test_every_use_reads_the_place_of_its_result_before_another_is_written_there(name, tokens_BL, examples_an_input):
+    graph = share(toy_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+    schedule = make_schedule(graph, name)
+    layout = lay_out(graph, schedule)
+    arrival, *calls, departure = layout.calls
+    places = [None] * layout.num_places
+    places[arrival.places] = range(graph.num_inputs)
+    for call, group in zip(calls, schedule, strict=True):
+        assert (call.op, call.rows) == (group.op, len(group.nodes))
+        assert len(call.argument_uses) == (graph.args[group.nodes[0]] >= 0).sum()
+        for position, uses in enumerate(call.argument_uses):
+            read = [places[place] for place in layout.sources[uses].tolist()]
+            assert read == graph.args[group.nodes, position].tolist()
+        places[call.places] = (graph.num_inputs + group.nodes).tolist()
+    assert [places[place] for place in layout.sources[departure.argument_uses[0]].tolist()] == graph.roots.tolist()
+    assert len(places) == layout.num_places
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
+@settings(quick, max_examples=30)
+def test_every_result_takes_its_gradient_from_all_its_uses(name, tokens_BL, examples_an_input):
+    graph = share(toy_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+    schedule = make_schedule(graph, name)
+    layout = lay_out(graph, schedule)
+    order = [
+        *range(graph.num_inputs),
+        *(graph.num_inputs + node for group in schedule for node in group.nodes.tolist()),
+    ]
+    used_by_slot = {slot: [] for slot in order}
+    for call, group in zip(layout.calls[1:-1], schedule, strict=True):
+        for position, uses in enumerate(call.argument_uses):
+            for use, slot in zip(range(uses.start, uses.stop), graph.args[group.nodes, position].tolist(), strict=True):
+                used_by_slot[slot].append(use)
+    roots = layout.calls[-1].argument_uses[0]
+    for use, slot in zip(range(roots.start, roots.stop), graph.roots.tolist(), strict=True):
+        used_by_slot[slot].append(use)
+
+    taken = {slot: [] for slot in order}
+    for call in layout.calls[:-1]:
+        slots = order[call.results]
+        for slot, use in zip(slots, layout.takers[call.results].tolist(), strict=True):
+            taken[slot] += [use] if use < layout.num_uses else []
+        for row, use in zip(layout.extra_rows[call.extras], layout.extra_uses[call.extras].tolist(), strict=True):
+            taken[slots[row]].append(use)
+        assert call.is_used == any(used_by_slot[slot] for slot in slots)
+    assert {slot: sorted(uses) for slot, uses in taken.items()} == {k: sorted(v) for k, v in used_by_slot.items()}
+
+
+@given(tokens_BL=toy_programs)
+@settings(quick, max_examples=30)
+def test_run_one_by_one_no_more_places_are_taken_than_values_wait(tokens_BL):
+    graph = toy_graph(tokens_BL)
+    schedule = make_schedule(graph, "vanilla")
+    # Inputs arrive together, and their places are free again together.
+    assert lay_out(graph, schedule).num_places <= graph.num_inputs + values_waiting(graph, schedule)
+
+
+def test_a_chain_uses_the_same_places_again():
+    graph = toy_graph(matrix([[*[UNARY_A] * 50, LEAF]] * 4))
+    assert lay_out(graph, make_schedule(graph, "improved")).num_places == 4
+
+
+TWO = toy_graph(matrix([[UNARY_A, UNARY_B, LEAF]]))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0], "a schedule of 1 nodes for a graph of 2, expected each once"),
+        ([0, 1, 1], "a schedule of 3 nodes for a graph of 2, expected each once"),
+        ([0, 0], "a schedule of 2 nodes for a graph of 2, expected each once"),
+        ([1, 0], "runs a node before its arguments"),
+    ],
+)
+def test_a_schedule_that_cannot_be_run_is_refused(order, message):
+    schedule = tuple(Group(int(TWO.op[node]), np.array([node])) for node in order)
+    with pytest.raises(ValueError, match=message):
+        lay_out(TWO, schedule)
