@@ -173,9 +173,9 @@ def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
 def test_by_image_the_questions_of_an_image_meet_and_every_example_comes_once(data: Path):
     dataset = open_train(data)
     batches = list(sequential_batches(dataset, 8, by_image=True))
-    images = [dataset.questions.image_idxs[batch.index].tolist() for batch in batches]
-    assert sum(images, []) == sorted(dataset.questions.image_idxs.tolist())
-    assert sorted(torch.cat([batch.index for batch in batches]).tolist()) == list(range(TRAIN))
+    index = torch.cat([batch.index for batch in batches])
+    assert dataset.questions.image_idxs[index].tolist() == sorted(dataset.questions.image_idxs.tolist())
+    assert sorted(index.tolist()) == list(range(TRAIN))
     plain = list(sequential_batches(dataset, 8))
     assert sum(len(batch.features) for batch in batches) < sum(len(batch.features) for batch in plain)
 
