@@ -6,7 +6,8 @@ on subsequences and supersequences); this is a quick rule, and a local search th
 the strings come from, and which node runs in which call, is not its concern.
 
 Every op of every string is one bit of a Python integer, string after string with a bit left free between any two. A
-set of places is then one integer, and all strings go on by one op in a few integer operations.
+set of places is then one integer, and all strings go on by one op in a few integer operations. A call stands for its op
+as the set of all that op's places.
 
 Shapes: P strings, L length of the longest.
 """
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 20
-"""Calls that are planned anew at a time. Somewhat more or fewer do as well."""
-SWEEPS = 8
-PATIENCE = 2
-"""Sweeps over all calls: at most, and in a row without a gain. Few gain anything after the fourth."""
+"""Calls that are planned anew at a time; fewer where there are few. Somewhat more or fewer do as well."""
+WINDOWS = 48
+PATIENCE = 24
+"""Windows planned, about: at most, and in a row without a gain."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
@@ -33,14 +34,14 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     forward = _greedy(places.of_op, places.all, places.first, True)
     backward = _greedy(places.of_op, places.all, places.last, False)
     calls = min(forward, backward, key=len)
-    stale = 0
-    for sweep in range(SWEEPS):
-        if len(calls) == fewest or stale == PATIENCE:
-            break
+    planned = stale = 0
+    while len(calls) > fewest and planned < WINDOWS and stale < PATIENCE:
         before = len(calls)
-        calls = _sweep(places, calls, first_step=WINDOW // 4 if sweep % 2 else WINDOW // 2)
-        stale = stale + 1 if len(calls) == before else 0
-    return calls
+        calls, windows = _sweep(places, calls, planned)
+        stale = 0 if len(calls) < before else stale + windows
+        planned += windows
+    op = {mask: op for op, mask in enumerate(places.of_op)}
+    return [op[call] for call in calls]
 
 
 def _lower_bound(strings_PL: np.ndarray) -> int:
@@ -68,82 +69,89 @@ def _places(strings_PL: np.ndarray) -> _Places:
     op = strings_PL[strings_PL >= 0]
     place = np.arange(len(op)) + np.repeat(np.arange(len(length_P)), length_P)
     width = op.max(initial=-1) + 1
-
-    bits = np.zeros((width + 2, (end_P.max(initial=0) >> 3) + 1), dtype=np.uint8)
+    # A row of bits for each op, one for the first places and one for the last.
     row = np.concatenate([op, np.full(len(end_P), width), np.full(len(end_P), width + 1)])
     place = np.concatenate([place, end_P - length_P, end_P - 1])
-    np.add.at(bits, (row, place >> 3), (1 << (place & 7)).astype(np.uint8))
-    *of_op, first, last = [int.from_bytes(octets.tobytes(), "little") for octets in bits]
+    octets = np.zeros((width + 2, end_P.max(initial=0) // 8 + 1), dtype=np.uint8)
+    np.add.at(octets, (row, place >> 3), (1 << (place & 7)).astype(np.uint8))
+    *of_op, first, last = [int.from_bytes(bits.tobytes(), "little") for bits in octets]
     return _Places(of_op, first, last, sum(of_op))
 
 
-def _greedy(of_op: list[int], rest: int, front: int, forward: bool) -> list[int]:
-    """Calls, in the order of the strings, that run the places `rest`: within every string a run without gaps.
+def _greedy(ops: list[int], rest: int, front: int, forward: bool) -> list[int]:
+    """Calls, in the order of the strings, that run the places `rest`: of every string some that follow one another.
 
-    First an op whose places all stand in front: it costs nothing, since any other plan must run it too. Where there is
-    none, the op in front of the longest string.
+    First an op whose places all stand in front: that call has to come at some time, and none is better than now. Where
+    there is none, the op in front of the longest string; of several, the first in `ops`.
 
     Args:
-        front: the first place of every run, or the last if not `forward`, which plans from the end.
+        ops: every op's places.
+        rest: what to run.
+        front: the first of each string's places in `rest`, or the last if not `forward`: planned from the end.
     """
-    behind = [rest]  # behind[d]: places with at least d others behind them
+    behind = [rest]  # behind[d]: places with at least d others to run after them
     while deeper := (behind[-1] >> 1 if forward else behind[-1] << 1) & rest:
         behind.append(deeper)
-    live = [(op, places) for op, places in enumerate(of_op) if places & rest]
+    live = [places for places in ops if places & rest]
     calls = []
     while front:
         waiting = rest ^ front
-        for choice in live:
-            if not waiting & choice[1]:
+        for call in live:
+            if not waiting & call:
                 break
         else:
             while not front & behind[-1]:
                 behind.pop()
             longest = front & behind[-1]
-            choice = next(choice for choice in live if longest & choice[1])
-        op, places = choice
-        run = front & places
+            call = next(places for places in live if longest & places)
+        run = front & call
         rest ^= run
         front = (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
-        if not rest & places:
-            live.remove(choice)
-        calls.append(op)
+        if not rest & call:
+            live.remove(call)
+        calls.append(call)
     return calls if forward else calls[::-1]
 
 
-def _sweep(places: _Places, calls: list[int], first_step: int) -> list[int]:
-    """As many calls or fewer: window after window is planned anew, each half in the last, from either end in turn.
+def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int]:
+    """As many calls or fewer, and the number of windows: each is planned anew, half of it being the last one's.
 
-    What a window must run is what neither the calls before it nor those after it can.
+    What a window must run is what neither the calls before it nor those after it can. So that no two windows are alike,
+    they are planned from either end in turn, with the ops in another order, and do not begin at the same calls in every
+    sweep; `turn`, the number of windows planned before, sees to that.
     """
     calls = calls.copy()
+    width = min(WINDOW, max(3, len(calls) // 2))
     after = _rests(places, calls)
     rest, front = places.all, places.first
-    start, step, forward = 0, first_step, False
+    start, step, first_turn = 0, max(1, (1 + turn % 3) * width // 6), turn
     while start < len(calls):
-        end = min(start + WINDOW, len(calls))
+        end = min(start + width, len(calls))
+        is_last = end == len(calls)
         rest_after, back = after[len(calls) - end]
-        window, forward = rest & rest_after, not forward
-        planned = _greedy(places.of_op, window, (front if forward else back) & window, forward)
-        last = end == len(calls)
+        window, forward = rest & rest_after, turn % 2 == 0
+        split = turn % len(places.of_op)
+        ops = places.of_op[split:] + places.of_op[:split]
+        planned = _greedy(ops, window, (front if forward else back) & window, forward)
         if len(planned) <= end - start:
             calls[start:end] = planned
-        if last:
+        turn += 1
+        if is_last:
             break
-        for op in calls[start : start + step]:
-            run = front & places.of_op[op]
+        for call in calls[start : start + step]:
+            run = front & call
             rest ^= run
             front = (front ^ run) | ((run << 1) & rest)
-        start, step = start + step, WINDOW // 2
-    return calls
+        start, step = start + step, max(1, width // 2)
+    return calls, turn - first_turn
 
 
 def _rests(places: _Places, calls: list[int]) -> list[tuple[int, int]]:
     """By number of last calls: what these leave to run when they take as much as they can, and every string's last."""
     rest, back = places.all, places.last
     rests = [(rest, back)]
-    for op in reversed(calls):
-        run = back & places.of_op[op]
+    for call in reversed(calls):
+        run = back & call
         rest ^= run
         back = (back ^ run) | ((run >> 1) & rest)
         rests.append((rest, back))
