@@ -73,7 +73,7 @@ class _Buffer:
         self.shape = inputs.shape[1:]
         self.strides = (self.shape.numel(), *(inputs if dense else inputs.contiguous()).stride()[1:])
         self.rows = inputs.new_empty(count, self.shape.numel())
-        self.values = self._shaped(self.rows)
+        self.values = self.shaped(self.rows)
 
     def write(self, rows: slice, values: Tensor | None) -> None:
         """Copy (G, ...) values, or zeros, into G rows."""
@@ -81,9 +81,10 @@ class _Buffer:
 
     def read(self, index: Tensor) -> Tensor:
         """(G, ...) copies of G rows."""
-        return self._shaped(self.rows.index_select(0, index))
+        return self.shaped(self.rows.index_select(0, index))
 
-    def _shaped(self, rows: Tensor) -> Tensor:
+    def shaped(self, rows: Tensor) -> Tensor:
+        """A view of rows as (G, ...) values."""
         return rows.as_strided((len(rows), *self.shape), self.strides)
 
 
@@ -111,11 +112,11 @@ class _Run:
         """The gradient of a call's results, None where nothing takes any of them."""
         if not call.is_used:
             return None
-        gradient = self.gradients.read(self.layout.takers[call.results])
+        rows = self.gradients.rows.index_select(0, self.layout.takers[call.results])
         if call.extras.start < call.extras.stop:
-            further = self.gradients.read(self.layout.extra_uses[call.extras])
-            gradient.index_add_(0, self.layout.extra_rows[call.extras], further)
-        return gradient
+            further = self.gradients.rows.index_select(0, self.layout.extra_uses[call.extras])
+            rows.index_add_(0, self.layout.extra_rows[call.extras], further)
+        return self.gradients.shaped(rows)
 
 
 class _Exchange(Function):
