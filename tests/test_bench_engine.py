@@ -31,8 +31,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a run of all strategies, in both phases, at two sizes."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_engine, "MIN_QUESTIONS", 12)
-        result = measure("--batch-sizes", "12,2", "--repeat", 3, "--questions-per-image", 4, "--out", out)
+        patch.setattr(bench_engine, "MIN_QUESTIONS", 8)
+        result = measure("--batch-sizes", "8,2", "--repeat", 2, "--questions-per-image", 4, "--out", out)
     assert result.exit_code == 0, result.output
     (out / "stdout").write_text(result.stdout)
     return out
@@ -57,7 +57,7 @@ def test_every_strategy_has_a_row_in_every_phase_and_size(report: dict[str, Any]
     inference = [*BATCHING, f"{BEST}+sharing", "limit", "limit+sharing"]
     train = [*BATCHING, f"{BEST}+sharing", f"{BEST}+sharing+defer", "limit", "limit+sharing"]
     assert found == {(phase, size): {"inference": inference, "train": train}[phase] for phase, size in found}
-    assert list(found) == [("inference", 2), ("train", 2), ("inference", 12), ("train", 12)]
+    assert list(found) == [("inference", 2), ("train", 2), ("inference", 8), ("train", 8)]
 
 
 def test_questions_a_second_and_seconds_a_minibatch_agree(rows: list) -> None:
@@ -67,7 +67,7 @@ def test_questions_a_second_and_seconds_a_minibatch_agree(rows: list) -> None:
         for values in (*row["seconds"].values(), row["questions_per_second"]):
             if values is not None:
                 assert 0 < values["least"] <= values["lower"] <= values["median"] <= values["upper"] <= values["most"]
-                assert values["repeats"] == 3
+                assert values["repeats"] == 2
 
 
 def test_end_to_end_lies_between_planning_and_step_added_up_round_for_round(rows: list) -> None:
@@ -99,7 +99,7 @@ def test_vanilla_calls_every_node_and_is_what_the_others_are_compared_with(rows:
 
 
 def test_a_limit_calls_each_function_once_and_is_the_measure_of_its_strategies(rows: list) -> None:
-    workload = generated(12, 4, (3, 3, 3), largest=12)
+    workload = generated(8, 4, (3, 3, 3), largest=8)
     functions = {token for token in workload.programs_QL.ravel().tolist() if token > 3}
     limits = {}
     for comparison, row in reversed(rows):
@@ -112,18 +112,18 @@ def test_a_limit_calls_each_function_once_and_is_the_measure_of_its_strategies(r
 
 
 def test_small_minibatches_are_measured_on_several(report: dict[str, Any]) -> None:
-    assert {(each["batch_size"], each["minibatches"]) for each in report["comparisons"]} == {(2, 6), (12, 1)}
+    assert {(each["batch_size"], each["minibatches"]) for each in report["comparisons"]} == {(2, 4), (8, 1)}
 
 
 def test_sharing_runs_fewer_nodes_on_fewer_images(rows: list) -> None:
     nodes = {(row["strategy"], comparison["batch_size"]): row["nodes"] for comparison, row in rows}
-    assert nodes[f"{BEST}+sharing", 12] < nodes[BEST, 12] == nodes["vanilla", 12]
-    assert {comparison["images"] for comparison, _ in rows if comparison["batch_size"] == 12} == {3}
+    assert nodes[f"{BEST}+sharing", 8] < nodes[BEST, 8] == nodes["vanilla", 8]
+    assert {comparison["images"] for comparison, _ in rows if comparison["batch_size"] == 8} == {2}
 
 
 def test_the_report_says_what_ran_where(out: Path, report: dict[str, Any]) -> None:
     assert report["command"].startswith("iep-bench engine --device cpu ")
-    assert report["command"].endswith(f" --batch-sizes 12,2 --repeat 3 --questions-per-image 4 --out {out}")
+    assert report["command"].endswith(f" --batch-sizes 8,2 --repeat 2 --questions-per-image 4 --out {out}")
     assert report["engine"]["module_dim"] == 2
     assert report["workload"]["feature_shape"] == [3, 3, 3]
     assert report["machine"]["threads"] == torch.get_num_threads()

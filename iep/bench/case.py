@@ -22,6 +22,7 @@ from iep.batching.execute import execute
 from iep.batching.schedulers import lower_bound
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch
+from iep.devices import autocast
 from iep.execution_engine.engine import ExecutionEngine, Plan
 from iep.programs import arity as token_arity
 
@@ -40,11 +41,7 @@ class Setting:
     @contextmanager
     def mode(self, precision: str) -> Iterator[None]:
         """Gradients only in training; computing in `precision` as `iep-train` does."""
-        bfloat16 = precision == "bfloat16"
-        with (
-            nullcontext() if self.training else torch.inference_mode(),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16),
-        ):
+        with nullcontext() if self.training else torch.inference_mode(), autocast(self.device, precision):
             yield
 
     def maps(self, precision: str, count: int, feature: Tensor) -> Tensor:

@@ -15,12 +15,11 @@ from statistics import mean, median
 import torch
 
 from iep.bench.case import Case, Limit, Setting
-from iep.bench.measure import Spread, peak_memory, seconds, spread
+from iep.bench.measure import Spread, peak_memory, rate, seconds, spread
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Workload
 from iep.execution_engine.engine import ExecutionEngine
 
-PHASES = ("inference", "train")
 PARTS = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
 END_TO_END = ("planning", "step")
 LIMIT_END_TO_END = ("modules", "stem_classifier")
@@ -184,7 +183,7 @@ def _row(subject: _Subject, batch_size: int, baseline: _Subject | None, limit: _
         calls=mean(len(case.calls) for case in cases),
         lower_bound=None if None in bounds else mean(bounds),
         seconds={part: None if values is None else spread(values) for part, values in times.items()},
-        questions_per_second=spread([batch_size / seconds for seconds in end_to_end]),
+        questions_per_second=rate(batch_size, spread(end_to_end)),
         peak_memory=subject.memory,
         speedup=speedup,
         share_of_limit=median(limit.end_to_end()) / median(end_to_end),

@@ -29,6 +29,12 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, lower, upper, min(values), max(values), len(values))
 
 
+def rate(count: float, seconds: Spread) -> Spread:
+    """How many a second, where `count` take `seconds`: its median is of the median time, its least of the longest."""
+    times = (seconds.median, seconds.upper, seconds.lower, seconds.most, seconds.least)
+    return Spread(*(count / time for time in times), seconds.repeats)
+
+
 def seconds(run: Callable[[], object], device: torch.device) -> float:
     """How long `run()` takes; on a GPU until all that it started there has ended."""
     _wait(device)

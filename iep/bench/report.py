@@ -38,10 +38,11 @@ def format_comparison(comparison: Comparison) -> str:
 def _title(comparison: Comparison) -> str:
     rounds = [row.seconds["modules"].repeats for row in comparison.rows]
     many = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{max(rounds)}"
+    many += " round" if max(rounds) == 1 else " rounds"
     over = f", mean of {comparison.minibatches} minibatches" if comparison.minibatches > 1 else ""
     return (
         f"{comparison.phase}: {comparison.batch_size} questions of {comparison.images:.4g} images a minibatch; "
-        f"milliseconds a minibatch, median of {many} rounds{over}"
+        f"milliseconds a minibatch, median of {many}{over}"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from iep.config import BATCHING, PRECISIONS, Config
 from iep.errors import InputError, nearest
 
+PHASES = ("inference", "train")
 ALL = "all"
 BEST = Config.batching
 SHARING, DEFER = "sharing", "defer"

@@ -8,12 +8,11 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from iep.bench.strategy import ALL, BEST, parse_strategies
+from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
 from iep.cli.common import Command
 from iep.config import BATCHING, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
 
-PHASES = ("inference", "train")
 PICTURES = (".png", ".svg", ".pdf")
 
 
