@@ -19,6 +19,7 @@ execute = importlib.import_module("iep.batching.execute")  # the package has a f
 FUNCTIONS = ("count", "equal_size", "filter_color[red]", "greater_than", "intersect", "relate[left]", "scene", "union")
 TOKENS = index_tokens(FUNCTIONS)
 INDEX = {token: index for index, token in enumerate(TOKENS)}
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 UNARY = [INDEX[token] for token in ("count", "filter_color[red]", "relate[left]")]
 BINARY = [INDEX[token] for token in ("equal_size", "greater_than", "intersect", "union")]
 
@@ -139,15 +140,21 @@ def test_modules_that_no_program_uses_get_no_gradient():
         assert {p.grad is not None for p in child.parameters()} == {name in used}, name
 
 
-def test_the_default_engine_at_full_size_matches_the_reference():
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
     torch.manual_seed(0)
-    engine = ExecutionEngine(TOKENS, num_answers=28)
-    features_BCHW = torch.rand(3, 1024, 14, 14)
-    expected = results(lambda x: engine.reference(x, PROGRAMS_BL[:3]), engine, features_BCHW)
-    plan = engine.plan(PROGRAMS_BL[:3])
-    actual = results(lambda x: engine(x, plan), engine, features_BCHW)
-    assert actual["output"].shape == (3, 28)
-    assert_same(actual, expected, 1e-4)
+    engine = ExecutionEngine(TOKENS, num_answers=28).to(device)
+    programs_BL, rows_B = PROGRAMS_BL[[0, 1, 2, 1]], np.array([0, 1, 1, 1])
+    features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        engine.to(memory_format=memory_format)
+        plan = engine.plan(programs_BL, rows_B)
+        expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+        actual = results(lambda x, plan=plan: engine(x, plan, defer), engine, features_NCHW)
+        assert actual["output"].shape == (4, 28)
+        assert_same(actual, expected, 1e-4)
 
 
 def test_the_default_engine_has_the_published_layers_under_the_published_names():
