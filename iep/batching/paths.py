@@ -19,7 +19,7 @@ def op_strings(op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray) -> n
     """(P, L) the ops of paths from a leaf to a root in the order in which they run, -1 after the last of each.
 
     No string is the end of another, and none comes twice. They are those of all paths, but for graphs with very many
-    of them: then of the first to be found, the longest of those first, and of at least one.
+    of them: then those of some.
 
     Args:
         op_N: (N,) ops, 0 or greater.
@@ -29,8 +29,8 @@ def op_strings(op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray) -> n
     above, letter, length = _prefix_tree(op_N, takes_NA, among_N)
     has_below = np.zeros(len(above) + 1, dtype=bool)
     has_below[above] = True
-    end = np.flatnonzero(~has_below[:-1])[::-1]  # the last entries are the deepest
-    end = end[: max(1, np.searchsorted(np.cumsum(length[end]), MOST_PLACES, side="right"))]
+    end = np.flatnonzero(~has_below[:-1])
+    end = _some(end, MOST_PLACES // length.max(initial=1))
     above, letter = np.append(above, -1), np.append(letter, -1)
     columns = []
     while (end >= 0).any():
@@ -45,26 +45,41 @@ def _prefix_tree(
     """The tree of the strings as they are read from the roots, shorter ones first: of every entry the one above it
     (-1 at a root), its op, and its distance from the root, counted from one."""
     count, width = len(op_N), int(op_N.max(initial=0)) + 1
-    taken = np.zeros(count + 1, dtype=bool)
-    taken[takes_NA[among_N]] = True
-    node = np.flatnonzero(among_N & ~taken[:-1])
+    node = roots(takes_NA, among_N)
     entry = np.full(len(node), -1)
-    entries, aboves, letters, sizes = 0, [], [], []
+    entries, steps = 0, [np.empty(0, dtype=np.int64)]
     while len(node):
         # An entry, the op that follows it, and a node where that leads; sorted, those of one new entry lie together.
         key = np.sort(((entry + 1) * width + op_N[node]) * count + node)
-        key = key[np.concatenate([[True], key[1:] != key[:-1]])][:MOST_PATHS]
+        key = _some(key[_differs(key)], MOST_PATHS)
         step, node = np.divmod(key, count)
-        is_new = np.concatenate([[True], step[1:] != step[:-1]])
-        entry = entries + np.cumsum(is_new) - 1
-        above, letter = np.divmod(step[is_new], width)
-        aboves.append(above - 1)
-        letters.append(letter)
-        sizes.append(len(above))
-        entries += len(above)
+        is_new = _differs(step)
+        entry = np.cumsum(is_new) + (entries - 1)
+        steps.append(step[is_new])
+        entries += len(steps[-1])
         below = takes_NA[node]
         row, column = np.nonzero(below >= 0)
         entry, node = entry[row], below[row, column]
-    empty = np.empty(0, dtype=np.int64)
-    length = np.repeat(np.arange(1, len(sizes) + 1), sizes)
-    return np.concatenate([empty, *aboves]), np.concatenate([empty, *letters]), length
+    above, letter = np.divmod(np.concatenate(steps), width)
+    length = np.repeat(np.arange(len(steps)), [len(step) for step in steps])
+    return above - 1, letter, length
+
+
+def roots(takes_NA: np.ndarray, among_N: np.ndarray) -> np.ndarray:
+    """Ids of the nodes that none takes, of those that count; the arguments are those of `op_strings`."""
+    taken = np.zeros(len(takes_NA) + 1, dtype=bool)
+    taken[takes_NA[among_N]] = True
+    return np.flatnonzero(among_N & ~taken[:-1])
+
+
+def _differs(values: np.ndarray) -> np.ndarray:
+    """Whether each differs from the one before it; the first does."""
+    differs = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=differs[1:])
+    return differs
+
+
+def _some(values: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` of them and at least one if there are any, evenly spread."""
+    most = max(1, most)
+    return values if len(values) <= most else values[np.arange(most) * len(values) // most]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from iep.batching.graph import Graph, distance_from_leaves
-from iep.batching.paths import op_strings
+from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
 
 
@@ -104,15 +104,14 @@ def lookahead(graph: Graph) -> Schedule:
     of ops that does so is a schedule, if every node runs in the last call of its op that comes before all its takers.
     """
     ops, kind = np.unique(graph.op, return_inverse=True)
-    takes = np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
-    levels = _split(distance_from_root(graph))
+    takes = _takes(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
     # Once round, but for graphs of so many paths that the strings are not all of them: what finds no call before its
     # takers then goes first, with all that it takes.
     while left.any():
         calls = np.array(short_supersequence(op_strings(kind, takes, left)))
-        call = _last_calls(calls, kind, takes, [nodes[left[nodes]] for nodes in levels])
+        call = _last_calls(calls, kind, takes, left)
         nodes = np.flatnonzero(left & (call >= 0))
         first = [Group(int(ops[calls[call[group[0]]]]), group) for group in _split(call[nodes], nodes)]
         schedule = (*first, *schedule)
@@ -120,24 +119,31 @@ def lookahead(graph: Graph) -> Schedule:
     return schedule
 
 
-def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, levels: list[np.ndarray]) -> np.ndarray:
+def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: np.ndarray) -> np.ndarray:
     """(N,) the last call of every node's kind that comes before all its takers' calls; -1 where there is none.
 
     Args:
         calls: (K,) kinds.
-        levels: the nodes that count, takers before what they take.
+        kind: (N,).
+        takes: (N, A) nodes whose results each node takes, -1 elsewhere.
+        among: (N,) bool, the nodes that count, and with each all that it takes.
     """
-    by_kind = np.sort(calls * (len(calls) + 1) + np.arange(len(calls)))
-    # The last entry is that of -1, no node.
-    call = np.full(len(kind) + 1, len(calls))
-    for nodes in levels:
-        own = kind[nodes] * (len(calls) + 1)
-        before = np.searchsorted(by_kind, own + call[nodes]) - 1
-        found = np.where(before >= 0, by_kind[before] - own, -1)
-        call[nodes] = np.maximum(found, -1)
+    # Every call as one number, by kind and then by time, and before them all one that stands for none.
+    width = len(calls) + 1
+    by_kind = np.concatenate([[-1], np.sort(calls * width + np.arange(len(calls)))])
+    call = np.full(len(kind), -1)
+    limit = np.full(len(kind) + 1, len(calls))  # the first of the takers' calls; the last entry is that of -1, no node
+    nodes = roots(takes, among)
+    while len(nodes):
+        own = kind[nodes] * width
+        latest = by_kind[np.searchsorted(by_kind, own + limit[nodes]) - 1] - own
+        call[nodes] = np.maximum(latest, -1)
+        reached = np.zeros(len(kind) + 1, dtype=bool)
         for column in takes[nodes].T:
-            np.minimum.at(call, column, call[nodes])
-    return call[:-1]
+            np.minimum.at(limit, column, call[nodes])
+            reached[column] = True
+        nodes = np.flatnonzero(reached[:-1])
+    return call
 
 
 def lower_bound(graph: Graph) -> int:
@@ -145,7 +151,7 @@ def lower_bound(graph: Graph) -> int:
     ops, kind = np.unique(graph.op, return_inverse=True)
     # The last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
-    takes = np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
+    takes = _takes(graph)
     for nodes in _split(distance_from_leaves(graph)):
         count[nodes] = count[takes[nodes]].max(axis=1)
         count[nodes, kind[nodes]] += 1
@@ -194,6 +200,11 @@ def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
     changes = (np.diff(pool[order]) != 0) | (np.diff(op[order]) != 0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
     return tuple(Group(int(op[order[first]]), order[first:last]) for first, last in pairwise(bounds) if last)
+
+
+def _takes(graph: Graph) -> np.ndarray:
+    """(N, A) ids of the nodes whose results each node takes, in the order of its arguments; -1 elsewhere."""
+    return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
 
 
 def _split(label: np.ndarray, nodes: np.ndarray | None = None) -> list[np.ndarray]:

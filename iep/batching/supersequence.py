@@ -18,8 +18,8 @@ import numpy as np
 
 WINDOW = 20
 """Calls that are planned anew at a time; fewer where there are few. Somewhat more or fewer do as well."""
-WINDOWS = 48
-PATIENCE = 24
+WINDOWS = 40
+PATIENCE = 20
 """Windows planned, about: at most, and in a row without a gain."""
 
 
@@ -31,9 +31,10 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     """
     places = _places(strings_PL)
     fewest = _lower_bound(strings_PL)
-    forward = _greedy(places.of_op, places.all, places.first, True)
-    backward = _greedy(places.of_op, places.all, places.last, False)
-    calls = min(forward, backward, key=len)
+    # The first rule suits strings that are much alike, as programs are; the second suits random ones.
+    longest_first = _greedy(places.of_op, places.all, places.first, True, False)
+    commonest_first = _greedy(places.of_op, places.all, places.last, False, True)
+    calls = min(longest_first, commonest_first, key=len)
     planned = stale = 0
     while len(calls) > fewest and planned < WINDOWS and stale < PATIENCE:
         before = len(calls)
@@ -78,11 +79,12 @@ def _places(strings_PL: np.ndarray) -> _Places:
     return _Places(of_op, first, last, sum(of_op))
 
 
-def _greedy(ops: list[int], rest: int, front: int, forward: bool) -> list[int]:
+def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: bool = False) -> list[int]:
     """Calls, in the order of the strings, that run the places `rest`: of every string some that follow one another.
 
-    First an op whose places all stand in front: that call has to come at some time, and none is better than now. Where
-    there is none, the op in front of the longest string; of several, the first in `ops`.
+    First an op whose places all stand in front: that call has to come at some time, and no time is better than now.
+    Where there is none, the op in front of the longest string, or the `commonest` in front; of several, the first in
+    `ops`.
 
     Args:
         ops: every op's places.
@@ -100,10 +102,14 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool) -> list[int]:
             if not waiting & call:
                 break
         else:
-            while not front & behind[-1]:
-                behind.pop()
-            longest = front & behind[-1]
-            call = next(places for places in live if longest & places)
+            if commonest:
+                counts = [(front & places).bit_count() for places in live]
+                call = live[counts.index(max(counts))]
+            else:
+                while not front & behind[-1]:
+                    behind.pop()
+                longest = front & behind[-1]
+                call = next(places for places in live if longest & places)
         run = front & call
         rest ^= run
         front = (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
