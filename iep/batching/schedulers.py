@@ -128,9 +128,9 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: n
         takes: (N, A) nodes whose results each node takes, -1 elsewhere.
         among: (N,) bool, the nodes that count, and with each all that it takes.
     """
-    # Every call as one number, by kind and then by time, and before them all one that stands for none.
+    # Every call as one number, by kind and then by time; the first stands for none.
     width = len(calls) + 1
-    by_kind = np.concatenate([[-1], np.sort(calls * width + np.arange(len(calls)))])
+    by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
     call = np.full(len(kind), -1)
     limit = np.full(len(kind) + 1, len(calls))  # the first of the takers' calls; the last entry is that of -1, no node
     nodes = roots(takes, among)
