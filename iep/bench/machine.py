@@ -14,13 +14,15 @@ import iep
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge the figures: processor, cores, threads, versions, accelerator and date.
 
-    `cores` are those that this process may use; `accelerator` is None on a CPU.
+    `cores` are those that this process may use; `load` is how many processes wanted one over the last minute, before
+    the benchmark began; `accelerator` is None on a CPU.
     """
     cuda = device.type == "cuda"
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -34,7 +36,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def machine_line(machine: dict[str, Any]) -> str:
     """One line of the description."""
-    where = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} of {machine['cores']} cores"
+    cores = f"{machine['threads']} of {machine['cores']} cores, load {machine['load']}"
+    where = machine["accelerator"] or f"{machine['processor']}, {cores}"
     return f"{where}; torch {machine['torch']}, iep {machine['iep']}; {machine['date']}"
 
 

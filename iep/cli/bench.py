@@ -130,7 +130,7 @@ def engine(
     with tqdm(unit=" measurements", leave=False, mininterval=1.0) as bar:
 
         def progress(what: str) -> None:
-            bar.set_description(what, refresh=False)
+            bar.set_description_str(what, refresh=False)
             bar.update()
 
         run_engine_benchmark(
