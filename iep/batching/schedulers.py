@@ -103,7 +103,7 @@ def lookahead(graph: Graph) -> Schedule:
     A path's nodes run one after another, so the calls' ops contain the ops of every path, in order; and any sequence
     of ops that does so is a schedule, if every node runs in the last call of its op that comes before all its takers.
     """
-    ops, kind = np.unique(graph.op, return_inverse=True)
+    kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
@@ -113,7 +113,7 @@ def lookahead(graph: Graph) -> Schedule:
         calls = np.array(short_supersequence(op_strings(kind, takes, left)))
         call = _last_calls(calls, kind, takes, left)
         nodes = np.flatnonzero(left & (call >= 0))
-        first = [Group(int(ops[calls[call[group[0]]]]), group) for group in _split(call[nodes], nodes)]
+        first = [Group(op, nodes[members]) for op, members in _pool(call[nodes], graph.op[nodes])]
         schedule = (*first, *schedule)
         left[nodes] = False
     return schedule
@@ -139,9 +139,9 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: n
         latest = by_kind[np.searchsorted(by_kind, own + limit[nodes]) - 1] - own
         call[nodes] = np.maximum(latest, -1)
         reached = np.zeros(len(kind) + 1, dtype=bool)
-        for column in takes[nodes].T:
-            np.minimum.at(limit, column, call[nodes])
-            reached[column] = True
+        below = takes[nodes]
+        np.minimum.at(limit, below.ravel(), np.repeat(call[nodes], below.shape[1]))
+        reached[below] = True
         nodes = np.flatnonzero(reached[:-1])
     return call
 
@@ -152,7 +152,7 @@ def lower_bound(graph: Graph) -> int:
     # The last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
     takes = _takes(graph)
-    for nodes in _split(distance_from_leaves(graph)):
+    for nodes in _levels(distance_from_leaves(graph)):
         count[nodes] = count[takes[nodes]].max(axis=1)
         count[nodes, kind[nodes]] += 1
     return int(count.max(axis=0, initial=0).sum())
@@ -197,9 +197,13 @@ def make_schedule(graph: Graph, name: str) -> Schedule:
 def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
     """Nodes in rising order of `pool`, (N,), each pool split by `op`; ids rise within a group."""
     order = np.lexsort((op, pool))
-    changes = (np.diff(pool[order]) != 0) | (np.diff(op[order]) != 0)
-    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
-    return tuple(Group(int(op[order[first]]), order[first:last]) for first, last in pairwise(bounds) if last)
+    pool, op = pool[order], op[order]
+    firsts = np.flatnonzero((pool[1:] != pool[:-1]) | (op[1:] != op[:-1])) + 1
+    bounds = [0, *firsts.tolist(), len(order)] if len(order) else []
+    return tuple(
+        Group(op, order[first:last])
+        for op, (first, last) in zip(op[bounds[:-1]].tolist(), pairwise(bounds), strict=True)
+    )
 
 
 def _takes(graph: Graph) -> np.ndarray:
@@ -207,12 +211,10 @@ def _takes(graph: Graph) -> np.ndarray:
     return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
 
 
-def _split(label: np.ndarray, nodes: np.ndarray | None = None) -> list[np.ndarray]:
-    """`nodes`, or 0 to N - 1, split by their `label`, the lowest first; their order is kept within each part."""
-    order = np.argsort(label, kind="stable")
-    bounds = np.flatnonzero(np.diff(label[order])) + 1
-    order = order if nodes is None else nodes[order]
-    return np.split(order, bounds) if len(order) else []
+def _levels(height: np.ndarray) -> list[np.ndarray]:
+    """The nodes by their `height`, (N,): those of every height, the lowest first."""
+    order = np.argsort(height, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(height[order])) + 1) if len(order) else []
 
 
 def _latest_argument(graph: Graph, step: np.ndarray) -> np.ndarray:

@@ -19,8 +19,10 @@ import numpy as np
 WINDOW = 20
 """Calls that are planned anew at a time; fewer where there are few. Somewhat more or fewer do as well."""
 WINDOWS = 40
+SWEEPS = 4
+"""The search ends after so many windows and so many sweeps over all calls,"""
 PATIENCE = 20
-"""Windows planned, about: at most, and in a row without a gain."""
+"""or after so many windows in a row without a gain, about."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
@@ -35,14 +37,14 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     longest_first = _greedy(places.of_op, places.all, places.first, True, False)
     commonest_first = _greedy(places.of_op, places.all, places.last, False, True)
     calls = min(longest_first, commonest_first, key=len)
-    planned = stale = 0
-    while len(calls) > fewest and planned < WINDOWS and stale < PATIENCE:
+    sweeps = planned = stale = 0
+    while len(calls) > fewest and (planned < WINDOWS or sweeps < SWEEPS) and stale < PATIENCE:
         before = len(calls)
         calls, windows = _sweep(places, calls, planned)
         stale = 0 if len(calls) < before else stale + windows
-        planned += windows
+        sweeps, planned = sweeps + 1, planned + windows
     op = {mask: op for op, mask in enumerate(places.of_op)}
-    return [op[call] for call in calls]
+    return [op[call] for call in _needed(places, calls)]
 
 
 def _lower_bound(strings_PL: np.ndarray) -> int:
@@ -109,7 +111,9 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: boo
                 while not front & behind[-1]:
                     behind.pop()
                 longest = front & behind[-1]
-                call = next(places for places in live if longest & places)
+                for call in live:
+                    if longest & call:
+                        break
         run = front & call
         rest ^= run
         front = (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
@@ -117,6 +121,13 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: boo
             live.remove(call)
         calls.append(call)
     return calls if forward else calls[::-1]
+
+
+def _run(call: int, rest: int, front: int, forward: bool) -> tuple[int, int]:
+    """The places that are left after a call, and those of them in front."""
+    run = front & call
+    rest ^= run
+    return rest, (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
 
 
 def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int]:
@@ -145,11 +156,21 @@ def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int
         if is_last:
             break
         for call in calls[start : start + step]:
-            run = front & call
-            rest ^= run
-            front = (front ^ run) | ((run << 1) & rest)
+            rest, front = _run(call, rest, front, True)
         start, step = start + step, max(1, width // 2)
     return calls, turn - first_turn
+
+
+def _needed(places: _Places, calls: list[int]) -> list[int]:
+    """The calls without those that can be left out: what is left to run before such a call, those after it can run."""
+    after = _rests(places, calls)
+    rest, front = places.all, places.first
+    needed = []
+    for position, call in enumerate(calls, start=1):
+        if rest & after[len(calls) - position][0]:
+            needed.append(call)
+            rest, front = _run(call, rest, front, True)
+    return needed
 
 
 def _rests(places: _Places, calls: list[int]) -> list[tuple[int, int]]:
@@ -157,8 +178,6 @@ def _rests(places: _Places, calls: list[int]) -> list[tuple[int, int]]:
     rest, back = places.all, places.last
     rests = [(rest, back)]
     for call in reversed(calls):
-        run = back & call
-        rest ^= run
-        back = (back ^ run) | ((run >> 1) & rest)
+        rest, back = _run(call, rest, back, False)
         rests.append((rest, back))
     return rests
