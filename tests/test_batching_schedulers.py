@@ -1,52 +1,18 @@
-import numpy as np
 import pytest
-from batching_cases import ARITY_V, BINARY_A, LEAF, PAD, SKIP, UNARY_A, UNARY_B, matrix, quick, toy_programs
+from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
+from schedule_cases import (
+    assert_valid,
+    clevr_graph,
+    naive_distance,
+    naive_height,
+    naive_paths,
+    random_dag,
+    takes_of,
+    tree_graph,
+)
 
-from iep.batching.graph import Graph, graph_from_prefix
-from iep.batching.schedulers import SCHEDULERS, distance_from_root, make_schedule
-
-
-def tree_graph(rows, leaf_is_input=False):
-    tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
-    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=leaf_is_input)
-
-
-def random_dag(seed, num_inputs=4, num_nodes=40, num_ops=5):
-    """Nodes that take any earlier slots, of any example: shared results, several inputs, nodes that nothing uses."""
-    rng = np.random.default_rng(seed)
-    op = rng.integers(0, num_ops, num_nodes)
-    args = np.full((num_nodes, 2), -1)
-    for node in range(num_nodes):
-        args[node, : 1 + op[node] % 2] = rng.integers(0, num_inputs + node, 1 + op[node] % 2)
-    example = rng.integers(0, num_inputs, num_nodes)
-    return Graph(num_inputs, op, args, example, rng.integers(0, num_inputs + num_nodes, num_inputs))
-
-
-def assert_valid(graph, schedule):
-    """Every node once, one op to a group, arguments in earlier groups."""
-    done = set(range(graph.num_inputs))
-    for group in schedule:
-        assert len(group.nodes) > 0
-        assert (graph.op[group.nodes] == group.op).all()
-        slots = set(graph.args[group.nodes].ravel().tolist()) - {-1}
-        assert slots <= done
-        results = set((graph.num_inputs + group.nodes).tolist())
-        assert len(results) == len(group.nodes)
-        assert not results & done
-        done |= results
-    assert len(done) == graph.num_inputs + graph.num_nodes
-
-
-def naive_distance(graph):
-    """Longest path up from every node, by looking through all its takers."""
-    takers = {
-        n: [t for t in range(graph.num_nodes) if graph.num_inputs + n in graph.args[t]] for n in range(graph.num_nodes)
-    }
-    distance = {}
-    for node in reversed(range(graph.num_nodes)):
-        distance[node] = max((distance[taker] + 1 for taker in takers[node]), default=0)
-    return [distance[node] for node in range(graph.num_nodes)]
+from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -83,6 +49,7 @@ def test_numbers_of_calls_are_those_of_the_definitions(tokens_BL):
     assert len(make_schedule(graph, "vanilla")) == graph.num_nodes
     assert len(make_schedule(graph, "standard")) == len(set(zip(step, ops, strict=True)))
     assert len(make_schedule(graph, "improved")) == len(set(zip(naive_distance(graph), ops, strict=True)))
+    assert len(make_schedule(graph, "height")) == len(set(zip(naive_height(graph), ops, strict=True)))
 
 
 # Two programs: A(leaf), and binary(A(leaf), B(A(leaf))). In post-order: leaf A | leaf A leaf A B binary.
@@ -122,6 +89,69 @@ def test_improved_runs_the_nodes_farthest_from_the_root_first():
     ]
 
 
+def test_height_runs_the_nodes_nearest_to_the_leaves_first():
+    assert as_lists(make_schedule(tree_graph(TWO_TREES), "height")) == [
+        (LEAF, [0, 2, 4]),
+        (UNARY_A, [1, 3, 5]),
+        (UNARY_B, [6]),
+        (BINARY_A, [7]),
+    ]
+
+
+def naive_agenda(graph):
+    """One call after another, every average anew."""
+    takes, height, ops = takes_of(graph), naive_height(graph), graph.op.tolist()
+    left, schedule = set(range(graph.num_nodes)), []
+    while left:
+        ready = [node for node in sorted(left) if not left & set(takes[node])]
+        heights = {op: [height[node] for node in left if ops[node] == op] for op in {ops[node] for node in ready}}
+        best = min(heights, key=lambda op: (sum(heights[op]) / len(heights[op]), op))
+        schedule.append((best, [node for node in ready if ops[node] == best]))
+        left -= set(schedule[-1][1])
+    return schedule
+
+
+@given(tokens_BL=toy_programs)
+@settings(quick, max_examples=40)
+def test_agenda_runs_what_is_ready_of_the_op_whose_remaining_nodes_are_the_lowest_on_average(tokens_BL):
+    graph = tree_graph(tokens_BL)
+    assert as_lists(make_schedule(graph, "agenda")) == naive_agenda(graph)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_agenda_waits_for_all_arguments_of_a_node_of_a_graph_with_shared_nodes(seed):
+    graph = random_dag(seed)
+    assert as_lists(make_schedule(graph, "agenda")) == naive_agenda(graph)
+
+
+def naive_lower_bound(graph):
+    paths = naive_paths(graph)
+    return sum(max(path.count(op) for path in paths) for op in set(graph.op.tolist()))
+
+
+@given(tokens_BL=toy_programs)
+@settings(quick, max_examples=60)
+def test_the_lower_bound_of_trees_is_that_of_their_paths_and_no_schedule_is_below_it(tokens_BL):
+    graph = tree_graph(tokens_BL)
+    assert lower_bound(graph) == naive_lower_bound(graph)
+    for name in SCHEDULERS:
+        assert len(make_schedule(graph, name)) >= lower_bound(graph)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_lower_bound_of_a_graph_with_shared_nodes_is_that_of_its_paths(seed):
+    graph = random_dag(seed, num_nodes=30)
+    assert lower_bound(graph) == naive_lower_bound(graph)
+    for name in SCHEDULERS:
+        assert len(make_schedule(graph, name)) >= lower_bound(graph)
+
+
+def test_a_chain_needs_as_many_calls_as_it_has_nodes_and_the_lower_bound_knows():
+    graph = tree_graph([[UNARY_A, UNARY_B, UNARY_A, UNARY_A, LEAF]] * 3)
+    assert [len(make_schedule(graph, name)) for name in ("height", "agenda", "lookahead")] == [5, 5, 5]
+    assert lower_bound(graph) == 5
+
+
 def test_improved_needs_fewer_calls_where_branches_run_side_by_side():
     branch = [UNARY_A] * 5 + [LEAF]
     graph = tree_graph([[BINARY_A, *branch, *branch]] * 7)
@@ -137,7 +167,15 @@ def test_equal_chains_need_one_call_per_step_however_many_examples():
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_graph_without_nodes_has_an_empty_schedule(name):
-    assert make_schedule(tree_graph([[LEAF], [LEAF]], leaf_is_input=True), name) == ()
+    graph = tree_graph([[LEAF], [LEAF]], leaf_is_input=True)
+    assert make_schedule(graph, name) == ()
+    assert lower_bound(graph) == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_same_graph_has_the_same_schedule_every_time(name):
+    first, second = (as_lists(make_schedule(clevr_graph(64, seed=0), name)) for _ in range(2))
+    assert first == second
 
 
 def test_an_unknown_scheduler_is_refused_with_the_known_ones():
