@@ -76,7 +76,7 @@ def test_what_is_shared_has_one_name() -> None:
     )
     assert result.exit_code == 0, result.output
     assert "8 nodes" in result.stdout
-    assert "3 more are shared" in result.stdout
+    assert "(3 more shared)" in result.stdout
     nodes = [node for _, _, nodes in calls_of(result.stdout)["improved"] for node in nodes]
     assert sorted(nodes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.5", "1.6"]
 

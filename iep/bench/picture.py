@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, NullLocator, ScalarFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from iep.bench.engine import LIMIT, Comparison, Row
 from iep.bench.measure import Spread
@@ -27,7 +27,7 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
     phases = list(dict.fromkeys(comparison.phase for comparison in comparisons))
     styles = _styles([row for comparison in comparisons for row in comparison.rows])
     figure = Figure(figsize=(12, 1 + 4.5 * len(phases)))
-    axes = figure.subplots(len(phases), 2, squeeze=False, sharex=True, sharey="row")
+    axes = figure.subplots(len(phases), 2, squeeze=False, sharey="row")
     for phase, panels in zip(phases, axes, strict=True):
         of_phase = [comparison for comparison in comparisons if comparison.phase == phase]
         for axis, (part, name) in zip(panels, PANELS.items(), strict=True):
@@ -77,5 +77,7 @@ def _draw_panel(axis: Axes, comparisons: Sequence[Comparison], part: str, styles
     axis.set_xticks(sorted({comparison.batch_size for comparison in comparisons}))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(True, which="both", alpha=0.2)

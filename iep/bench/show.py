@@ -74,7 +74,7 @@ def describe_schedule(
     names = {place.node: place.name for places in examples for place in places if place.is_first}
     shared = sum(place.node is not None and not place.is_first for places in examples for place in places)
     heading = f"{name}: {_counted(len(schedule), 'call')} for {_counted(graph.num_nodes, 'node')}"
-    heading += f" ({shared} more are shared)" if shared else ""
+    heading += f" ({shared} more shared)" if shared else ""
     heading += f"; no schedule has fewer than {_counted(lower_bound(graph), 'call')}"
     functions = [program_tokens[group.op] for group in schedule]
     width = max(map(len, ["function", *functions]))
@@ -100,7 +100,7 @@ def draw_schedule(path: Path, title: str, schedule: Schedule, examples: Sequence
             left, top, height = 0.0, top + height, 0.0
         _draw_tree(axis, places, columns, left, top + LEVEL, call_of_node, len(schedule))
         left, right = left + width, max(right, left + width)
-        height = max(height, LEVEL * (max(place.depth for place in places) + 3))
+        height = max(height, LEVEL * (max(place.depth for place in places) + 2.5))
     axis.set(xlim=(-0.4, right), ylim=(top + height, -LEVEL))
     axis.set_axis_off()
     axis.set_title(title, y=1.0, pad=-10, loc="left", fontsize=9)
