@@ -18,11 +18,11 @@ import numpy as np
 
 WINDOW = 20
 """Calls that are planned anew at a time; fewer where there are few. Somewhat more or fewer do as well."""
-WINDOWS = 40
-SWEEPS = 4
-"""The search ends after so many windows and so many sweeps over all calls,"""
-PATIENCE = 20
-"""or after so many windows in a row without a gain, about."""
+MOST_PLANNED = 800
+LEAST_SWEEPS = 4
+"""The search ends when it has planned so many calls anew and swept so often over all of them,"""
+PATIENCE = 400
+"""or planned so many without a gain."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
@@ -37,12 +37,12 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     longest_first = _greedy(places.of_op, places.all, places.first, True, False)
     commonest_first = _greedy(places.of_op, places.all, places.last, False, True)
     calls = min(longest_first, commonest_first, key=len)
-    sweeps = planned = stale = 0
-    while len(calls) > fewest and (planned < WINDOWS or sweeps < SWEEPS) and stale < PATIENCE:
+    sweeps = windows = planned = stale = 0
+    while len(calls) > fewest and (planned < MOST_PLANNED or sweeps < LEAST_SWEEPS) and stale < PATIENCE:
         before = len(calls)
-        calls, windows = _sweep(places, calls, planned)
-        stale = 0 if len(calls) < before else stale + windows
-        sweeps, planned = sweeps + 1, planned + windows
+        calls, more = _sweep(places, calls, windows)
+        stale = 0 if len(calls) < before else stale + more * _width(calls)
+        sweeps, windows, planned = sweeps + 1, windows + more, planned + more * _width(calls)
     op = {mask: op for op, mask in enumerate(places.of_op)}
     return [op[call] for call in _needed(places, calls)]
 
@@ -138,7 +138,7 @@ def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int
     sweep; `turn`, the number of windows planned before, sees to that.
     """
     calls = calls.copy()
-    width = min(WINDOW, max(3, len(calls) // 2))
+    width = _width(calls)
     after = _rests(places, calls)
     rest, front = places.all, places.first
     start, step, first_turn = 0, max(1, (1 + turn % 3) * width // 6), turn
@@ -159,6 +159,10 @@ def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int
             rest, front = _run(call, rest, front, True)
         start, step = start + step, max(1, width // 2)
     return calls, turn - first_turn
+
+
+def _width(calls: list[int]) -> int:
+    return min(WINDOW, max(3, len(calls) // 2))
 
 
 def _needed(places: _Places, calls: list[int]) -> list[int]:
