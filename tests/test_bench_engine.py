@@ -15,7 +15,7 @@ from tiny_data import VAL, assert_one_error
 from iep.bench import engine as bench_engine
 from iep.bench import run as bench_run
 from iep.bench.case import Case, Setting
-from iep.bench.engine import PARTS, Effort
+from iep.bench.engine import PARTS, Effort, compare
 from iep.bench.measure import peak_memory, spread
 from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
@@ -145,7 +145,7 @@ def test_the_picture_is_one(out: Path) -> None:
 def test_an_interruption_leaves_whole_files_of_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare, calls = bench_run.compare, []
+    calls: list[Any] = []
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
@@ -160,6 +160,22 @@ def test_an_interruption_leaves_whole_files_of_what_was_measured(
     assert [comparison["batch_size"] for comparison in report["comparisons"]] == [1, 2]
     Image.open(tmp_path / "engine.png").load()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.json", "engine.png", "engine.txt"]
+
+
+def test_strategies_take_turns() -> None:
+    workload = generated(4, 1, (3, 3, 3), largest=4)
+    engine = ExecutionEngine(workload.vocab.program, 32, 3, 3, 3, module_dim=2, stem_widths=())
+    strategies, heard = parse_strategies("vanilla,improved+defer,improved"), []
+    compare(workload, engine, strategies, "inference", 4, Effort(3, 60.0), CPU, progress=heard.append)
+    assert heard == ["vanilla", "improved", "limit"] * 4
+
+
+def test_memory_that_does_not_suffice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nand more lines")
+
+    monkeypatch.setattr(bench_run, "compare", too_large)
+    assert_one_error(measure("--batch-sizes", "4"), "minibatches of 4 questions", "CUDA out of memory")
 
 
 def test_real_data_is_measured_as_it_lies_there(data: Path, tmp_path: Path) -> None:
@@ -244,6 +260,7 @@ def test_all_is_every_scheduler_and_then_one_thing_more_at_a_time() -> None:
     strategies = parse_strategies("all")
     assert strategies[: len(BATCHING)] == [Strategy(name) for name in BATCHING]
     assert strategies[len(BATCHING) :] == [Strategy(BEST, sharing=True), Strategy(BEST, sharing=True, defer=True)]
+    assert parse_strategies("all+sharing") == [Strategy(name, sharing=True) for name in BATCHING]
 
 
 def test_strategies_are_read_as_they_are_named() -> None:

@@ -63,6 +63,7 @@ class Case:
     """One minibatch under one strategy."""
 
     parts = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
+    end_to_end = ("planning", "step")
 
     def __init__(self, setting: Setting, strategy: Strategy, minibatch: Minibatch):
         self.setting, self.strategy = setting, strategy
@@ -144,7 +145,7 @@ class Case:
 class Limit:
     """What no schedule can beat: a case's module applications with every op run in one call, whatever waits on what."""
 
-    parts = ("modules", "stem_classifier")
+    parts = end_to_end = ("modules", "stem_classifier")
     lower_bound = None
 
     def __init__(self, case: Case):

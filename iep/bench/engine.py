@@ -21,8 +21,6 @@ from iep.bench.workload import Workload
 from iep.execution_engine.engine import ExecutionEngine
 
 PARTS = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
-END_TO_END = ("planning", "step")
-LIMIT_END_TO_END = ("modules", "stem_classifier")
 MIN_QUESTIONS = 64
 MIN_REPEATS = 3
 LIMIT = "limit"
@@ -41,13 +39,13 @@ class Row:
     nodes: float
     calls: float
     lower_bound: float | None
-    """Fewest calls that any schedule can have, as far as is known; None for a limit, as with all that is not its."""
+    """No schedule of these programs has fewer calls. A limit has none, as it has no planning, no step and no memory."""
     seconds: dict[str, Spread | None]
     """Of a minibatch, by part; `end_to_end` is planning and step, or the sum of a limit's parts."""
     questions_per_second: Spread
     """End to end."""
     peak_memory: int | None
-    """Bytes that a step holds beyond weights, features and plan."""
+    """Bytes that a step holds beyond weights, features and plan; on the first minibatch."""
     speedup: dict[str, float | None]
     """How many times faster than vanilla, `end_to_end` and `modules`; None where vanilla was not measured."""
     share_of_limit: float
@@ -160,9 +158,8 @@ class _Subject:
             self.spent += times[-1] * len(self.cases)
 
     def end_to_end(self) -> list[float]:
-        """Seconds of every round: planning and step, or a limit's parts."""
-        parts = LIMIT_END_TO_END if self.strategy.batching == LIMIT else END_TO_END
-        return [sum(times) for times in zip(*(self.times[part] for part in parts), strict=True)]
+        """Seconds of every round."""
+        return [sum(times) for times in zip(*(self.times[part] for part in self.cases[0].end_to_end), strict=True)]
 
 
 def _row(subject: _Subject, batch_size: int, baseline: _Subject | None, limit: _Subject) -> Row:

@@ -1,4 +1,4 @@
-"""What a user asks of `iep-bench` -> workload, engine, comparisons, files: opens, measures, writes as it goes."""
+"""What a user asks of `iep-bench engine` -> comparisons and files: opens the data, measures, writes as it goes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,31 +7,26 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from iep.bench.engine import MIN_QUESTIONS, Comparison, Effort, compare
 from iep.bench.machine import describe_machine, machine_line
 from iep.bench.picture import draw_comparisons
 from iep.bench.report import format_comparison, write_report
-from iep.bench.show import describe_programs, describe_schedule, draw_schedule, walk
 from iep.bench.strategy import Strategy
-from iep.bench.workload import Workload, clevr_vocab, encode, generated, preprocessed, programs_of
+from iep.bench.workload import Workload, generated, preprocessed
 from iep.config import EngineConfig
-from iep.data_files import open_split
 from iep.devices import resolve_device
-from iep.errors import InputError, nearest
-from iep.execution_engine.engine import plan_programs
+from iep.errors import InputError
 from iep.files import write_bytes
 from iep.networks import build, engine_kwargs, place
-from iep.vocab import Vocab
 
 REPORT, TABLE, PICTURE = "engine.json", "engine.txt", "engine.png"
 
 
 @dataclass(frozen=True)
 class EngineBenchmark:
-    """What to measure; the defaults are the command's."""
+    """What to measure, and with what."""
 
     strategies: tuple[Strategy, ...]
     batch_sizes: tuple[int, ...]
@@ -137,60 +132,3 @@ def _short_memory_is_named(batch_size: int) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in what:
             raise
         raise InputError(f"minibatches of {batch_size} questions do not fit into memory: {what}") from None
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What to show the schedules of: `programs` given token by token, or else a preprocessed split's first."""
-
-    batching: tuple[str, ...]
-    programs: tuple[str, ...] = ()
-    data: Path | None = None
-    split: str = "val"
-    num_samples: int = 8
-    questions_per_image: int = 1
-    sharing: bool = True
-    scene: str = "module"
-
-
-def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str], None] = print) -> None:
-    """Say the programs and each scheduler's calls; draw them into `out` where it is given, with the scheduler in the
-    name where there are several.
-
-    Raises:
-        InputError: a token is unknown (the nearest is suggested), or the split is not there or has no programs.
-    """
-    tokens, programs_BL, image_idxs_B = _programs(request)
-    _, image_rows_B = np.unique(image_idxs_B, return_inverse=True)
-    for number, batching in enumerate(request.batching):
-        plan = plan_programs(programs_BL, tokens, image_rows_B, request.scene, batching, request.sharing)
-        examples = walk(plan.graph, tokens)
-        if number == 0:
-            say(describe_programs(examples))
-        text = describe_schedule(batching, plan.graph, plan.schedule, examples, tokens)
-        say(f"\n{text}")
-        if out is not None:
-            path = out if len(request.batching) == 1 else out.with_stem(f"{out.stem}-{batching}")
-            draw_schedule(path, text.splitlines()[0], plan.schedule, examples)
-            say(f"Wrote {path}")
-
-
-def _programs(request: PlanRequest) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-    """Vocabulary, (B, L) programs and (B,) image indices."""
-    vocab = clevr_vocab() if request.data is None else Vocab.load(request.data / "vocab.json")
-    if request.programs:
-        tokens = vocab.program
-        programs = [_split(number, text, tokens) for number, text in enumerate(request.programs)]
-        return tokens, encode(programs, tokens), np.arange(len(programs)) // request.questions_per_image
-    questions = open_split(request.data, request.split, vocab, False, request.num_samples).questions
-    return vocab.program, programs_of(questions), questions.image_idxs
-
-
-def _split(number: int, text: str, known: tuple[str, ...]) -> list[str]:
-    tokens = text.split()
-    if not tokens:
-        raise InputError(f"program {number} is empty, expected functions in prefix order, such as: count scene")
-    for position, token in enumerate(tokens):
-        if token not in known:
-            raise InputError(f"program {number}, token {position}: unknown function {token!r}{nearest(token, known)}")
-    return tokens

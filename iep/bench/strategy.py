@@ -42,7 +42,7 @@ def parse_strategies(
     """The strategies of a comma list, each once.
 
     An item is a scheduler and, after `+`, what it runs with: `sharing`, `defer`, and a precision. `all` is every
-    scheduler, then the default one with sharing, then with sharing and deferral.
+    scheduler, then the default one with sharing, then with sharing and deferral; `all+sharing` every one with sharing.
 
     Args:
         text: the list.
@@ -53,14 +53,9 @@ def parse_strategies(
     Raises:
         InputError: a part of an item is unknown; names the nearest.
     """
-    ladder = [*BATCHING, f"{BEST}+{SHARING}", f"{BEST}+{SHARING}+{DEFER}"]
-    items = [part for item in _items(text) for part in (ladder if item == ALL else [item])]
     default_precisions = [_known(item, PRECISIONS, "precision") for item in _items(precisions)]
     strategies: dict[Strategy, None] = {}
-    for batching, *additions in (item.split("+") for item in items):
-        _known(batching, (*BATCHING, ALL), "scheduler")
-        for addition in additions:
-            _known(addition, (SHARING, DEFER, *PRECISIONS), f"addition to {batching}")
+    for batching, *additions in (part.split("+") for item in _items(text) for part in _expanded(item)):
         for precision in [addition for addition in additions if addition in PRECISIONS] or default_precisions:
             strategy = Strategy(
                 batching,
@@ -70,6 +65,17 @@ def parse_strategies(
             )
             strategies[strategy] = None
     return list(strategies)
+
+
+def _expanded(item: str) -> list[str]:
+    """`item` without `all`."""
+    if item == ALL:
+        return [*BATCHING, f"{BEST}+{SHARING}", f"{BEST}+{SHARING}+{DEFER}"]
+    name, *additions = item.split("+")
+    _known(name, (*BATCHING, ALL), "scheduler")
+    for addition in additions:
+        _known(addition, (SHARING, DEFER, *PRECISIONS), f"addition to {name}")
+    return ["+".join([batching, *additions]) for batching in (BATCHING if name == ALL else [name])]
 
 
 def _items(text: str) -> list[str]:

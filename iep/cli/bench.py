@@ -184,7 +184,7 @@ def plan(batching: str, out: Path | None, **options: Any) -> None:
         _refuse_together(given, "data", ("questions_per_image",))
     if out is not None and out.suffix not in PICTURES:
         raise click.BadParameter(f"{str(out)!r} does not end in one of {', '.join(PICTURES)}", param_hint="--out")
-    from iep.bench.run import PlanRequest, show_plans
+    from iep.bench.plan import PlanRequest, show_plans
 
     show_plans(PlanRequest(_schedulers(batching), **given), out, say=click.echo)
 
