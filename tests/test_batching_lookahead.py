@@ -77,6 +77,21 @@ def test_a_supersequence_holds_every_string_and_none_of_its_ops_can_be_left_out(
         assert not all(is_subsequence(string, shorter) for string in strings)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_exactly_the_calls_that_can_be_left_out_are_found(seed):
+    rng = np.random.default_rng(seed)
+    strings = [rng.integers(0, 4, rng.integers(1, 8)).tolist() for _ in range(5)]
+    places = supersequence._places(as_matrix(strings))
+    calls = [*rng.integers(0, 4, 20).tolist(), *[op for string in strings for op in string]]
+    naive, left = [], calls.copy()
+    while left:
+        op, *left = left
+        if not all(is_subsequence(string, naive + left) for string in strings):
+            naive.append(op)
+    masks = places.of_op
+    assert supersequence._needed(places, [masks[op] for op in calls]) == [masks[op] for op in naive]
+
+
 def test_one_string_is_its_own_supersequence():
     assert short_supersequence(as_matrix([[2, 0, 0, 1, 2]])) == [2, 0, 0, 1, 2]
     assert short_supersequence(as_matrix([[2, 0, 0, 1, 2], [0, 1], [2, 2], [0, 0, 2]])) == [2, 0, 0, 1, 2]

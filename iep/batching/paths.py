@@ -30,7 +30,7 @@ def op_strings(op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray) -> n
     has_below = np.zeros(len(above) + 1, dtype=bool)
     has_below[above] = True
     end = np.flatnonzero(~has_below[:-1])
-    end = _some(end, MOST_PLACES // length.max(initial=1))
+    end = _some(end, MOST_PLACES * len(end) // max(1, length[end].sum()))
     above, letter = np.append(above, -1), np.append(letter, -1)
     columns = []
     while (end >= 0).any():
