@@ -97,12 +97,13 @@ def test_one_string_is_its_own_supersequence():
     assert short_supersequence(as_matrix([[2, 0, 0, 1, 2], [0, 1], [2, 2], [0, 0, 2]])) == [2, 0, 0, 1, 2]
 
 
-def test_strings_are_planned_as_far_as_they_lack_something_however_long_they_are():
+def test_long_random_strings_are_searched_from_a_good_beginning_and_to_their_ends():
     rng = np.random.default_rng(0)
     strings = rng.integers(0, 5, (4, 300)).tolist()
     calls = short_supersequence(as_matrix(strings))
     assert all(is_subsequence(string, calls) for string in strings)
-    assert len(calls) < 2.2 * 300
+    # 614 were found; 621 from the longest string first, 632 with a single sweep.
+    assert len(calls) < 620
 
 
 def fewest_calls(graph: Graph) -> int:
