@@ -116,6 +116,7 @@ def lookahead(graph: Graph) -> Schedule:
         calls = np.array(short_supersequence(op_strings(kind, takes, left)))
         call = _last_calls(calls, kind, takes, left)
         nodes = np.flatnonzero(left & (call >= 0))
+        assert len(nodes), "the calls run every string, so that at least one path finds its calls"
         first = [Group(op, nodes[members]) for op, members in _pool(call[nodes], graph.op[nodes])]
         schedule = (*first, *schedule)
         left[nodes] = False
