@@ -22,7 +22,9 @@ MOST_PLANNED = 800
 LEAST_SWEEPS = 4
 """The search ends when it has planned so many calls anew and swept so often over all of them,"""
 PATIENCE = 400
-"""or planned so many without a gain."""
+"""or planned so many without a gain;"""
+GOOD, LONGER = 1.35, 3
+"""so many times as much where there are still more calls than this times the lower bound."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
@@ -38,7 +40,10 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     commonest_first = _greedy(places.of_op, places.all, places.last, False, True)
     calls = min(longest_first, commonest_first, key=len)
     sweeps = windows = planned = stale = 0
-    while len(calls) > fewest and (planned < MOST_PLANNED or sweeps < LEAST_SWEEPS) and stale < PATIENCE:
+    while len(calls) > fewest:
+        times = LONGER if len(calls) > GOOD * fewest else 1
+        if (planned >= times * MOST_PLANNED and sweeps >= LEAST_SWEEPS) or stale >= times * PATIENCE:
+            break
         before = len(calls)
         calls, more = _sweep(places, calls, windows)
         stale = 0 if len(calls) < before else stale + more * _width(calls)
