@@ -99,11 +99,15 @@ def load_network(path: Path | str, name: str, vocab: Vocab, device: torch.device
     return place(network, device).eval()
 
 
-def place(network: nn.Module, device: torch.device) -> nn.Module:
-    """`network` on `device`; on a CPU with channels last, in which its convolutions run faster."""
-    if device.type == "cpu":
-        return network.to(device, memory_format=torch.channels_last)
-    return network.to(device)
+MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
+
+
+def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
+    """`network` on `device`, its convolutions in a format of `MEMORY_FORMATS`; None for channels last on a CPU, where
+    they are faster so (`iep-bench engine --memory-format` compares), and channels first elsewhere."""
+    if memory_format is None:
+        memory_format = "channels-last" if device.type == "cpu" else "channels-first"
+    return network.to(device, memory_format=MEMORY_FORMATS[memory_format])
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> None:

@@ -21,6 +21,7 @@ from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
 from iep.config import BATCHING
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.modules import UnaryModule
 from iep.programs import arity
 
 CPU = torch.device("cpu")
@@ -160,6 +161,20 @@ def test_an_interruption_leaves_whole_files_of_what_was_measured(
     assert [comparison["batch_size"] for comparison in report["comparisons"]] == [1, 2]
     Image.open(tmp_path / "engine.png").load()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.json", "engine.png", "engine.txt"]
+
+
+@pytest.mark.parametrize(("name", "last"), [("channels-first", False), ("channels-last", True), (None, True)])
+def test_the_memory_format_asked_for_is_that_of_the_maps(name: str | None, last: bool, monkeypatch, tmp_path: Path):
+    seen = []
+    take = UnaryModule.forward
+    monkeypatch.setattr(UnaryModule, "forward", lambda self, x: seen.append(x) or take(self, x))
+    arguments = [] if name is None else ["--memory-format", name]
+    # Big enough that a format is more than a name: two channels, three columns.
+    result = measure("--batch-sizes", 4, "--phase", "inference", "--batching", "vanilla", "--out", tmp_path, *arguments)
+    assert result.exit_code == 0, result.output
+    assert seen
+    assert {x.is_contiguous(memory_format=torch.channels_last) for x in seen} == {last}
+    assert json.loads((tmp_path / "engine.json").read_text())["memory_format"] == name
 
 
 def test_strategies_take_turns() -> None:

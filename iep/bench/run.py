@@ -39,6 +39,8 @@ class EngineBenchmark:
     questions_per_image: int = 1
     feature_shape: tuple[int, int, int] = (1024, 14, 14)
     device: str = "auto"
+    memory_format: str | None = None
+    """Of the convolutions, one of `MEMORY_FORMATS`; None for what training and evaluation use."""
     threads: int | None = None
     seed: int = 0
 
@@ -65,7 +67,7 @@ def run_engine_benchmark(
     workload = _open(benchmark)
     torch.manual_seed(benchmark.seed)
     engine = build("engine", engine_kwargs(benchmark.engine, workload.vocab, workload.feature_shape))
-    engine = place(engine, device)
+    engine = place(engine, device, benchmark.memory_format)
     machine = describe_machine(device)
     heading = "\n".join([f"$ {command}", machine_line(machine), workload.description])
     say(heading)
@@ -74,6 +76,7 @@ def run_engine_benchmark(
         "machine": machine,
         "workload": {"description": workload.description, "feature_shape": workload.feature_shape},
         "engine": asdict(benchmark.engine),
+        "memory_format": benchmark.memory_format,
         "effort": asdict(benchmark.effort),
         "seed": benchmark.seed,
     }

@@ -90,6 +90,11 @@ def main() -> None:
     help="A strategy that was measured for so long, and three times, has had enough.",
 )
 @click.option("--device", default=Config.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option(
+    "--memory-format",
+    type=click.Choice(["channels-first", "channels-last"]),
+    help="Of convolutions.  [default: channels-last on a CPU, channels-first elsewhere]",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Of a CPU.  [default: PyTorch's choice]")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @click.option(
