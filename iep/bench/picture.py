@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator, ScalarFormatter
@@ -43,8 +44,11 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
 
 def save(figure: Figure, path: Path) -> None:
     """Write `figure` to `path`, whole or not at all."""
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150, bbox_inches="tight")
+    kind = path.suffix.removeprefix(".")
+    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    # The same bytes from the same figures: text as text, identifiers without chance, no date.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "iep"}), atomic_path(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=150, bbox_inches="tight", metadata=dated.get(kind))
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
