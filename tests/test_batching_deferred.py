@@ -88,6 +88,19 @@ def test_two_layers_that_share_a_weight_have_both_their_gradients():
     assert_same(results(deferred(run), both, inputs), results(run, both, inputs), 1e-9)
 
 
+def test_weights_that_are_made_anew_for_every_call_are_told_apart():
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(3, 3), torch.randn(4, 3)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):  # whose copies are what the tape keeps, not the weights made
+            for call in range(6):
+                x = torch.tanh(nn.functional.linear(x, layer.weight * (call + 1), layer.bias))
+            return x.float()
+
+    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
+
+
 def test_a_frozen_weight_gets_no_gradient_and_passes_its_inputs_on():
     layer = nn.Linear(3, 3).double().requires_grad_(False)
     inputs = torch.randn(2, 3).double()

@@ -29,6 +29,7 @@ class DeferredWeightGrads(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._weights: dict[tuple, _Shared] = {}
+        self._named: list[tuple[Tensor, Tensor | None]] = []
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -65,6 +66,7 @@ class DeferredWeightGrads(TorchFunctionMode):
             input = input.to(torch.get_autocast_dtype(device))
         key = (id(weight), id(bias), layer)
         if key not in self._weights:
+            self._named.append((weight, bias))  # so that no other tensor gets the id of one that is gone
             self._weights[key] = _share(layer, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
         weight, bias, calls = self._weights[key]
         return _Call.apply(input, weight, bias, layer, calls)
