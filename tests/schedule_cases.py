@@ -14,9 +14,16 @@ from iep.synth.dataset import make_image
 from iep.synth.options import PRESETS
 
 
-def tree_graph(rows, leaf_is_input=False) -> Graph:
+def tree_graph(rows, leaf_is_input=False, input_B=None) -> Graph:
+    """The graph of toy programs."""
     tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
-    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=leaf_is_input)
+    meaning = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
+    return graph_from_prefix(tokens_BL, ARITY_V, **meaning, leaf_is_input=leaf_is_input, input_B=input_B)
+
+
+def images_graph(rows, input_B=None) -> Graph:
+    """The same where leaves are inputs, `input_B` says which."""
+    return tree_graph(rows, leaf_is_input=True, input_B=input_B)
 
 
 def random_dag(seed: int, num_inputs: int = 4, num_nodes: int = 40, num_ops: int = 5) -> Graph:

@@ -1,14 +1,11 @@
 import numpy as np
 import pytest
-from batching_cases import ARITY_V, LEAF, PAD, SKIP, UNARY_A, UNARY_B, matrix, quick, toy_programs
+from batching_cases import LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_cases import images_graph
 
-from iep.batching import SCHEDULERS, Group, graph_from_prefix, lay_out, make_schedule, share
-
-
-def toy_graph(tokens_BL, input_B=None):
-    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=True, input_B=input_B)
+from iep.batching import SCHEDULERS, Group, lay_out, make_schedule, share
 
 
 def values_waiting(graph, schedule):
@@ -29,7 +26,7 @@ def values_waiting(graph, schedule):
 @given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
 @settings(quick, max_examples=30)
 def test_every_use_reads_the_place_of_its_result_before_another_is_written_there(name, tokens_BL, examples_an_input):
-    graph = share(toy_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+    graph = share(images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
     arrival, *calls, departure = layout.calls
@@ -50,7 +47,7 @@ def test_every_use_reads_the_place_of_its_result_before_another_is_written_there
 @given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
 @settings(quick, max_examples=30)
 def test_every_result_takes_its_gradient_from_all_its_uses(name, tokens_BL, examples_an_input):
-    graph = share(toy_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+    graph = share(images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
     order = [
@@ -80,18 +77,18 @@ def test_every_result_takes_its_gradient_from_all_its_uses(name, tokens_BL, exam
 @given(tokens_BL=toy_programs)
 @settings(quick, max_examples=30)
 def test_run_one_by_one_no_more_places_are_taken_than_values_wait(tokens_BL):
-    graph = toy_graph(tokens_BL)
+    graph = images_graph(tokens_BL)
     schedule = make_schedule(graph, "vanilla")
     # Inputs arrive together, and their places are free again together.
     assert lay_out(graph, schedule).num_places <= graph.num_inputs + values_waiting(graph, schedule)
 
 
 def test_a_chain_uses_the_same_places_again():
-    graph = toy_graph(matrix([[*[UNARY_A] * 50, LEAF]] * 4))
+    graph = images_graph([[*[UNARY_A] * 50, LEAF]] * 4)
     assert lay_out(graph, make_schedule(graph, "improved")).num_places == 4
 
 
-TWO = toy_graph(matrix([[UNARY_A, UNARY_B, LEAF]]))
+TWO = images_graph([[UNARY_A, UNARY_B, LEAF]])
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from batching_cases import (
-    ARITY_V,
-    BINARY_A,
-    LEAF,
-    PAD,
-    SKIP,
-    UNARY_A,
-    UNARY_B,
-    assert_same,
-    matrix,
-    quick,
-    results,
-    toy_modules,
-    toy_programs,
-)
+from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, assert_same, quick, results, toy_modules, toy_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_cases import images_graph
 
-from iep.batching import execute, graph_from_prefix, lay_out, make_schedule, share, sharing
-
-
-def tree_graph(rows, input_B=None):
-    tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
-    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=True, input_B=input_B)
+from iep.batching import execute, lay_out, make_schedule, share, sharing
 
 
 def meanings(graph):
@@ -38,7 +20,7 @@ def meanings(graph):
 @given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 4))
 @settings(quick, max_examples=60)
 def test_every_subtree_over_an_input_is_left_once_and_every_root_means_what_it_did(tokens_BL, examples_an_input):
-    graph = tree_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input)
+    graph = images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input)
     shared = share(graph)
     before, after = meanings(graph), meanings(shared)
     assert len(set(after)) == len(after)
@@ -48,7 +30,7 @@ def test_every_subtree_over_an_input_is_left_once_and_every_root_means_what_it_d
 
 def test_equal_programs_about_one_image_are_run_once_and_about_another_again():
     program = [BINARY_A, UNARY_A, LEAF, UNARY_B, UNARY_A, LEAF]
-    shared = share(tree_graph([program] * 3, np.array([0, 0, 1])))
+    shared = share(images_graph([program] * 3, np.array([0, 0, 1])))
     assert shared.num_inputs == 2
     assert shared.op.tolist() == [UNARY_A, UNARY_B, BINARY_A] * 2
     assert shared.args.tolist() == [[0, -1], [2, -1], [2, 3], [1, -1], [5, -1], [5, 6]]
@@ -57,25 +39,25 @@ def test_equal_programs_about_one_image_are_run_once_and_about_another_again():
 
 
 def test_the_order_of_arguments_tells_nodes_apart():
-    shared = share(tree_graph([[BINARY_A, UNARY_A, LEAF, LEAF], [BINARY_A, LEAF, UNARY_A, LEAF]], np.array([0, 0])))
+    shared = share(images_graph([[BINARY_A, UNARY_A, LEAF, LEAF], [BINARY_A, LEAF, UNARY_A, LEAF]], np.array([0, 0])))
     assert shared.op.tolist() == [UNARY_A, BINARY_A, BINARY_A]
 
 
 def test_sharing_what_is_shared_changes_nothing():
-    shared = share(tree_graph([[UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]], np.array([0, 0])))
+    shared = share(images_graph([[UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]], np.array([0, 0])))
     again = share(shared)
     for name in ("op", "args", "example", "roots"):
         np.testing.assert_array_equal(getattr(again, name), getattr(shared, name))
 
 
 def test_a_graph_without_nodes_stays_one():
-    assert share(tree_graph([[LEAF], [LEAF]])).roots.tolist() == [0, 1]
+    assert share(images_graph([[LEAF], [LEAF]])).roots.tolist() == [0, 1]
 
 
 @given(tokens_BL=toy_programs)
 @settings(quick, max_examples=30)
 def test_nodes_are_compared_alike_where_slots_are_too_many_for_one_key(tokens_BL):
-    graph = tree_graph(tokens_BL, np.zeros(len(tokens_BL), dtype=np.int64))
+    graph = images_graph(tokens_BL, np.zeros(len(tokens_BL), dtype=np.int64))
     expected = share(graph)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "LARGEST", 100)
@@ -88,7 +70,7 @@ def test_the_gradients_of_all_takers_of_a_shared_result_add_up_however_many_they
     chain = [UNARY_A, UNARY_B, LEAF]
     rows = [[BINARY_A, *chain, *chain]] * 5 + [chain] * 3
     modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)
-    plain = tree_graph(rows, np.zeros(8, dtype=np.int64))
+    plain = images_graph(rows, np.zeros(8, dtype=np.int64))
     runs = []
     for graph in (plain, share(plain)):
         layout = lay_out(graph, make_schedule(graph, "improved"))
