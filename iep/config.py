@@ -90,7 +90,7 @@ class Config:
     """Scheduler of the engine's module calls."""
     sharing: bool | None = None
     """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that
-    is without batch norm; in validation always."""
+    is without batch norm and dropout; in validation always."""
     defer_weight_grads: bool = False
     """Compute the gradient of each module's weights once a step, over all its calls."""
     num_train_samples: int | None = setting(None, minimum=1)
@@ -100,7 +100,7 @@ class Config:
     max_program_length: int = setting(30, minimum=2, maximum=1000)
     """Tokens after which decoding stops, <START> and <END> included; CLEVR's longest program has 27."""
     questions_per_image: int = setting(1, minimum=1)
-    """Questions about the same image that are drawn together; above 1 the stem has fewer images to look at."""
+    """Questions about the same image that are drawn together; above 1, with sharing, the stem sees fewer images."""
     workers: int = setting(1, minimum=0)
     """Processes that read batches and plan them; 0 does it in the training process."""
 

@@ -8,16 +8,19 @@ from iep.batching import DeferredWeightGrads
 
 
 class CountWeightGrads(TorchDispatchMode):
-    """Counts how often a convolution's or a linear layer's weight gradient is computed."""
+    """Counts how often a weight's gradient is computed, by the convolutions' own op or by a product of its shape."""
 
-    def __init__(self):
+    def __init__(self, weight):
         super().__init__()
-        self.convolutions = 0
+        self.shape, self.count = weight.shape, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution_backward.default:
-            self.convolutions += args[-1][1]
-        return func(*args, **(kwargs or {}))
+            self.count += args[-1][1]
+        elif func is torch.ops.aten.mm.default:
+            self.count += result.shape == self.shape
+        return result
 
 
 def recurrent(layer, times=4):
@@ -66,14 +69,49 @@ def test_deferred_gradients_are_the_ordinary_ones(layer, shape, dtype, relative)
     assert_same(results(deferred(recurrent(layer)), layer, inputs), expected, relative)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(lambda: nn.Conv2d(**CONVOLUTION), (2, 4, 5, 5)), (lambda: nn.Linear(4, 4), (2, 4))]
+)
 @pytest.mark.parametrize("defer", [False, True])
-def test_each_weight_gradient_is_computed_once_a_step(defer):
-    layer = nn.Conv2d(**CONVOLUTION)
+def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
+    layer = layer()
     run = recurrent(layer, times=7)
-    output = (deferred(run) if defer else run)(torch.randn(2, 4, 5, 5))
-    with CountWeightGrads() as counted:
+    output = (deferred(run) if defer else run)(torch.randn(shape))
+    with CountWeightGrads(layer.weight) as counted:
         output.sum().backward()
-    assert counted.convolutions == (1 if defer else 7)
+    assert counted.count == (1 if defer else 7)
+
+
+def test_gradients_of_the_inputs_alone_leave_nothing_for_a_later_way_back():
+    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, requires_grad=True, dtype=torch.float64)
+    expected = torch.autograd.grad(recurrent(layer)(inputs).sum(), [inputs, layer.weight])
+    loss = deferred(recurrent(layer))(inputs).sum()
+    (of_inputs,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close([of_inputs, layer.weight.grad], list(expected))
+
+
+def test_calls_without_gradients_do_not_take_them_from_later_ones():
+    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
+
+    def run(x):
+        with torch.no_grad():
+            shift = layer(x)
+        return layer(x) + shift
+
+    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-12)
+
+
+def test_calls_under_autocast_and_outside_it_keep_their_own_types():
+    layer, inputs = nn.Linear(3, 3), torch.randn(2, 3)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = layer(x)
+        assert inside.dtype == torch.bfloat16
+        return layer(x) + inside.float()
+
+    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
 
 
 def test_two_layers_that_share_a_weight_have_both_their_gradients():

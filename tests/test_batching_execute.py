@@ -11,6 +11,7 @@ from batching_cases import (
     SKIP,
     UNARY_A,
     UNARY_B,
+    ToyModule,
     assert_same,
     matrix,
     quick,
@@ -20,6 +21,8 @@ from batching_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_cases import random_dag
+from torch import nn
 
 from iep.batching import SCHEDULERS, Graph, Group, execute, graph_from_prefix, lay_out, make_schedule, run_prefix, share
 
@@ -128,6 +131,77 @@ def test_a_node_with_several_takers_runs_once_and_gathers_all_their_gradients(na
     expected = results(by_hand, modules, inputs)
     actual = results(lambda x: run_graph(SHARED, name, modules, x), modules, inputs)
     assert_same(actual, expected, 1e-9)
+
+
+def zeros_for_none(gradients, others):
+    """`gradients`, None as zeros where the others are not None."""
+    missing = {key for key, value in gradients.items() if value is None and others[key] is not None}
+    return gradients | {key: torch.zeros_like(others[key]) for key in missing}
+
+
+def test_a_module_may_work_in_place_detach_or_hand_its_argument_on_and_the_result_may_be_changed():
+    modules = toy_modules()
+    inputs = torch.randn(2, 3, dtype=torch.float64)
+    rows = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]])
+
+    def in_place(x):
+        return x.mul_(2).sub_(1)
+
+    for unary in (in_place, lambda x: x, lambda x: x.detach(), lambda x: x.view(-1).view(x.shape)):
+        own = nn.ModuleDict({str(op): modules[op] for op in (LEAF, UNARY_A, BINARY_A)})
+        runs = {op: modules[op] for op in (LEAF, UNARY_A, BINARY_A)} | {UNARY_B: unary}
+        apart = runs | {UNARY_B: lambda x, unary=unary: unary(x.clone())}
+        expected = results(lambda x, runs=apart: one_by_one(rows, runs, x).relu(), own, inputs)
+        actual = results(lambda x, runs=runs: batched(rows, runs, x, "lookahead").relu_(), own, inputs)
+        assert_same(zeros_for_none(actual, expected), zeros_for_none(expected, actual), 1e-9)
+
+
+def test_inputs_may_lie_in_memory_in_any_way():
+    modules = {LEAF: lambda x: x, UNARY_A: lambda x: 3 * x, BINARY_A: lambda x, y: x - 2 * y}
+    rows = matrix([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_A, LEAF]])
+    whole = torch.randn(2, 4, 6, 5)
+    for inputs in (whole, whole.transpose(1, 3), whole[:, :, ::2], whole.contiguous(memory_format=torch.channels_last)):
+        out = batched(rows, modules, inputs, "lookahead")
+        torch.testing.assert_close(out, torch.stack([inputs[0], 3 * inputs[1]]))
+
+
+def test_results_are_kept_in_the_inputs_type_and_refused_where_it_cannot_hold_them():
+    rows = matrix([[UNARY_A, LEAF]])
+    inputs = torch.ones(1, 2)
+    out = batched(rows, {LEAF: lambda x: x, UNARY_A: lambda x: x.double() / 3}, inputs, "vanilla")
+    assert out.dtype == inputs.dtype
+    with pytest.raises(ValueError, match=f"op {UNARY_A} returned torch.float32, expected what torch.int64 can hold"):
+        batched(rows, {LEAF: lambda x: x, UNARY_A: lambda x: x + 0.5}, inputs.long(), "vanilla")
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_graph_matches_a_walk_and_what_leads_to_no_root_gets_no_gradient(seed, defer):
+    graph = random_dag(seed, num_nodes=25)
+    modules = nn.ModuleList(ToyModule(1 + op % 2, 3) for op in range(5)).double()
+    inputs = torch.randn(graph.num_inputs, 3, dtype=torch.float64)
+
+    def walk(x):
+        values = {}
+
+        def value(slot):
+            if slot < graph.num_inputs:
+                return x[slot : slot + 1]
+            if slot not in values:
+                node = slot - graph.num_inputs
+                args = [value(arg) for arg in graph.args[node].tolist() if arg >= 0]
+                values[slot] = modules[graph.op[node]](*args)
+            return values[slot]
+
+        return torch.cat([value(root) for root in graph.roots.tolist()])
+
+    expected = results(walk, modules, inputs)
+    for name in SCHEDULERS:
+        actual = results(lambda x, name=name: run_graph(graph, name, modules, x, defer), modules, inputs)
+        if name == "vanilla":
+            assert_same(actual, expected, 1e-9)
+        else:  # what leads to no root may be in one call with what does
+            assert_same(actual, zeros_for_none(expected, actual), 1e-9)
 
 
 def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():

@@ -280,6 +280,15 @@ def test_how_the_work_is_done_changes_no_prediction(data, run, tmp_path: Path, o
         assert ours == theirs | {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
 
 
+def test_bfloat16_changes_probabilities_by_no_more_than_its_rounding(data, run, tmp_path: Path):
+    arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--programs", "ground-truth"]
+    report, expected, _ = evaluate(tmp_path / "expected", *arguments)
+    _, rows, _ = evaluate(tmp_path / "rows", *arguments, "--precision", "bfloat16")
+    differences = [abs(our["probability"] - their["probability"]) for our, their in zip(rows, expected, strict=True)]
+    assert 0 < max(differences) < 0.05
+    assert report["peak_memory_gb"] > 0.01, "the process holds at least PyTorch"
+
+
 # Splits that lack something
 
 

@@ -9,7 +9,7 @@ import yaml
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
-from iep.execution_engine.engine import INITIALIZATIONS, SCENES, STEMS
+from iep.execution_engine.engine import DEFAULT_SCHEDULER, INITIALIZATIONS, SCENES, STEMS
 
 
 def write(path: Path, text: str) -> Path:
@@ -173,6 +173,7 @@ def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
 def test_every_choice_is_one_that_the_code_knows():
     choices = {f.name: f.metadata["choices"] for cls in (Config, EngineConfig) for f in fields(cls) if f.metadata}
     assert set(choices["batching"]) == set(SCHEDULERS)
+    assert Config.batching == DEFAULT_SCHEDULER
     assert set(choices["scene"]) == set(SCENES)
     assert set(choices["stem"]) == set(STEMS)
     assert set(choices["initialization"]) == set(INITIALIZATIONS)

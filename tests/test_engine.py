@@ -118,18 +118,32 @@ def test_steps_leave_nothing_behind():
 def test_the_values_of_a_run_are_gone_before_the_way_back():
     engine = small_engine(dtype=torch.float32)
     buffers = []
-
-    class Spied(execute._Buffer):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            buffers.append(weakref.ref(self.rows))
-
+    make = execute._Run._buffer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "_Buffer", Spied)
+        patch.setattr(execute._Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
         loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
         assert [buffer() for buffer in buffers] == [None]
         loss.backward()
+        assert [buffer() for buffer in buffers] == [None, None]
+
+
+def test_gradients_are_gone_with_the_way_back_though_the_stem_is_frozen_and_the_loss_is_kept():
+    engine = small_engine(dtype=torch.float32)
+    engine.stem.requires_grad_(False)
+    buffers = []
+    make = execute._Run._buffer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute._Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
+        loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
+        loss.backward()
+    assert len(buffers) == 2
     assert [buffer() for buffer in buffers] == [None, None]
+    assert loss.grad_fn is not None
+
+
+def _remembered(buffer, buffers):
+    buffers.append(weakref.ref(buffer.rows))
+    return buffer
 
 
 def test_modules_that_no_program_uses_get_no_gradient():
@@ -231,8 +245,32 @@ def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
 
 def test_a_plan_for_another_number_of_examples_is_refused():
     engine = small_engine()
-    with pytest.raises(ValueError, match="3 inputs for a graph of 4 inputs"):
+    with pytest.raises(ValueError, match="features of 3 images for a plan of 4"):
         engine(torch.randn(3, 5, 3, 4).double(), engine.plan(PROGRAMS_BL))
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [[0], [1], [2], [3]], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0]])
+def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows, sharing):
+    with pytest.raises(ValueError, match="for 4 programs, expected a whole number from 0 on for each"):
+        small_engine().plan(PROGRAMS_BL, np.array(rows), sharing=sharing)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("images", [2, 4])
+def test_features_of_more_or_fewer_images_than_the_plans_are_refused(images, sharing):
+    engine = small_engine()
+    plan = engine.plan(PROGRAMS_BL, np.array([0, 2, 1, 1]), sharing=sharing)
+    with pytest.raises(ValueError, match=f"features of {images} images for a plan of 3"):
+        engine(torch.randn(images, 5, 3, 4).double(), plan)
+
+
+def test_images_that_no_question_is_about_are_left_alone():
+    engine = small_engine()
+    features_NCHW = torch.randn(4, 5, 3, 4).double()
+    rows_B = np.array([3, 1, 1, 3])
+    logits = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
+    torch.testing.assert_close(logits, engine.reference(features_NCHW[rows_B], PROGRAMS_BL))
 
 
 def test_a_batch_without_examples_is_refused():

@@ -23,7 +23,9 @@ class DeferredWeightGrads(TorchFunctionMode):
     """While it is on, 2-D convolutions and linear layers leave their weights' gradients to be computed once, by the
     last of their calls on the way back. Their values, and the gradients of their inputs, are computed as ever.
 
-    Use one for each step: the gradients of the calls of one object are computed together.
+    Use one for each step: the gradients of the calls of one object are computed together. Until then every call's input
+    and its output's gradient are kept, and then they are copied side by side: it costs memory. Gradients cannot be
+    differentiated again.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class DeferredWeightGrads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not weight.requires_grad or input.dim() < 2:
+        if not (torch.is_grad_enabled() and weight.requires_grad) or input.dim() < 2:
             return functional.linear(input, weight, bias)
         return self._deferred(_Linear(), input, weight, bias)
 
@@ -56,15 +58,16 @@ class DeferredWeightGrads(TorchFunctionMode):
         dilation: int | tuple = 1,
         groups: int = 1,
     ) -> Tensor:
-        if not weight.requires_grad or isinstance(padding, str) or input.dim() != 4:
+        needed = torch.is_grad_enabled() and weight.requires_grad
+        if not needed or isinstance(padding, str) or input.dim() != 4:
             return functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
         return self._deferred(_Conv2d(_pair(stride), _pair(padding), _pair(dilation), groups), input, weight, bias)
 
     def _deferred(self, layer: "_Linear | _Conv2d", input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         device = input.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(device))
-        key = (id(weight), id(bias), layer)
+        key = (id(weight), id(bias), layer, input.dtype)
         if key not in self._weights:
             self._named.append((weight, bias))  # so that no other tensor gets the id of one that is gone
             self._weights[key] = _share(layer, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
@@ -123,8 +126,8 @@ class _Conv2d(NamedTuple):
         )
 
 
-Calls = list[tuple[Tensor, Tensor]]
-"""What the calls of a layer leave on the way back: input and gradient of the output of each."""
+Calls = list[tuple[int, Tensor, Tensor]]
+"""What the calls of a layer leave on the way back: which way back it was, their input and their output's gradient."""
 
 
 class _Shared(NamedTuple):
@@ -158,7 +161,8 @@ class _Weights(Function):
         (weight,) = ctx.saved_tensors
         if not ctx.calls:
             return None, None, None, None
-        inputs, gradients = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*ctx.calls, strict=True))
+        _, *parts = zip(*ctx.calls, strict=True)
+        inputs, gradients = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
         ctx.calls.clear()
         return *ctx.layer.weight_gradients(gradients, inputs, weight, ctx.has_bias), None, None
 
@@ -172,13 +176,19 @@ class _Call(Function):
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.layer, ctx.calls = layer, calls
+        ctx.set_materialize_grads(False)
         return layer.forward(input, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None, None
         input, weight = ctx.saved_tensors
-        ctx.calls.append((input, gradient))
+        way_back = torch._C._current_graph_task_id()
+        if ctx.calls and ctx.calls[-1][0] != way_back:
+            ctx.calls.clear()  # left by one that was for the inputs' gradients alone and never reached the weights
+        ctx.calls.append((way_back, input, gradient))
         needed = ctx.needs_input_grad[0]
         return ctx.layer.input_gradient(gradient, input, weight) if needed else None, None, None, None, None
 

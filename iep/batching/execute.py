@@ -33,12 +33,14 @@ def execute(
     Args:
         layout: where everything lies, its indices on the device of `inputs`.
         modules: by op, what maps a call's arguments, (G, ...) each in their order, to its results (G, ...).
-        inputs: (num_inputs, ...), one row per input slot; their dtype and memory format are those of all values.
+        inputs: (num_inputs, ...), one row per input slot; results are kept in their dtype and memory format.
         defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
+
+    Gradients cannot be differentiated again.
 
     Raises:
         ValueError: there are not as many inputs as the graph has, it has no roots, or a module returns another shape
-            than its arguments have.
+            than its arguments have, or numbers that their dtype cannot hold (floating-point ones, where it is whole).
     """
     arrival, *_, departure = layout.calls
     if len(inputs) != arrival.rows or not departure.rows:
@@ -55,37 +57,45 @@ def execute(
             break
         with context:
             results = modules[call.op](*arguments)
-        if results.shape != (call.rows, *inputs.shape[1:]):
-            raise ValueError(
-                f"op {call.op} returned {tuple(results.shape)} for a group of {call.rows}, "
-                f"expected {(call.rows, *inputs.shape[1:])}"
-            )
+        _check_results(call, results, inputs)
     run.values = None  # arguments are copies, so that nothing reads it on the way back
     return arguments[0]
+
+
+def _check_results(call: Call, results: Tensor, inputs: Tensor) -> None:
+    expected = (call.rows, *inputs.shape[1:])
+    if results.shape != expected:
+        raise ValueError(
+            f"op {call.op} returned {tuple(results.shape)} for a group of {call.rows}, expected {expected}"
+        )
+    if not torch.can_cast(results.dtype, inputs.dtype):
+        raise ValueError(f"op {call.op} returned {results.dtype}, expected what {inputs.dtype} can hold")
 
 
 class _Buffer:
     """Rows of values of one shape, each in the order in which an input's numbers lie in memory, so that it is copied as
     one piece."""
 
-    def __init__(self, inputs: Tensor, count: int):
-        dense = inputs.is_contiguous() or inputs.is_contiguous(memory_format=torch.channels_last)
-        self.shape = inputs.shape[1:]
-        self.strides = (self.shape.numel(), *(inputs if dense else inputs.contiguous()).stride()[1:])
-        self.rows = inputs.new_empty(count, self.shape.numel())
-        self.values = self.shaped(self.rows)
+    def __init__(self, rows: Tensor, shape: torch.Size, strides: tuple[int, ...]):
+        """`rows` (count, F) for values of `shape`, each laid out by `strides`."""
+        self.rows, self.shape, self.strides = rows, shape, strides
+        self.values = self.shaped(rows)
 
     def write(self, rows: slice, values: Tensor | None) -> None:
         """Copy (G, ...) values, or zeros, into G rows."""
         self.values[rows].zero_() if values is None else self.values[rows].copy_(values)
 
     def read(self, index: Tensor) -> Tensor:
-        """(G, ...) copies of G rows."""
-        return self.shaped(self.rows.index_select(0, index))
+        """(G, ...) copies of G rows: tensors of their own, which a module may change in place."""
+        count, size = len(index), self.rows.shape[1]
+        values = self.rows.new_empty_strided((count, *self.shape), (size, *self.strides))
+        flat = values.as_strided((count, size), (size, 1))
+        torch.index_select(self.rows, 0, index, out=flat)
+        return values
 
     def shaped(self, rows: Tensor) -> Tensor:
         """A view of rows as (G, ...) values."""
-        return rows.as_strided((len(rows), *self.shape), self.strides)
+        return rows.as_strided((len(rows), *self.shape), (rows.shape[1], *self.strides))
 
 
 class _Run:
@@ -93,9 +103,14 @@ class _Run:
 
     def __init__(self, layout: Layout, inputs: Tensor):
         self.layout = layout
-        self.values: _Buffer | None = _Buffer(inputs, layout.num_places)
-        self.like = inputs.detach()
+        dense = inputs.is_contiguous() or inputs.is_contiguous(memory_format=torch.channels_last)
+        self.shape, self.strides = inputs.shape[1:], (inputs if dense else inputs.contiguous()).stride()[1:]
+        self.kind = {"dtype": inputs.dtype, "device": inputs.device}
+        self.values: _Buffer | None = self._buffer(layout.num_places)
         self.gradients: _Buffer | None = None
+
+    def _buffer(self, count: int) -> _Buffer:
+        return _Buffer(torch.empty(count, self.shape.numel(), **self.kind), self.shape, self.strides)
 
     def arguments(self, call: Call) -> list[Tensor]:
         return [self.values.read(self.layout.sources[uses]) for uses in call.argument_uses]
@@ -103,13 +118,13 @@ class _Run:
     def take_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a call's arguments."""
         if self.gradients is None:
-            self.gradients = _Buffer(self.like, self.layout.num_uses + 1)
+            self.gradients = self._buffer(self.layout.num_uses + 1)
             self.gradients.write(slice(-1, None), None)  # what no use has made
         for uses, gradient in zip(call.argument_uses, gradients, strict=True):
             self.gradients.write(uses, gradient)
 
     def result_gradient(self, call: Call) -> Tensor | None:
-        """The gradient of a call's results, None where nothing takes any of them."""
+        """The gradient of a call's results, None where none of them leads to a root."""
         if not call.is_used:
             return None
         rows = self.gradients.rows.index_select(0, self.layout.takers[call.results])
@@ -138,6 +153,6 @@ class _Exchange(Function):
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.run.take_gradients(ctx.following, gradients)
         gradient = ctx.run.result_gradient(ctx.call)
-        if not ctx.call.argument_uses:  # the inputs' arrival: the end of the way back
+        if not ctx.needs_input_grad[0]:  # the end of the way back: nothing before this call has a gradient
             ctx.run.gradients = None
         return None, gradient, None, None, None

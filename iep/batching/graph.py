@@ -74,6 +74,12 @@ def distance_from_leaves(graph: Graph) -> np.ndarray:
         height[graph.num_inputs : -1] = higher
 
 
+def levels(height_N: np.ndarray) -> list[np.ndarray]:
+    """The nodes by their height (or depth): ids of those of every height, the lowest first."""
+    order = np.argsort(height_N, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(height_N[order])) + 1) if len(order) else []
+
+
 def graph_from_prefix(
     tokens_BL: np.ndarray | torch.Tensor,
     arity_V: np.ndarray,

@@ -36,7 +36,7 @@ class Call:
     places: slice
     """Where they lie."""
     is_used: bool
-    """Something takes some of them."""
+    """Some of them lead to a root."""
     extras: slice
     """Which of the layout's extra uses are of them."""
 
@@ -85,7 +85,8 @@ def lay_out(graph: Graph, schedule: Schedule) -> Layout:
         raise ValueError("a schedule runs a node before its arguments")
     last_use_K = np.arange(len(rows_K))
     np.maximum.at(last_use_K, call_R[result_U], call_U)
-    is_used_K = last_use_K > np.arange(len(rows_K))
+    slot_R = np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N)
+    is_used_K = np.bincount(call_R[_leads_to_root(graph)[slot_R]], minlength=len(rows_K)) > 0
     places, num_places = _places(rows_K.tolist(), last_use_K.tolist())
     place_U = (np.array([place.start for place in places]) - first_K)[call_R[result_U]] + result_U
     takers, extra_results, extra_uses = _takers(result_U, len(call_R))
@@ -133,6 +134,18 @@ def _uses(
     result_U[use], call_U[use] = result_of_slot[args_N[taker, position]], call
     result_U[len(taker) :] = result_of_slot[graph.roots]
     return result_U, call_U
+
+
+def _leads_to_root(graph: Graph) -> np.ndarray:
+    """(num_inputs + N,) bool: the slots that a root's value depends on, roots included."""
+    # One entry more than there are slots: -1, no argument, reads the last.
+    leads = np.arange(graph.num_inputs + graph.num_nodes + 1) == graph.num_inputs + graph.num_nodes
+    new = graph.roots
+    while len(new):
+        leads[new] = True
+        taken = graph.args[new[new >= graph.num_inputs] - graph.num_inputs]
+        new = np.unique(taken[~leads[taken]])
+    return leads[:-1]
 
 
 def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

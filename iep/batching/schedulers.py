@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.batching.graph import Graph, distance_from_leaves
+from iep.batching.graph import Graph, distance_from_leaves, levels
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
 
@@ -156,7 +156,7 @@ def lower_bound(graph: Graph) -> int:
     # The last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
     takes = _takes(graph)
-    for nodes in _levels(distance_from_leaves(graph)):
+    for nodes in levels(distance_from_leaves(graph)):
         count[nodes] = count[takes[nodes]].max(axis=1)
         count[nodes, kind[nodes]] += 1
     return int(count.max(axis=0, initial=0).sum())
@@ -213,12 +213,6 @@ def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
 def _takes(graph: Graph) -> np.ndarray:
     """(N, A) ids of the nodes whose results each node takes, in the order of its arguments; -1 elsewhere."""
     return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)
-
-
-def _levels(height: np.ndarray) -> list[np.ndarray]:
-    """The nodes by their `height`, (N,): those of every height, the lowest first."""
-    order = np.argsort(height, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(height[order])) + 1) if len(order) else []
 
 
 def _latest_argument(graph: Graph, step: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ Shapes: N nodes, M nodes that are left.
 
 import numpy as np
 
-from iep.batching.graph import Graph, distance_from_leaves
+from iep.batching.graph import Graph, distance_from_leaves, levels
 
 LARGEST = 2**62
 """A key beyond this would not be a 64-bit integer."""
@@ -21,12 +21,9 @@ def share(graph: Graph) -> Graph:
     The nodes that are left keep their order, and each belongs to the first example that has it. Results of `graph`
     and of the shared graph are equal, root for root.
     """
-    height_N = distance_from_leaves(graph)
-    by_height = np.argsort(height_N, kind="stable")
-    levels = np.split(by_height, np.flatnonzero(np.diff(height_N[by_height])) + 1) if graph.num_nodes else []
     # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
     same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
-    for nodes in levels:
+    for nodes in levels(distance_from_leaves(graph)):
         first = _first_equal(graph.op[nodes], same[graph.args[nodes]])
         same[graph.num_inputs + nodes] = graph.num_inputs + nodes[first]
 

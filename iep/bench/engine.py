@@ -121,7 +121,7 @@ def compare(
 
 
 def _limit_of(strategy: Strategy) -> Strategy:
-    """Name of the limit of all strategies that run the same nodes in the same precision."""
+    """The limit of all strategies that run the same nodes in the same precision."""
     return replace(strategy, batching=LIMIT, defer=False)
 
 

@@ -35,7 +35,7 @@ SCENES = ("module", "stem")
 STEMS = ("conv", "pixels")
 INITIALIZATIONS = ("kaiming", "torch")
 DEFAULT_SCHEDULER = "lookahead"
-NOT_ROW_BY_ROW = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout, nn.Dropout2d)
+NOT_ROW_BY_ROW = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that, in training, draw random numbers or look at their whole batch."""
 
 
@@ -47,6 +47,8 @@ class Plan:
     """Its inputs are stems: one for each image, or, without sharing, for each program."""
     schedule: Schedule
     layout: Layout
+    num_images: int
+    """Images whose features it is for: N."""
     image_rows: torch.Tensor | None
     """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
 
@@ -71,8 +73,8 @@ def plan_programs(
 
     Args:
         programs_BL: indices into `program_tokens`, numpy or torch.
-        image_rows_B: the row of each program's image in the features, which hold every image once, rows 0 to N - 1
-            all used; None where program b is about image b.
+        image_rows_B: the row of each program's image in the features, the greatest being N - 1; None where program b
+            is about image b.
         scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it is that
             output itself (Suarez & Zhu, section 1.2.2).
         batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
@@ -80,10 +82,11 @@ def plan_programs(
             stem and all its functions for itself.
 
     Raises:
-        ValueError: a token is out of range, `scene` or `batching` is unknown, the vocabulary lacks `scene`, or there
-            are not as many image rows as programs.
+        ValueError: a token is out of range, `scene` or `batching` is unknown, the vocabulary lacks `scene`, or
+            `image_rows_B` is not one row number for each program.
     """
-    rows = None if image_rows_B is None else torch.as_tensor(image_rows_B)
+    rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
+    num_images = len(programs_BL) if rows is None else 1 + max(rows.tolist(), default=-1)
     graph = graph_from_prefix(
         programs_BL,
         arities(program_tokens),
@@ -96,7 +99,14 @@ def plan_programs(
     if sharing:
         graph, rows = share(graph), None
     schedule = make_schedule(graph, batching)
-    return Plan(graph, schedule, lay_out(graph, schedule), rows)
+    return Plan(graph, schedule, lay_out(graph, schedule), num_images, rows)
+
+
+def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
+    rows = torch.as_tensor(image_rows_B).cpu()
+    if rows.shape != (count,) or rows.is_floating_point() or (rows < 0).any():
+        raise ValueError(f"image rows {rows.tolist()} for {count} programs, expected a whole number from 0 on for each")
+    return rows
 
 
 Planner = Callable[..., Plan]
@@ -225,6 +235,8 @@ class ExecutionEngine(nn.Module):
         Raises:
             ValueError: the plan is for another number of images than there are features, or of no program.
         """
+        if len(features_NCHW) != plan.num_images:
+            raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows]
         stems_NCHW = self.stem(features_NCHW)
