@@ -1,8 +1,9 @@
 """Files that are written whole or not at all, and JSON that is named when it cannot be read."""
 
+import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
     either its old content or all of the new one.
 
     Raises:
-        OSError: as the block does, its `filename` set to `target` where it had none.
+        OSError: as the block does, its `filename` set to `target` where it had none or the temporary one.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,8 +45,26 @@ def atomic_path(target: Path) -> Iterator[Path]:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename, error.filename2 = str(target), None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(targets: Iterable[Path]) -> None:
+    """Before long work: make the targets' directories, and see that files can be written there under these names.
+
+    Raises:
+        OSError: one cannot; names it.
+    """
+    for target in targets:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory, expected a file", str(target))
+        if not os.access(target.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, "not writable", str(target.parent))
 
 
 def write_bytes(target: Path, content: bytes) -> None:

@@ -114,6 +114,28 @@ def test_calls_under_autocast_and_outside_it_keep_their_own_types():
     assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
 
 
+def test_one_layer_may_be_called_on_inputs_of_several_sizes():
+    torch.manual_seed(0)
+    layer, inputs = nn.Conv2d(**CONVOLUTION).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64)
+
+    def run(x):
+        small = layer(layer(x[:, :, ::2, ::2]))
+        return layer(x).sum() + (small * small).sum()
+
+    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-9)
+
+
+def test_a_module_may_ask_for_gradients_of_its_own():
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
+
+    def run(x):
+        (steepest,) = torch.autograd.grad(layer(x).pow(2).sum(), x, retain_graph=True)
+        return layer(x + steepest.detach())
+
+    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-9)
+
+
 def test_two_layers_that_share_a_weight_have_both_their_gradients():
     torch.manual_seed(0)
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()

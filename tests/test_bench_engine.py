@@ -177,6 +177,13 @@ def test_the_memory_format_asked_for_is_that_of_the_maps(name: str | None, last:
     assert json.loads((tmp_path / "engine.json").read_text())["memory_format"] == name
 
 
+def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "engine.json").mkdir()
+    monkeypatch.setattr(bench_run, "compare", lambda *arguments, **options: pytest.fail("measured"))
+    result = measure("--batch-sizes", 1, "--out", tmp_path)
+    assert_one_error(result, f"{tmp_path / 'engine.json'}: a directory, expected a file")
+
+
 def test_strategies_take_turns() -> None:
     workload = generated(4, 1, (3, 3, 3), largest=4)
     engine = ExecutionEngine(workload.vocab.program, 32, 3, 3, 3, module_dim=2, stem_widths=())

@@ -280,6 +280,13 @@ def test_how_the_work_is_done_changes_no_prediction(data, run, tmp_path: Path, o
         assert ours == theirs | {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
 
 
+def test_where_nothing_can_be_written_nothing_is_evaluated(data, run, tmp_path: Path):
+    (tmp_path / "report.json").mkdir()
+    result = iep_eval("--ee", run["ee"], "--data", data, "--out", tmp_path)
+    assert_one_error(result, f"{tmp_path / 'report.json'}")
+    assert not (tmp_path / "predictions.jsonl").exists()
+
+
 def test_bfloat16_changes_probabilities_by_no_more_than_its_rounding(data, run, tmp_path: Path):
     arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--programs", "ground-truth"]
     report, expected, _ = evaluate(tmp_path / "expected", *arguments)

@@ -250,7 +250,7 @@ def test_a_plan_for_another_number_of_examples_is_refused():
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("rows", [[0, 1, 2], [[0], [1], [2], [3]], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0]])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [[0], [1], [2], [3]], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0], [True] * 4])
 def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows, sharing):
     with pytest.raises(ValueError, match="for 4 programs, expected a whole number from 0 on for each"):
         small_engine().plan(PROGRAMS_BL, np.array(rows), sharing=sharing)
@@ -263,6 +263,24 @@ def test_features_of_more_or_fewer_images_than_the_plans_are_refused(images, sha
     plan = engine.plan(PROGRAMS_BL, np.array([0, 2, 1, 1]), sharing=sharing)
     with pytest.raises(ValueError, match=f"features of {images} images for a plan of 3"):
         engine(torch.randn(images, 5, 3, 4).double(), plan)
+
+
+def test_image_rows_may_be_of_any_whole_type():
+    engine = small_engine()
+    rows_B = np.array([1, 0, 0, 1])
+    features_NCHW = torch.randn(2, 5, 3, 4).double()
+    expected = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
+    for kind in (np.uint8, np.int32, np.uint16):
+        for sharing in (False, True):
+            plan = engine.plan(PROGRAMS_BL, rows_B.astype(kind), sharing=sharing)
+            torch.testing.assert_close(engine(features_NCHW, plan), expected)
+
+
+@pytest.mark.parametrize("change", [{"scene": "stem"}, {"program_tokens": [*TOKENS, "exist"]}])
+def test_a_plan_for_another_kind_of_engine_is_refused(change):
+    plan = plan_programs(PROGRAMS_BL, **({"program_tokens": TOKENS, "scene": "module"} | change))
+    with pytest.raises(ValueError, match="another program vocabulary or another kind of scene"):
+        small_engine()(torch.randn(4, 5, 3, 4).double(), plan)
 
 
 def test_images_that_no_question_is_about_are_left_alone():

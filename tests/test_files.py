@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from iep.errors import InputError
-from iep.files import atomic_path, read_json, write_bytes, write_json
+from iep.files import atomic_path, check_writable, read_json, write_bytes, write_json
 
 
 def test_a_file_is_written_into_a_directory_that_does_not_yet_stand(tmp_path: Path):
@@ -101,3 +101,22 @@ def test_a_missing_json_file_or_a_directory_in_its_place_is_named(tmp_path: Path
         read_json(tmp_path / "none.json")
     with pytest.raises(InputError, match=f"{tmp_path}: a directory"):
         read_json(tmp_path)
+
+
+def test_what_cannot_be_written_is_named_before_the_work(tmp_path: Path):
+    (tmp_path / "taken" / "report.json").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(IsADirectoryError, match=r"taken/report\.json"):
+        check_writable([tmp_path / "taken" / "report.json"])
+    with pytest.raises(OSError, match="file"):
+        check_writable([tmp_path / "file" / "report.json"])
+    check_writable([tmp_path / "new" / "report.json"])
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_target_that_is_a_directory_is_named_itself(tmp_path: Path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken") as caught, atomic_path(tmp_path / "taken") as temporary:
+        temporary.write_text("new")
+    assert caught.value.filename == str(tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

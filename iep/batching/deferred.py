@@ -25,7 +25,7 @@ class DeferredWeightGrads(TorchFunctionMode):
 
     Use one for each step: the gradients of the calls of one object are computed together. Until then every call's input
     and its output's gradient are kept, and then they are copied side by side: it costs memory. Gradients cannot be
-    differentiated again.
+    differentiated again, and activation checkpointing within, which calls layers anew on the way back, fails.
     """
 
     def __init__(self) -> None:
@@ -161,10 +161,17 @@ class _Weights(Function):
         (weight,) = ctx.saved_tensors
         if not ctx.calls:
             return None, None, None, None
-        _, *parts = zip(*ctx.calls, strict=True)
-        inputs, gradients = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
+        by_shape: dict[torch.Size, Calls] = {}
+        for call in ctx.calls:
+            by_shape.setdefault(call[1].shape[1:], []).append(call)
         ctx.calls.clear()
-        return *ctx.layer.weight_gradients(gradients, inputs, weight, ctx.has_bias), None, None
+        sums: list[Tensor | None] = [None, None]
+        for calls in by_shape.values():
+            _, *parts = zip(*calls, strict=True)
+            inputs, gradients = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
+            found = ctx.layer.weight_gradients(gradients, inputs, weight, ctx.has_bias)
+            sums = [new if old is None else old + new for old, new in zip(sums, found, strict=True)]
+        return *sums, None, None
 
 
 class _Call(Function):

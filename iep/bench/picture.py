@@ -44,7 +44,7 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
 
 def save(figure: Figure, path: Path) -> None:
     """Write `figure` to `path`, whole or not at all."""
-    kind = path.suffix.removeprefix(".")
+    kind = path.suffix.removeprefix(".").lower()
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     # The same bytes from the same figures: text as text, identifiers without chance, no date.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "iep"}), atomic_path(path) as temporary:

@@ -11,6 +11,7 @@ from iep.bench.workload import clevr_vocab, encode, programs_of
 from iep.data_files import open_split
 from iep.errors import InputError, nearest
 from iep.execution_engine.engine import plan_programs
+from iep.files import check_writable
 from iep.vocab import Vocab
 
 
@@ -35,6 +36,10 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
     Raises:
         InputError: a token is unknown (the nearest is suggested), or the split is not there or has no programs.
     """
+    pictures = dict.fromkeys(request.batching, out)
+    if out is not None and len(request.batching) > 1:
+        pictures = {batching: out.with_stem(f"{out.stem}-{batching}") for batching in request.batching}
+    check_writable(path for path in pictures.values() if path is not None)
     tokens, programs_BL, image_idxs_B = _programs(request)
     _, image_rows_B = np.unique(image_idxs_B, return_inverse=True)
     for number, batching in enumerate(request.batching):
@@ -44,8 +49,7 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
             say(describe_programs(examples))
         text = describe_schedule(batching, plan.graph, plan.schedule, examples, tokens)
         say(f"\n{text}")
-        if out is not None:
-            path = out if len(request.batching) == 1 else out.with_stem(f"{out.stem}-{batching}")
+        if (path := pictures[batching]) is not None:
             draw_schedule(path, text.splitlines()[0], plan.schedule, examples)
             say(f"Wrote {path}")
 

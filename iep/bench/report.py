@@ -40,10 +40,9 @@ def _title(comparison: Comparison) -> str:
     many = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{max(rounds)}"
     many += " round" if max(rounds) == 1 else " rounds"
     over = f", mean of {comparison.minibatches} minibatches" if comparison.minibatches > 1 else ""
-    return (
-        f"{comparison.phase}: {comparison.batch_size} questions of {comparison.images:.4g} images a minibatch; "
-        f"milliseconds a minibatch, median of {many}{over}"
-    )
+    questions = f"{comparison.batch_size} question{'' if comparison.batch_size == 1 else 's'}"
+    images = f"{comparison.images:.4g} image{'' if comparison.images == 1 else 's'}"
+    return f"{comparison.phase}: {questions} of {images} a minibatch; milliseconds a minibatch, median of {many}{over}"
 
 
 def _cells(row: Row) -> list[str]:

@@ -18,7 +18,7 @@ from iep.bench.workload import Workload, generated, preprocessed
 from iep.config import EngineConfig
 from iep.devices import resolve_device
 from iep.errors import InputError
-from iep.files import write_bytes
+from iep.files import check_writable, write_bytes
 from iep.networks import build, engine_kwargs, place
 
 REPORT, TABLE, PICTURE = "engine.json", "engine.txt", "engine.png"
@@ -61,6 +61,8 @@ def run_engine_benchmark(
     Raises:
         InputError: there are too few questions, they have no programs, the engine cannot be built, or memory is short.
     """
+    if out is not None:
+        check_writable([out / REPORT, out / TABLE, out / PICTURE])
     device = resolve_device(benchmark.device)
     if benchmark.threads is not None:
         torch.set_num_threads(benchmark.threads)
@@ -100,9 +102,12 @@ def run_engine_benchmark(
                 write_report(out / REPORT, setting, comparisons)
                 text = "\n\n".join([heading, *map(format_comparison, comparisons)]) + "\n"
                 write_bytes(out / TABLE, text.encode())
-    finally:
+    except (KeyboardInterrupt, InputError):
         if out is not None and comparisons:
             draw_comparisons(out / PICTURE, comparisons, machine_line(machine))
+        raise
+    if out is not None:
+        draw_comparisons(out / PICTURE, comparisons, machine_line(machine))
     return comparisons
 
 

@@ -62,7 +62,12 @@ def main() -> None:
 @click.option(
     "--defer-weight-grads/--no-defer-weight-grads", "defer", default=None, help="For every strategy, likewise."
 )
-@click.option("--precision", default="float32", show_default=True, help="Comma list: float32, bfloat16.")
+@click.option(
+    "--precision",
+    default="float32",
+    show_default=True,
+    help="Comma list: float32, bfloat16; for strategies that name none.",
+)
 @click.option(
     "--phase",
     "phases",
@@ -126,6 +131,7 @@ def engine(
     given = {name: value for name, value in options.items() if value is not None}
     _refuse_together(given, "data", ("questions_per_image", "feature_shape"))
     _refuse_without(given, "data", ("split",))
+    _parsed("--precision", lambda: parse_strategies(ALL, precisions=precision))
     strategies = _parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
     size = read_config(config_file, map(_engine_setting, settings)).engine
     # Imported late: `--help` should not wait for torch.
@@ -187,7 +193,7 @@ def plan(batching: str, out: Path | None, **options: Any) -> None:
         _refuse_together(given, "programs", ("split", "num_samples"))
     else:
         _refuse_together(given, "data", ("questions_per_image",))
-    if out is not None and out.suffix not in PICTURES:
+    if out is not None and out.suffix.lower() not in PICTURES:
         raise click.BadParameter(f"{str(out)!r} does not end in one of {', '.join(PICTURES)}", param_hint="--out")
     from iep.bench.plan import PlanRequest, show_plans
 
@@ -195,7 +201,8 @@ def plan(batching: str, out: Path | None, **options: Any) -> None:
 
 
 def _schedulers(text: str) -> tuple[str, ...]:
-    names = BATCHING if text == ALL else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    items = [name.strip() for name in text.split(",")]
+    names = tuple(dict.fromkeys(name for item in items for name in (BATCHING if item == ALL else [item])))
     for name in names:
         if name not in BATCHING:
             raise click.BadParameter(
@@ -214,7 +221,7 @@ def _parsed(option: str, parse: Callable[[], Any]) -> Any:
 
 
 def _engine_setting(assignment: str) -> str:
-    if not assignment.startswith("engine."):
+    if not assignment.startswith("engine.") or "=" not in assignment:
         raise InputError(f"{assignment!r}: expected engine.key=value, such as engine.module_dim=16")
     return assignment
 

@@ -17,9 +17,12 @@ from iep.evaluation.metrics import Scores, count_types, exact_match, question_ty
 from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.prediction_file import prediction_rows, write_predictions
 from iep.evaluation.report import Report, write_report
+from iep.files import check_writable
 from iep.networks import check_features, load_network
 from iep.programs import QUESTION_TYPES
 from iep.vocab import Vocab
+
+PREDICTIONS, REPORT = "predictions.jsonl", "report.json"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
     """
+    if out is not None:
+        check_writable([out / PREDICTIONS, out / REPORT])
     vocab = Vocab.load(settings.data / "vocab.json")
     split = open_split(settings.data, settings.split, vocab, settings.ee is not None, settings.num_samples)
     questions = split.questions
@@ -86,8 +91,8 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         baselines=_baselines(settings.data, vocab, questions, types),
     )
     if out is not None:
-        write_predictions(out / "predictions.jsonl", _rows(vocab, questions, predictions, types))
-        write_report(out / "report.json", report)
+        write_predictions(out / PREDICTIONS, _rows(vocab, questions, predictions, types))
+        write_report(out / REPORT, report)
     return report
 
 

@@ -47,6 +47,9 @@ class Plan:
     """Its inputs are stems: one for each image, or, without sharing, for each program."""
     schedule: Schedule
     layout: Layout
+    program_tokens: tuple[str, ...]
+    scene: str
+    """With `program_tokens`, what an engine must have to run it."""
     num_images: int
     """Images whose features it is for: N."""
     image_rows: torch.Tensor | None
@@ -99,14 +102,14 @@ def plan_programs(
     if sharing:
         graph, rows = share(graph), None
     schedule = make_schedule(graph, batching)
-    return Plan(graph, schedule, lay_out(graph, schedule), num_images, rows)
+    return Plan(graph, schedule, lay_out(graph, schedule), tuple(program_tokens), scene, num_images, rows)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
     rows = torch.as_tensor(image_rows_B).cpu()
-    if rows.shape != (count,) or rows.is_floating_point() or (rows < 0).any():
+    if rows.shape != (count,) or rows.is_floating_point() or rows.dtype == torch.bool or (rows.long() < 0).any():
         raise ValueError(f"image rows {rows.tolist()} for {count} programs, expected a whole number from 0 on for each")
-    return rows
+    return rows.long()
 
 
 Planner = Callable[..., Plan]
@@ -233,8 +236,11 @@ class ExecutionEngine(nn.Module):
             defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
 
         Raises:
-            ValueError: the plan is for another number of images than there are features, or of no program.
+            ValueError: the plan is for another kind of engine, for another number of images than there are features, or
+                of no program.
         """
+        if (plan.program_tokens, plan.scene) != (self.program_tokens, self.scene_kind):
+            raise ValueError("the plan was made for an engine with another program vocabulary or another kind of scene")
         if len(features_NCHW) != plan.num_images:
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
