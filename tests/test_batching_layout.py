@@ -7,6 +7,12 @@ from schedule_cases import images_graph
 
 from iep.batching import SCHEDULERS, Group, lay_out, make_schedule, share
 
+shared_graphs = st.builds(
+    lambda tokens_BL, examples_an_input: share(images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input)),
+    toy_programs,
+    st.integers(1, 3),
+)
+
 
 def values_waiting(graph, schedule):
     """The most values that are needed after any one call, counted value by value."""
@@ -23,10 +29,9 @@ def values_waiting(graph, schedule):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
+@given(graph=shared_graphs)
 @settings(quick, max_examples=30)
-def test_every_use_reads_the_place_of_its_result_before_another_is_written_there(name, tokens_BL, examples_an_input):
-    graph = share(images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+def test_every_use_reads_the_place_of_its_result_before_another_is_written_there(name, graph):
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
     arrival, *calls, departure = layout.calls
@@ -44,10 +49,9 @@ def test_every_use_reads_the_place_of_its_result_before_another_is_written_there
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 3))
+@given(graph=shared_graphs)
 @settings(quick, max_examples=30)
-def test_every_result_takes_its_gradient_from_all_its_uses(name, tokens_BL, examples_an_input):
-    graph = share(images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input))
+def test_every_result_takes_its_gradient_from_all_its_uses(name, graph):
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
     order = [

@@ -111,10 +111,7 @@ def graph_from_prefix(
     tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
     if arity_V[leaf] != 0:
         raise ValueError(f"the leaf, token {leaf}, has {arity_V[leaf]} arguments, expected none")
-    if input_B is None:
-        input_B = np.arange(len(tokens_BL))
-    if input_B.shape != (len(tokens_BL),):
-        raise ValueError(f"input slots of shape {input_B.shape} for {len(tokens_BL)} examples, expected one each")
+    input_B = _checked_inputs(input_B, len(tokens_BL))
     if skip is not None:
         tokens_BL = _without(tokens_BL, skip, leaf)
     if pad is not None:
@@ -154,6 +151,14 @@ def _checked_tokens(tokens_BL: np.ndarray | torch.Tensor, vocabulary: int) -> np
         token = tokens_BL[row, column]
         raise ValueError(f"program {row}, position {column}: token {token}, expected 0 to {vocabulary - 1}")
     return tokens_BL.astype(np.int64)
+
+
+def _checked_inputs(input_B: np.ndarray | None, examples: int) -> np.ndarray:
+    if input_B is None:
+        return np.arange(examples)
+    if input_B.shape != (examples,):
+        raise ValueError(f"input slots of shape {input_B.shape} for {examples} examples, expected one each")
+    return input_B
 
 
 def _without(tokens_BL: np.ndarray, skip: int, filler: int) -> np.ndarray:

@@ -85,11 +85,13 @@ def lay_out(graph: Graph, schedule: Schedule) -> Layout:
         raise ValueError("a schedule runs a node before its arguments")
     last_use_K = np.arange(len(rows_K))
     np.maximum.at(last_use_K, call_R[result_U], call_U)
-    slot_R = np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N)
-    is_used_K = np.bincount(call_R[_leads_to_root(graph)[slot_R]], minlength=len(rows_K)) > 0
     places, num_places = _places(rows_K.tolist(), last_use_K.tolist())
     place_U = (np.array([place.start for place in places]) - first_K)[call_R[result_U]] + result_U
     takers, extra_results, extra_uses = _takers(result_U, len(call_R))
+    is_used_K = np.ones(len(rows_K), dtype=bool)
+    if (takers == len(result_U)).any():  # otherwise every result is taken, and so all lead to a root
+        slot_R = np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N)
+        is_used_K = np.bincount(call_R[_leads_to_root(graph)[slot_R]], minlength=len(rows_K)) > 0
 
     ops = [None, *(group.op for group in schedule)]
     starts = zip(rows_K.tolist(), arity_K.tolist(), first_use_K.tolist(), strict=True)

@@ -18,6 +18,7 @@ from iep.bench.workload import Workload, generated, preprocessed
 from iep.config import EngineConfig
 from iep.devices import resolve_device
 from iep.errors import InputError
+from iep.execution_engine.engine import ExecutionEngine
 from iep.files import check_writable, write_bytes
 from iep.networks import build, engine_kwargs, place
 
@@ -84,18 +85,7 @@ def run_engine_benchmark(
     }
     comparisons: list[Comparison] = []
     try:
-        for batch_size, phase in product(sorted(set(benchmark.batch_sizes)), benchmark.phases):
-            with _short_memory_is_named(batch_size):
-                comparison = compare(
-                    workload,
-                    engine,
-                    benchmark.strategies,
-                    phase,
-                    batch_size,
-                    benchmark.effort,
-                    device,
-                    progress=partial(_tell, progress, f"{phase} {batch_size}"),
-                )
+        for comparison in _comparisons(benchmark, workload, engine, device, progress):
             comparisons.append(comparison)
             say(f"\n{format_comparison(comparison)}")
             if out is not None:
@@ -109,6 +99,28 @@ def run_engine_benchmark(
     if out is not None:
         draw_comparisons(out / PICTURE, comparisons, machine_line(machine))
     return comparisons
+
+
+def _comparisons(
+    benchmark: EngineBenchmark,
+    workload: Workload,
+    engine: ExecutionEngine,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> Iterator[Comparison]:
+    for batch_size, phase in product(sorted(set(benchmark.batch_sizes)), benchmark.phases):
+        with _short_memory_is_named(batch_size):
+            comparison = compare(
+                workload,
+                engine,
+                benchmark.strategies,
+                phase,
+                batch_size,
+                benchmark.effort,
+                device,
+                progress=partial(_tell, progress, f"{phase} {batch_size}"),
+            )
+        yield comparison
 
 
 def _tell(progress: Callable[[str], None], where: str, what: str) -> None:

@@ -65,9 +65,9 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     # Imported late: `--help` should not wait for torch.
     from iep.evaluation.report import format_table, read_report
-    from iep.evaluation.run import Evaluation, evaluate
+    from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
 
-    earlier = [(label, read_report(path / "report.json" if path.is_dir() else path)) for label, path in others]
+    earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     report = evaluate(Evaluation(**{key: value for key, value in options.items() if value is not None}), out)
     click.echo(format_table([*earlier, (name, report)]))
     if report.accuracy is None and (options["ee"] or options["lstm"]):
@@ -76,7 +76,7 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     if report.program_exact_match is None and options["pg"]:
         click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
     if out is not None:
-        click.echo(f"Wrote {out / 'report.json'} and {out / 'predictions.jsonl'}")
+        click.echo(f"Wrote {out / REPORT} and {out / PREDICTIONS}")
 
 
 if __name__ == "__main__":

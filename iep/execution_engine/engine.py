@@ -89,7 +89,7 @@ def plan_programs(
             `image_rows_B` is not one row number for each program.
     """
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
-    num_images = len(programs_BL) if rows is None else 1 + max(rows.tolist(), default=-1)
+    num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
     graph = graph_from_prefix(
         programs_BL,
         arities(program_tokens),
