@@ -1,13 +1,16 @@
-"""What several test files share: the tiny data set, and a finished run of each model that starts from nothing.
+"""What several test files share: the tiny data set, and finished runs.
 
-Both are made once and only read; a test that damages something works on a copy.
+They are made once and only read; a test that damages something works on a copy.
 """
 
 from pathlib import Path
 
 import pytest
-from tiny_data import tiny_config, write_data
+from click.testing import CliRunner
+from tiny_data import TINY, tiny_config, write_data
 
+from iep.cli.train import main as train_main
+from iep.training.checkpoint import LAST
 from iep.training.run import train
 
 
@@ -33,3 +36,16 @@ def parts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         config = tiny_config(data, model, f"iterations={iterations}", "num_val_samples=1", "validate_every=100")
         train(config, root / model, resume=False)
     return [f"pg={root / 'pg'}", f"ee={root / 'ee'}"]
+
+
+@pytest.fixture(scope="session")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A finished run of each model, trained long enough that some answers and programs are right and some are not."""
+    root = tmp_path_factory.mktemp("learnt")
+    starts = ["--pg", root / "pg", "--ee", root / "ee"]
+    for model, iterations, more in (("pg", 150, []), ("ee", 40, []), ("lstm", 30, []), ("joint", 1, starts)):
+        settings = [*TINY, f"iterations={iterations}", "validate_every=50", "learning_rate=0.02", "num_val_samples=1"]
+        arguments = ["--model", model, "--data", data, "--out", root / model, *more, *settings]
+        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+    return {model: root / model / LAST for model in ("pg", "ee", "lstm", "joint")}
