@@ -1,0 +1,115 @@
+"""Processes that work on one job together, as torchrun starts them: who this one is, and how they tell each other.
+
+Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands put their work
+inside `joined()`; what travels are small things on the CPU (gloo). Gradients are torch's DistributedDataParallel's.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from iep.errors import InputError
+
+PATIENCE = timedelta(hours=2)
+"""How long a process waits for the others; one may be preparing something for all. torchrun ends those of a dead one."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Within it, the processes that torchrun started are one group; gloo on CPUs and NCCL on GPUs.
+
+    Raises:
+        InputError: torchrun's environment is incomplete, or the processes cannot reach each other.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+        yield
+        return
+    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=PATIENCE)
+    except (ValueError, RuntimeError) as error:
+        what = " ".join(str(error).split())[:300]
+        raise InputError(f"the processes of torchrun cannot reach each other: {what}") from None
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        raise InputError(f"process {rank()} of {world_size()}: stopped, for another process of the job ended") from None
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Did a collective fail because another process is gone?"""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket", "NCCL")
+    return isinstance(error, dist.DistError) or ("gloo" in str(error) and any(sign in str(error) for sign in signs))
+
+
+def rank() -> int:
+    """This process's number among those of the job, 0 to `world_size()` - 1."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes of the job, on all machines."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Is this the process that writes files and speaks?"""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """This process's number among those on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
+
+
+def was_restarted() -> bool:
+    """Has torchrun (`--max-restarts`) started these processes anew after some of them failed?"""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def barrier() -> None:
+    """Wait for all processes to come here."""
+    any_rank(False)
+
+
+def any_rank(flag: bool) -> bool:
+    """Is `flag` set in any process? All must ask, and get the same answer."""
+    return bool(total(torch.tensor(int(flag))))
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of `values`, a tensor of one shape and dtype, over all processes; the same tensor everywhere."""
+    if world_size() == 1:
+        return values
+    values = values.detach().clone()
+    dist.all_reduce(values)
+    return values
+
+
+def gather(value: T) -> list[T] | None:
+    """Every process's picklable `value` by rank, in rank 0; None in the others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(value, values)
+    return values
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's picklable `value`, in every process."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
