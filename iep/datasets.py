@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from iep.data_files import Features, Questions
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, Planner
-from iep.ordering import Order
+from iep.ordering import Order, deal, step_numbers
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Batch:
     """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
     plan: Plan | None = None
     """What `make_plan` made of `programs` and `image_rows`."""
+    draws: torch.Tensor | None = None
+    """(B, ...) numbers from 0 to below 1 for what training draws by chance."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`."""
@@ -98,15 +100,19 @@ class ClevrDataset(Dataset):
         )
 
 
-class _Rows(Sampler):
-    """Arrays of positions, one per batch, from a function of the batch's number."""
+Choice = tuple[np.ndarray, np.ndarray | None]
+"""What a batch is made of: positions of its examples, and its `draws`."""
 
-    def __init__(self, rows: Callable[[int], np.ndarray], numbers: range):
-        self.rows = rows
+
+class _Choices(Sampler):
+    """What each batch is made of, from a function of the batch's number."""
+
+    def __init__(self, choose: Callable[[int], Choice], numbers: range):
+        self.choose = choose
         self.numbers = numbers
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self.rows(number) for number in self.numbers)
+    def __iter__(self) -> Iterator[Choice]:
+        return (self.choose(number) for number in self.numbers)
 
 
 class _ErrorsAsItems(Dataset):
@@ -115,9 +121,10 @@ class _ErrorsAsItems(Dataset):
     def __init__(self, dataset: ClevrDataset):
         self.dataset = dataset
 
-    def __getitem__(self, rows: np.ndarray) -> Batch | InputError:
+    def __getitem__(self, choice: Choice) -> Batch | InputError:
+        rows, draws = choice
         try:
-            return self.dataset[rows]
+            return replace(self.dataset[rows], draws=None if draws is None else torch.from_numpy(draws))
         except InputError as error:
             return error
 
@@ -140,32 +147,54 @@ class Batches:
             yield item
 
 
-def training_batches(dataset: ClevrDataset, order: Order, steps: range, workers: int, pin: bool = False) -> Batches:
-    """The batches of `steps`, made by `workers` processes (0: in this one)."""
-    return _loader(dataset, order.rows, steps, workers, pin)
+def training_batches(
+    dataset: ClevrDataset,
+    order: Order,
+    steps: range,
+    workers: int,
+    pin: bool = False,
+    draws: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Batches:
+    """The batches of `steps`, made by `workers` processes (0: in this one); of each what falls to process `rank` of the
+    `world_size` that train together, and `draws` numbers for every example, if any."""
+
+    def choose(step: int) -> Choice:
+        rows = order.rows(step)
+        part = deal(dataset.questions.image_idxs[rows], world_size)[rank]
+        return rows[part], step_numbers(order.seed, step, (len(rows), draws))[part] if draws else None
+
+    return _loader(dataset, choose, steps, workers, pin)
 
 
 def sequential_batches(
-    dataset: ClevrDataset, batch_size: int, workers: int = 0, pin: bool = False, by_image: bool = False
+    dataset: ClevrDataset,
+    batch_size: int,
+    workers: int = 0,
+    pin: bool = False,
+    by_image: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Batches:
-    """Every example once, in the file's order, or image by image so that the questions of an image meet in a batch."""
+    """Every example once, in the file's order, or image by image so that the questions of an image meet in a batch; of
+    these batches every `world_size`th is for process `rank`."""
     order = np.arange(len(dataset))
     if by_image:
         order = np.argsort(dataset.questions.image_idxs, kind="stable")
 
-    def rows(number: int) -> np.ndarray:
-        return order[number * batch_size : (number + 1) * batch_size]
+    def choose(number: int) -> Choice:
+        return order[number * batch_size : (number + 1) * batch_size], None
 
-    return _loader(dataset, rows, range(-(-len(dataset) // batch_size)), workers, pin)
+    count = -(-len(dataset) // batch_size)
+    return _loader(dataset, choose, range(rank, count, world_size), workers, pin)
 
 
-def _loader(
-    dataset: ClevrDataset, rows: Callable[[int], np.ndarray], numbers: range, workers: int, pin: bool
-) -> Batches:
+def _loader(dataset: ClevrDataset, choose: Callable[[int], Choice], numbers: range, workers: int, pin: bool) -> Batches:
     # Its own generator: otherwise every pass would draw a seed for its workers from the generator that training uses.
     loader = DataLoader(
         _ErrorsAsItems(dataset),
-        sampler=_Rows(rows, numbers),
+        sampler=_Choices(choose, numbers),
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,

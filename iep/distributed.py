@@ -16,7 +16,7 @@ import torch.distributed as dist
 from iep.errors import InputError
 
 PATIENCE = timedelta(hours=2)
-"""How long a process waits for the others; one may be preparing something for all. torchrun ends those of a dead one."""
+"""How long a process waits for the others, which may be making something for all; torchrun ends those of a dead one."""
 
 T = TypeVar("T")
 

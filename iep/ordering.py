@@ -1,7 +1,8 @@
-"""The order in which training visits its examples, as a pure function of the seed and the step's number.
+"""What training draws by chance, as pure functions of the seed and the step's number: the order of its examples above
+all, and the seeds and numbers that a step needs besides.
 
-So a resumed run sees exactly what an unbroken one would. Also the curriculum: which programs a step may see.
-Reading the examples is `datasets.py`.
+So a resumed run sees exactly what an unbroken one would, and several processes share out what one would see. Also the
+curriculum: which programs a step may see. Reading the examples is `datasets.py`.
 
 Shapes: N examples, B of a batch, L program tokens.
 """
@@ -20,6 +21,40 @@ def program_lengths(programs: np.ndarray, program_tokens: Sequence[str]) -> np.n
     counted = arities(program_tokens) > 0
     counted[[NULL, START, END]] = False
     return counted[programs].sum(axis=1)
+
+
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """The 64-bit seed of what the process `rank` draws in a step (units to drop, say)."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+
+
+def step_numbers(seed: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 numbers from 0 to below 1 for a step, the same in every process."""
+    # Longer than what seeds the order's shuffling: other numbers.
+    return np.random.default_rng([seed, step, 0, 1]).random(shape, dtype=np.float32)
+
+
+def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
+    """The examples of a minibatch dealt out in `parts` of about the same size: rising positions of each part.
+
+    Questions about one image stay together where there are images enough, so that no image is run in two places.
+
+    Raises:
+        ValueError: there are fewer examples than parts.
+    """
+    count = len(image_idxs_B)
+    if count < parts:
+        raise ValueError(f"a minibatch of {count} examples for {parts} processes, expected one each at least")
+    if parts == 1:
+        return [np.arange(count)]
+    _, first, inverse = np.unique(image_idxs_B, return_index=True, return_inverse=True)
+    order = np.argsort(first[inverse], kind="stable")
+    even = np.arange(1, parts) * count / parts
+    images = np.append(0, np.cumsum(np.bincount(inverse)[np.argsort(first)]))
+    cuts = images[np.abs(images[:, None] - even).argmin(axis=0)]
+    if len(set(cuts.tolist()) | {0, count}) < parts + 1:  # one image has too many of the questions
+        cuts = even.astype(int)
+    return [np.sort(part) for part in np.split(order, cuts)]
 
 
 class Order:

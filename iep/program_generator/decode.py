@@ -62,6 +62,7 @@ def sample(
     questions_BT: Tensor,
     max_length: int,
     temperature: float = 1.0,
+    uniform_BL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Programs drawn from the generator, and the log probability of each, through which gradients flow.
 
@@ -71,21 +72,31 @@ def sample(
 
     Args:
         temperature: divides the logits; below 1 sharpens the distribution, towards 0 it becomes greedy.
+        uniform_BL: (B, max_length or more) numbers from 0 to below 1 that decide what is drawn, column t the token t;
+            None draws them.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats, at the given temperature, of the tokens after
         `<START>` up to and including `<END>`.
 
     Raises:
-        ValueError: `max_length` is below 2 or `temperature` is not positive.
+        ValueError: `max_length` is below 2, `temperature` is not positive, or `uniform_BL` is too small.
     """
     _check_max_length(max_length)
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, expected more than 0")
+    if uniform_BL is None:
+        uniform_BL = torch.rand(len(questions_BT), max_length, device=questions_BT.device)
+    if len(uniform_BL) != len(questions_BT) or uniform_BL.shape[1] < max_length:
+        raise ValueError(f"{tuple(uniform_BL.shape)} numbers to draw {len(questions_BT)} programs of {max_length} by")
+    columns = iter(uniform_BL.unbind(1))
+    next(columns)  # that of <START>
 
     def draw(logits_BV: Tensor) -> Tensor:
-        probs_BV = _program_log_softmax(logits_BV / temperature).exp()
-        return torch.multinomial(probs_BV, 1).squeeze(1)
+        # In float64, where a number below 1 times the sum stays below it: the last token of probability 0 is safe.
+        cumulative_BV = _program_log_softmax(logits_BV / temperature).double().exp().cumsum(1)
+        drawn_B = next(columns).double() * cumulative_BV[:, -1]
+        return torch.searchsorted(cumulative_BV, drawn_B.unsqueeze(1), right=True).squeeze(1)
 
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():
