@@ -31,7 +31,7 @@ class Batch:
     answers: torch.Tensor | None
     """(B,) answer indices."""
     features: torch.Tensor | None = None
-    """(N, C, H, W) float32 features of the batch's N distinct images."""
+    """(N, C, H, W) features of the batch's N distinct images, of the file's dtype; float32 once `to` has moved them."""
     image_rows: np.ndarray | None = None
     """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
     plan: Plan | None = None
@@ -40,8 +40,10 @@ class Batch:
     """(B, ...) numbers from 0 to below 1 for what training draws by chance."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """The same batch with its tensors on `device`, features as float32."""
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        # After the transfer: float16 is half as many bytes to move.
+        return batch if batch.features is None else replace(batch, features=batch.features.float())
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory; the data loader calls this."""

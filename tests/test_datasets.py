@@ -112,10 +112,33 @@ def test_questions_encoded_with_another_vocabulary_of_the_same_size_are_refused(
 # Features
 
 
-def test_float16_features_are_read_as_float32_with_the_values_written(tmp_path: Path):
-    read = Features(write_data(tmp_path, dtype="float16") / "train_features.h5").read(np.array([4, 0]))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_features_keep_the_files_dtype_until_they_are_moved_and_are_float32_then(tmp_path: Path, dtype: str):
+    batch = open_train(write_data(tmp_path, dtype=dtype))[np.arange(3)]
+    assert batch.features.dtype == getattr(torch, dtype)
+    moved = batch.to(torch.device("cpu"))
+    assert moved.features.dtype == torch.float32
+    expected = features(0, dtype)[arrays(3)["image_idxs"]].astype("float32")
+    np.testing.assert_array_equal(by_question(moved), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": (1, CHANNELS, GRID, GRID), "compression": "gzip"},
+        {"chunks": (2, 1, GRID, GRID)},
+        {"dtype": ">f4"},
+        {},
+    ],
+    ids=["compressed", "chunked", "big-endian", "plain"],
+)
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_features_are_read_however_they_are_stored(tmp_path: Path, options: dict, userblock: int):
+    with h5py.File(tmp_path / "features.h5", "w", userblock_size=userblock) as file:
+        file.create_dataset("features", data=features(0), **options)
+    read = Features(tmp_path / "features.h5").read(np.array([3, 0]))
     assert read.dtype == torch.float32
-    np.testing.assert_array_equal(read, features(0, "float16")[[4, 0]].astype("float32"))
+    np.testing.assert_array_equal(read, features(0)[[3, 0]])
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1, 0], [3, 3, 3], [1, 4, 1, 0], [2]])
@@ -125,14 +148,14 @@ def test_features_come_in_the_order_asked_for(data: Path, rows: list[int]):
 
 def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch):
     reads = Counter()
-    read_direct = h5py.Dataset.read_direct
+    read_row = Features._read_row
 
-    def counted(dataset: h5py.Dataset, values: np.ndarray, source: object, place: object) -> None:
-        reads[source] += 1
-        read_direct(dataset, values, source, place)
+    def counted(self: Features, row: int, values_CHW: np.ndarray) -> None:
+        reads[row] += 1
+        read_row(self, row, values_CHW)
 
     dataset = open_train(data)
-    monkeypatch.setattr(h5py.Dataset, "read_direct", counted)
+    monkeypatch.setattr(Features, "_read_row", counted)
     batch = dataset[np.arange(TRAIN)]
     assert reads == dict.fromkeys(dataset.questions.image_idxs.tolist(), 1)
     assert len(batch.features) == len(reads) < TRAIN

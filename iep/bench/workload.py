@@ -147,7 +147,7 @@ def preprocessed(data: Path, split: str, num_samples: int | None = None, seed: i
         programs_QL=programs_of(opened.questions),
         image_idxs_Q=opened.questions.image_idxs,
         feature_shape=opened.features.shape[1:],
-        features=opened.features.read,
+        features=lambda images_N: opened.features.read(images_N).float(),
         seed=seed,
     )
 
