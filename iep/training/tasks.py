@@ -1,8 +1,8 @@
 """What one training step and one validation step of each model compute; the loop around them is `loop.py`.
 
 A task owns its networks: `networks` (trained and saved), `loss(batch)` -> a scalar to differentiate and the step's
-metrics, `correct(batch)` -> (B,) booleans for validation, and `state`: the numbers that it carries from step to step,
-saved with every checkpoint.
+metrics, means over `count(batch)` things; `correct(batch)` -> (B,) booleans for validation; and `state`: the numbers
+that it carries from step to step, saved with every checkpoint.
 
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch
+from iep.distributed import total
 from iep.evaluation.metrics import exact_match
 from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.decode import greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.vocab import NULL
 
 Metrics = dict[str, Tensor]
 
@@ -40,6 +42,10 @@ class GeneratorTask:
         self.generator = generator
         self.max_length = max_length
         self.state: dict[str, float] = {}
+
+    def count(self, batch: Batch) -> int:
+        """Tokens to predict."""
+        return int((batch.programs[:, 1:] != NULL).sum())
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy a token."""
@@ -69,6 +75,10 @@ class EngineTask:
             return self.engine(batch.features, batch.plan, self.execution.defer_weight_grads)
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
         return _answer_logits(self.engine, batch, programs_BL, self.execution)
+
+    def count(self, batch: Batch) -> int:
+        """Questions."""
+        return len(batch.index)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy an answer, and the share of right ones."""
@@ -109,12 +119,19 @@ class JointTask:
         if freeze is not None:
             self.networks[freeze].requires_grad_(False)
 
+    def count(self, batch: Batch) -> int:
+        """Questions."""
+        return len(batch.index)
+
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """The sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
-        programs_BL, log_probs_B = sample(self.generator, batch.questions, self.max_length, self.temperature)
+        programs_BL, log_probs_B = sample(
+            self.generator, batch.questions, self.max_length, self.temperature, batch.draws
+        )
         logits_BA = _answer_logits(self.engine, batch, programs_BL, self.execution)
         engine_loss, metrics = _answer_loss(logits_BA, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
+        right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
         baseline = self.state["reward_baseline"]
         generator_loss = -((rewards_B - baseline) * log_probs_B).mean()
         metrics |= {
@@ -123,7 +140,7 @@ class JointTask:
             "generator_loss": generator_loss.detach(),
         }
         decay = self.reward_decay
-        self.state["reward_baseline"] = decay * baseline + (1 - decay) * rewards_B.mean().item()
+        self.state["reward_baseline"] = decay * baseline + (1 - decay) * right / questions
         losses = {"generator": generator_loss, "engine": engine_loss}
         return sum(loss for name, loss in losses.items() if name != self.freeze), metrics
 
@@ -140,6 +157,10 @@ class LstmTask:
         self.networks: dict[str, nn.Module] = {"lstm": lstm}
         self.lstm = lstm
         self.state: dict[str, float] = {}
+
+    def count(self, batch: Batch) -> int:
+        """Questions."""
+        return len(batch.index)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy an answer, and the share of right ones."""
