@@ -38,9 +38,13 @@ def open_hdf5(path: Path) -> h5py.File:
         raise InputError(f"{path}: not a whole HDF5 file ({' '.join(str(error).split())})") from None
 
 
+HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError)
+"""What h5py raises of files whose structure is damaged."""
+
+
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Give what h5py raises of a damaged file's structure, one of many kinds of error, the form of ours.
+    """Give what h5py raises of a damaged file's structure the form of our errors.
 
     Raises:
         InputError: names the file `path`.
@@ -49,7 +53,7 @@ def damage_named(path: Path) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError) as error:
+    except HDF5_ERRORS as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())})") from None
 
 

@@ -26,6 +26,9 @@ BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patc
 @click.option("--only", type=click.Choice(["features", "questions"]), help="Do only this part.")
 @click.option("--overwrite", is_flag=True, help="Replace files that were made otherwise or are damaged.")
 @click.option(
+    "--verify", is_flag=True, help="Read files that are done already, and see that no byte of their content changed."
+)
+@click.option(
     "--backbone",
     type=click.Choice(BACKBONES),
     default="resnet101",
@@ -85,6 +88,7 @@ def main(
     splits: tuple[str, ...],
     only: str | None,
     overwrite: bool,
+    verify: bool,
     backbone: str,
     patch_size: int | None,
     dtype: str,
@@ -101,7 +105,8 @@ def main(
     """Preprocess CLEVR_DIR, a directory of CLEVR v1.0 or CLEVR-Humans, for training.
 
     Writes OUT/vocab.json and, for every split, OUT/SPLIT_questions.h5 and OUT/SPLIT_features.h5. Files that are done
-    already are skipped; interrupted features go on where they stopped.
+    already are skipped; interrupted features go on where they stopped. Under torchrun, several processes share the
+    images.
     """
     if question_file and (len(splits) != 1 or only == "features"):
         raise click.UsageError("--questions goes with exactly one --split, and not with --only features")
@@ -109,41 +114,63 @@ def main(
         raise click.UsageError("--expand-vocab goes with --vocab FILE")
     # Imported late: `--help` should not wait for torch.
     from iep.devices import resolve_device
-    from iep.preprocess.clevr_files import count_images, image_directories, image_paths, question_files
+    from iep.distributed import is_main, joined
     from iep.preprocess.features import preprocess_features
     from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
+    from iep.preprocess.together import by_main, main_first
 
     model = _backbone(backbone, resnet_flags, patch_size)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
+    with joined():
+        say = click.echo if is_main() else lambda line: None
+        given = {splits[0]: question_file} if question_file else None
+        files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
+        if "features" in parts:  # found wanting before the questions are done
+            torch_device = main_first(lambda: resolve_device(device))
+        if "questions" in parts:
+            options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk)
+            by_main(lambda: preprocess_questions(files, out, options, counts, overwrite, say, verify))
+        if "features" in parts:
+            preprocess_features(
+                images,
+                out,
+                model,
+                dtype=dtype,
+                device=torch_device,
+                batch_size=batch_size,
+                workers=_default_workers() if workers is None else workers,
+                overwrite=overwrite,
+                say=say,
+                verify=verify,
+            )
+
+
+def _default_workers() -> int:
+    """One a core, shared with the other processes that torchrun started on this machine."""
+    return max(1, min(len(os.sched_getaffinity(0)), 8) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def _inputs(
+    clevr_dir: Path, splits: tuple[str, ...], parts: set[str], given: dict[str, Path] | None
+) -> tuple[dict[str, Path], dict[str, list[Path]], dict[str, int]]:
+    """By split: the question files to do (those `given` or the directory's), the images to do, how many images.
+
+    Raises:
+        InputError: a split is not there, or images have gaps.
+    """
+    from iep.preprocess.clevr_files import count_images, image_directories, image_paths, question_files
+
     directories = image_directories(clevr_dir)
-    files = {splits[0]: question_file} if question_file else question_files(clevr_dir)
+    files = question_files(clevr_dir) if given is None else given
     if len(parts) == 2 and not splits:
         _tell_lone_splits(clevr_dir, directories, files)
-    if "features" in parts:  # found wanting before the questions are done
-        torch_device = resolve_device(device)
+    images = {}
+    if "features" in parts:
         chosen = _chosen(directories, splits, clevr_dir, "images")
         images = {split: image_paths(directory) for split, directory in chosen.items()}
     if "questions" in parts:
-        preprocess_questions(
-            _chosen(files, splits, clevr_dir, "questions"),
-            out,
-            QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk),
-            num_images={split: count_images(directory) for split, directory in directories.items()},
-            overwrite=overwrite,
-            say=click.echo,
-        )
-    if "features" in parts:
-        preprocess_features(
-            images,
-            out,
-            model,
-            dtype=dtype,
-            device=torch_device,
-            batch_size=batch_size,
-            workers=min(len(os.sched_getaffinity(0)), 8) if workers is None else workers,
-            overwrite=overwrite,
-            say=click.echo,
-        )
+        files = _chosen(files, splits, clevr_dir, "questions")
+    return files, images, {split: count_images(directory) for split, directory in directories.items()}
 
 
 def _tell_lone_splits(clevr_dir: Path, directories: dict[str, Path], files: dict[str, Path]) -> None:

@@ -4,18 +4,20 @@ Memory holds a bounded number of batches, whatever the number of images. The par
 `features_file.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
-from iep.preprocess.features_file import FeaturesSpec, feature_rows, is_done
+from iep.preprocess.features_file import FeatureRows, FeaturesSpec, feature_rows, is_done
 from iep.preprocess.images import image_batches
 from iep.preprocess.recipe import listing
+from iep.preprocess.together import by_main, main_first
 
 
 def preprocess_features(
@@ -29,12 +31,14 @@ def preprocess_features(
     overwrite: bool = False,
     say: Callable[[str], None] = print,
     flush_seconds: float = 5.0,
+    verify: bool = False,
 ) -> None:
     """Write `{split}_features.h5` in `out` for the images of some splits, row i from image i.
 
     Every file that stands there is checked before any is made; what is done is skipped. An interrupted run is taken up
     where it stopped: the finished file is the same bytes as without interruption if the batch size and the device are
-    the same too (a ResNet's last bits depend on them).
+    the same too (a ResNet's last bits depend on them). The processes that torchrun starts share the batches, and write
+    the same bytes as one.
 
     Args:
         images: split -> N image files.
@@ -47,34 +51,66 @@ def preprocess_features(
         overwrite: replace files, finished or not, that were made otherwise.
         say: gets one line for each file.
         flush_seconds: at most this much work, and a batch, is lost when the process is killed.
+        verify: read what is done already, and see that it is undamaged.
 
     Raises:
-        InputError: an image cannot be read, a file was made otherwise, the disk or the device is too small, the
-            weights do not fit, or features are not finite numbers in `dtype`.
+        InputError: an image cannot be read, a file was made otherwise or is damaged, the disk or the device is too
+            small, the weights do not fit, or features are not finite numbers in `dtype`.
         OSError: a file cannot be written (names it).
     """
-    recipe = {**backbone.recipe(), "dtype": dtype}
-    todo = {}
-    for split, paths in images.items():
-        path, names = out / f"{split}_features.h5", listing(paths)
-        if is_done(path, names, recipe, overwrite):
-            say(f"{path}: already done")
-        else:
-            todo[path] = (paths, names)
+    recipe = main_first(lambda: {**backbone.recipe(), "dtype": dtype})
+
+    def undone() -> dict[Path, tuple[str, ...]]:
+        listings = {out / f"{split}_features.h5": listing(paths) for split, paths in images.items()}
+        return {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
+
+    todo = by_main(undone)
+    files = {out / f"{split}_features.h5": paths for split, paths in images.items()}
+    for path in files:
+        if path not in todo:
+            say(f"{path}: already done{', and undamaged' if verify else ''}")
     if not todo:
         return
-    extract, size = backbone.extractor(torch.device(device)), backbone.image_size
-    chw = _run(extract, torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
-    for path, (paths, names) in todo.items():
-        spec = FeaturesSpec((len(paths), *chw), np.dtype(dtype), names, recipe)
+    extract, size = main_first(lambda: backbone.extractor(torch.device(device))), backbone.image_size
+    chw = main_first(lambda: _run(extract, torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:])
+    for path, names in todo.items():
+        spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
         with (
             feature_rows(path, spec, overwrite, flush_seconds) as rows,
-            tqdm(total=len(paths), initial=rows.count, desc=path.name, unit="image") as bar,
+            tqdm(total=len(names), initial=rows.count, desc=path.name, unit="image", disable=not is_main()) as bar,
         ):
-            for pixels_BCHW in image_batches(paths[rows.count :], size, batch_size, workers):
-                rows.append(_stored(_run(extract, pixels_BCHW), getattr(torch, dtype), paths[rows.count]))
-                bar.update(len(pixels_BCHW))
+            pixels = image_batches(files[path][rows.count :], size, batch_size, workers, rank(), world_size())
+            for end in _write_rows(rows, files[path], pixels, batch_size, extract, getattr(torch, dtype)):
+                bar.update(end - bar.n)
         say(f"{path}: {spec.shape} {dtype}")
+
+
+def _write_rows(
+    rows: FeatureRows,
+    paths: Sequence[Path],
+    pixels: Iterator[torch.Tensor],
+    batch_size: int,
+    extract: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> Iterator[int]:
+    """Write what is left of the rows: in each round every process makes one batch of `pixels`, while there are any.
+
+    Yields:
+        How many rows are complete, after each round.
+
+    Raises:
+        InputError: in any process an image cannot be read or its features not be stored; all rows before it are.
+        OSError: rows cannot be written.
+    """
+    for start in range(rows.count, len(paths), batch_size * world_size()):
+        first, trouble = start + rank() * batch_size, None
+        try:
+            if first < len(paths):
+                rows.write(first, _stored(_run(extract, next(pixels)), dtype, paths[first]))
+        except (InputError, OSError) as error:
+            trouble = (first, error)
+        rows.end_round(min(start + batch_size * world_size(), len(paths)), trouble)
+        yield rows.count
 
 
 def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Tensor) -> torch.Tensor:

@@ -49,14 +49,19 @@ class _Batches(Dataset):
             return error
 
 
-def image_batches(paths: Sequence[Path], size: int, batch_size: int, workers: int) -> Iterator[torch.Tensor]:
-    """Yield (B, 3, size, size) uint8 tensors, all of `batch_size` images but the last.
+def image_batches(
+    paths: Sequence[Path], size: int, batch_size: int, workers: int, first: int = 0, step: int = 1
+) -> Iterator[torch.Tensor]:
+    """Yield (B, 3, size, size) uint8 tensors, all of `batch_size` images but the last: batches `first`, `first` +
+    `step` and so on.
 
     Raises:
         InputError: an image cannot be read (names it).
     """
+    batches = _Batches(paths, size, batch_size)
+    numbers = range(first, len(batches), step)
     # batch_size=None: the data set's items are batches already.
-    for batch in DataLoader(_Batches(paths, size, batch_size), batch_size=None, num_workers=workers):
+    for batch in DataLoader(batches, batch_size=None, sampler=numbers, num_workers=workers):
         if isinstance(batch, InputError):
             raise batch
         yield batch

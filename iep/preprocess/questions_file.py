@@ -15,10 +15,13 @@ from typing import Any
 import h5py
 import numpy as np
 
+from iep.checksums import arrays_digest
+from iep.data_files import CONTENT_DIGEST
+from iep.data_files import read_questions as read_questions_file
 from iep.errors import InputError
 from iep.files import atomic_path, os_errors_name
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
-from iep.preprocess.recipe import Recipe, file_digest, is_current, opened
+from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened
 from iep.vocab import Vocab
 
 
@@ -46,6 +49,7 @@ def preprocess_questions(
     num_images: Mapping[str, int],
     overwrite: bool,
     say: Callable[[str], None],
+    verify: bool = False,
 ) -> None:
     """Encode the question files of some splits into `out`. Everything is read and checked before anything is written.
 
@@ -58,9 +62,10 @@ def preprocess_questions(
         num_images: split -> how many images there are; a split without images is checked against its features file.
         overwrite: replace files made from other questions or with other options, instead of refusing.
         say: gets one line for each file.
+        verify: read what is done already, and see that it is undamaged.
 
     Raises:
-        InputError: bad questions or vocabulary, or a file in `out` was made otherwise.
+        InputError: bad questions or vocabulary, or a file in `out` was made otherwise or is damaged.
         OSError: a file cannot be written (names it).
     """
     load = cache(lambda split: load_questions(files[split]))
@@ -68,7 +73,7 @@ def preprocess_questions(
     vocab, source, made_from = _vocabulary(files, digests, out, options, load)
     common = {"vocab_digest": vocab.digest, "encode_unk": int(options.encode_unk)}
     recipes = {split: {"questions_digest": digest, **common} for split, digest in digests.items()}
-    todo = [split for split in files if not _is_done(_target(out, split), recipes[split], overwrite)]
+    todo = [split for split in files if not _is_done(_target(out, split), recipes[split], overwrite, vocab, verify)]
     vocab_is_done = _vocab_is_done(out / "vocab.json", vocab, overwrite)
 
     arrays = {}
@@ -141,8 +146,10 @@ def _vocab_is_done(path: Path, vocab: Vocab, overwrite: bool) -> bool:
     return is_current(path, lambda: {"tokens": Vocab.load(path).digest}, wanted, overwrite)
 
 
-def _is_done(path: Path, recipe: Recipe, overwrite: bool) -> bool:
-    return is_current(path, lambda: _recorded(path), recipe, overwrite)
+def _is_done(path: Path, recipe: Recipe, overwrite: bool, vocab: Vocab, verify: bool) -> bool:
+    if not is_current(path, lambda: _recorded(path), recipe, overwrite):
+        return False
+    return not verify or is_sound(lambda: read_questions_file(path, vocab), overwrite)
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -174,10 +181,10 @@ def _recorded_if_sound(path: Path) -> dict[str, Any]:
 def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
     # Laid out in memory, because HDF5 reports a full disk late and without saying so plainly.
     image = io.BytesIO()
-    with h5py.File(image, "w") as file:
+    with h5py.File(image, "w", libver=FORMAT) as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
-        file.attrs.update(recipe)
+        file.attrs.update({**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
     path.write_bytes(image.getbuffer())
 
 

@@ -12,9 +12,12 @@ from typing import BinaryIO
 
 import h5py
 
+from iep.data_files import HDF5_ERRORS
 from iep.errors import InputError
 
 Recipe = Mapping[str, str | int]
+FORMAT = ("v108", "v108")
+"""Of the HDF5 files: the first whose structure has checksums of its own; HDF5 1.8 (2008) and later read it."""
 _DIGITS = 16
 
 
@@ -48,15 +51,16 @@ def opened(path: Path, file: Path | BinaryIO | None = None) -> Iterator[h5py.Fil
     """The HDF5 file `path` of an earlier run, open for reading; through the open `file` where given.
 
     Raises:
-        InputError: it is truncated or no HDF5 file.
+        InputError: it is truncated, damaged or no HDF5 file.
     """
     try:
-        hdf5 = h5py.File(file or path, "r")
-    except OSError as error:
+        with h5py.File(file or path, "r") as hdf5:
+            yield hdf5
+    except InputError:
+        raise
+    except HDF5_ERRORS as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: cannot be read as HDF5 ({reason}); --overwrite replaces it") from None
-    with hdf5:
-        yield hdf5
 
 
 def is_current(path: Path, recorded: Callable[[], Recipe], wanted: Recipe, overwrite: bool) -> bool:
@@ -73,6 +77,21 @@ def is_current(path: Path, recorded: Callable[[], Recipe], wanted: Recipe, overw
         return False
     try:
         _check_same(path, recorded(), wanted)
+    except InputError:
+        if overwrite:
+            return False
+        raise
+    return True
+
+
+def is_sound(check: Callable[[], object], overwrite: bool) -> bool:
+    """Whether `check()` finds the content of a file undamaged.
+
+    Raises:
+        InputError: as `check`, where `overwrite` is not set.
+    """
+    try:
+        check()
     except InputError:
         if overwrite:
             return False
