@@ -124,6 +124,8 @@ class Config:
     device: str = "auto"
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
+    keep: int = setting(2, minimum=1)
+    """How many of the newest checkpoints a run keeps, besides the best."""
 
     generator: GeneratorConfig = GeneratorConfig()
     engine: EngineConfig = EngineConfig()

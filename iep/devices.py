@@ -4,17 +4,21 @@ import resource
 
 import torch
 
+from iep.distributed import local_rank, world_size
 from iep.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU; anything else is torch's own naming.
+    """`auto` is the first CUDA device where there is one, else the CPU; anything else is torch's own naming. Of several
+    processes on a machine each takes its own for `auto` and `cuda`.
 
     Raises:
         InputError: the name is not a device, or this machine has no such device.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and world_size() > 1:
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -36,3 +40,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Was it memory that an operation on some device wanted for? Torch has a class for that on GPUs alone."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -30,8 +30,8 @@ def os_errors_name(path: Path) -> Iterator[None]:
 def atomic_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside `target`; rename it onto `target` when the block ends well.
 
-    The temporary file is flushed to disk before the rename and removed when the block raises, so `target` holds
-    either its old content or all of the new one.
+    The temporary file is flushed to disk before the rename, and the directory after it; it is removed when the block
+    raises. So `target` holds either its old content or, for good when this returns, all of the new one.
 
     Raises:
         OSError: as the block does, its `filename` set to `target` where it had none or the temporary one.
@@ -45,12 +45,31 @@ def atomic_path(target: Path) -> Iterator[Path]:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
+            sync_directory(target.parent)
     except OSError as error:
         if error.filename == str(temporary):
             error.filename, error.filename2 = str(target), None
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """See to it that the names of the files in `directory`, new or removed, survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_temporaries(directory: Path, name: str = "*") -> None:
+    """Remove what killed processes left beside the targets called `name` (a pattern) of `atomic_path`.
+
+    Only for who knows that no other process is writing them.
+    """
+    for left in directory.glob(f".{name}.*.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def check_writable(targets: Iterable[Path]) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tiny_data import TINY, tiny_config, write_data
+from tiny_data import TINY, newest, tiny_config, write_data
 
 from iep.cli.train import main as train_main
-from iep.training.checkpoint import LAST
 from iep.training.run import train
 
 
@@ -48,4 +47,4 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         arguments = ["--model", model, "--data", data, "--out", root / model, *more, *settings]
         result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
-    return {model: root / model / LAST for model in ("pg", "ee", "lstm", "joint")}
+    return {model: newest(root / model) for model in ("pg", "ee", "lstm", "joint")}

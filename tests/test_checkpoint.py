@@ -7,24 +7,14 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 
 from iep.config import to_dict
 from iep.errors import InputError
 from iep.networks import build, check_features, check_vocab, load_network, pack, unpack
-from iep.training.checkpoint import (
-    BEST,
-    FORMAT,
-    LAST,
-    load_checkpoint,
-    random_states,
-    restore_random_states,
-    save_checkpoint,
-    seed_everything,
-)
+from iep.training.checkpoint import BEST, FORMAT, load_checkpoint, save_checkpoint, step_name
 from iep.training.run import train
 from iep.vocab import Vocab
 
@@ -34,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A generator's checkpoint to damage."""
-    return Path(shutil.copy(runs["pg"] / LAST, tmp_path / "copy.pt"))
+    return Path(shutil.copy(newest(runs["pg"]), tmp_path / "copy.pt"))
 
 
 def refusal(path: Path) -> str:
@@ -49,7 +39,7 @@ def refusal(path: Path) -> str:
 # What a checkpoint holds
 
 
-@pytest.mark.parametrize("name", [LAST, BEST])
+@pytest.mark.parametrize("name", ["step-4.pt", BEST])
 def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path], data: Path, name: str):
     held = load_checkpoint(runs["ee"] / name)
     assert held["model"] == "ee"
@@ -58,11 +48,11 @@ def test_a_checkpoint_holds_all_that_a_run_needs_to_go_on(runs: dict[str, Path],
     assert Vocab.from_json(held["vocab"], "held") == VOCAB
     assert set(held["networks"]) == {"engine"}
     assert held["optimizer"]["state"][0]["step"] == held["step"]
-    assert {"python", "numpy", "torch"} <= set(held["random"])
+    assert not held["validation_due"]
 
 
 def test_a_network_survives_its_checkpoint(runs: dict[str, Path], tmp_path: Path):
-    network = load_network(runs["ee"] / LAST, "engine", VOCAB, CPU)
+    network = load_network(newest(runs["ee"]), "engine", VOCAB, CPU)
     save_checkpoint(tmp_path / "c.pt", {"networks": pack({"engine": network}), "vocab": VOCAB.to_json()})
     again = load_network(tmp_path / "c.pt", "engine", VOCAB, CPU)
     assert again.kwargs == network.kwargs
@@ -71,41 +61,12 @@ def test_a_network_survives_its_checkpoint(runs: dict[str, Path], tmp_path: Path
         assert torch.equal(again.state_dict()[name], value)
 
 
-def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_last(runs: dict[str, Path], tmp_path: Path):
-    save_checkpoint(tmp_path / LAST, {"which": "last"})
-    assert load_checkpoint(tmp_path)["which"] == "last"
+def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_newest(tmp_path: Path):
+    for step in (900, 1000, 99):
+        save_checkpoint(tmp_path / step_name(step), {"which": step})
+    assert load_checkpoint(tmp_path)["which"] == 1000
     save_checkpoint(tmp_path / BEST, {"which": "best"})
     assert load_checkpoint(tmp_path)["which"] == "best"
-
-
-def test_random_states_survive_their_checkpoint(tmp_path: Path):
-    def draw() -> list[object]:
-        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(2).tolist()]
-
-    seed_everything(5)
-    draw()
-    save_checkpoint(tmp_path / "c.pt", {"random": random_states()})
-    expected = [draw(), draw()]
-    seed_everything(6)
-    restore_random_states(load_checkpoint(tmp_path / "c.pt")["random"])
-    assert [draw(), draw()] == expected
-
-
-def test_random_states_of_devices_that_are_not_there_are_left(monkeypatch):
-    restored = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((state, device)))
-    restore_random_states(random_states() | {"cuda": ["first", "second"]})
-    assert restored == [("first", 0)]
-
-
-def test_seeding_makes_every_generator_repeat_itself():
-    def draw(seed: int) -> tuple[float, float, float]:
-        seed_everything(seed)
-        return random.random(), np.random.rand(), torch.rand(1).item()
-
-    assert draw(3) == draw(3)
-    assert all(a != b for a, b in zip(draw(3), draw(4), strict=True))
 
 
 # Files that are no checkpoint
@@ -186,7 +147,7 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path):
 
 def test_a_missing_checkpoint_or_a_run_without_one_is_named(tmp_path: Path):
     assert "no such file, expected a checkpoint or a run directory" in refusal(tmp_path / "none.pt")
-    assert "holds no checkpoint, expected best.pt or last.pt" in refusal(tmp_path)
+    assert "holds no checkpoint, expected best.pt or step-N.pt" in refusal(tmp_path)
 
 
 # Checkpoints that do not fit
@@ -277,12 +238,12 @@ def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
     )
 
 
-@pytest.mark.parametrize("part", ["step", "optimizer", "random", "config", "vocab", "networks", "task"])
+@pytest.mark.parametrize("part", ["step", "optimizer", "validation_due", "config", "vocab", "networks", "task"])
 def test_a_run_is_not_resumed_from_a_checkpoint_that_lacks_a_part(
     runs: dict[str, Path], data, tmp_path: Path, part: str
 ):
-    content = load_checkpoint(runs["pg"] / LAST)
+    content = load_checkpoint(newest(runs["pg"]))
     del content[part]
-    save_checkpoint(tmp_path / "run" / LAST, content)
-    with pytest.raises(InputError, match=f"last.pt: a checkpoint without '{part}'"):
+    save_checkpoint(tmp_path / "run" / "step-4.pt", content)
+    with pytest.raises(InputError, match=f"step-4.pt: a checkpoint without '{part}'"):
         train(tiny_config(data, "pg", "iterations=9"), tmp_path / "run", resume=True)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, tiny_config, write_data
+from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny_config, write_data
 from torch import Tensor
 
 from iep.config import read_config, to_dict
 from iep.datasets import Batch
 from iep.networks import build, engine_kwargs, load_network
-from iep.training.checkpoint import BEST, LAST, load_checkpoint, seed_everything
+from iep.training.checkpoint import BEST, load_checkpoint
 from iep.training.loop import Trainer, learning_rate
 from iep.training.records import METRICS, Records
 from iep.training.run import train
@@ -81,7 +81,7 @@ def test_weights_stay_float32_whatever_the_networks_compute_in(data: Path, tmp_p
     for precision in ("float32", "bfloat16"):
         config = tiny_config(data, "ee", f"precision={precision}", "iterations=2")
         train(config, tmp_path / precision, resume=False)
-        assert {value.dtype for value in weights(tmp_path / precision / LAST, "engine").values()} == {torch.float32}
+        assert {value.dtype for value in weights(newest(tmp_path / precision), "engine").values()} == {torch.float32}
     exact, rounded = (rows(tmp_path / precision)[0]["loss"] for precision in ("float32", "bfloat16"))
     assert exact != rounded == pytest.approx(exact, rel=0.05)
 
@@ -97,7 +97,7 @@ def test_joint_training_moves_both_parts_but_what_is_frozen(data: Path, parts: l
     train(config, tmp_path / "joint", resume=False)
     paths = {"generator": Path(config.pg), "engine": start}
     for name, path in paths.items():
-        before, after = weights(path, name), weights(tmp_path / "joint" / LAST, name)
+        before, after = weights(path, name), weights(newest(tmp_path / "joint"), name)
         same = [torch.equal(before[key], after[key]) for key in before]
         # Batch norm's running averages count too: a frozen part runs in evaluation mode.
         assert all(same) if name == freeze else not all(same)
@@ -105,15 +105,15 @@ def test_joint_training_moves_both_parts_but_what_is_frozen(data: Path, parts: l
 
 def test_predicting_programs_leaves_their_generator_out_of_training(data: Path, parts: list[str], tmp_path: Path):
     train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path, resume=False)
-    assert set(load_checkpoint(tmp_path / LAST)["networks"]) == {"engine"}
+    assert set(load_checkpoint(newest(tmp_path))["networks"]) == {"engine"}
 
 
 def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: Path):
     config = tiny_config(data, "ee", "num_train_samples=1", "weight_decay=0.1")
     train(config, tmp_path, resume=False)
-    seed_everything(config.seed)
+    torch.manual_seed(config.seed)
     initial = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)))
-    after = weights(tmp_path / LAST, "engine")
+    after = weights(newest(tmp_path), "engine")
     used = {VOCAB.program[token] for token in arrays(1)["programs"][0] if token > END} | {"stem", "classifier"}
     assert {"exist", "scene"} < used < {name for name, _ in initial.named_children()}
     for child, module in initial.named_children():
@@ -122,13 +122,13 @@ def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: P
 
 
 def test_a_run_starts_from_the_checkpoints_it_is_given_and_takes_their_settings(data, parts, tmp_path: Path):
-    config = tiny_config(data, "joint", *parts, "learning_rate=0", "iterations=1", "engine.module_dim=9")
+    config = tiny_config(data, "joint", *parts, "learning_rate=0", "iterations=1", "engine.module_dim=128")
     train(config, tmp_path, resume=False)
     for name, path in (("generator", config.pg), ("engine", config.ee)):
-        assert_same(dict(weights(tmp_path / LAST, name)), dict(weights(Path(path), name)))
+        assert_same(dict(weights(newest(tmp_path), name)), dict(weights(Path(path), name)))
     saved = read_config(tmp_path / "config.yaml")
     assert saved.engine == tiny_config(data, "ee").engine != config.engine
-    assert load_checkpoint(tmp_path / LAST)["config"] == to_dict(saved)
+    assert load_checkpoint(newest(tmp_path))["config"] == to_dict(saved)
 
 
 def test_every_step_uses_the_learning_rate_of_its_number(data: Path, tmp_path: Path):
@@ -186,7 +186,7 @@ def test_the_resolved_config_is_beside_the_checkpoints(data: Path, tmp_path: Pat
     train(config, tmp_path / "new" / "run", resume=False)
     assert read_config(tmp_path / "new" / "run" / "config.yaml") == config
     assert {path.name for path in (tmp_path / "new" / "run").iterdir()} == {
-        *("config.yaml", LAST, BEST, METRICS, "tensorboard")
+        *("config.yaml", "step-2.pt", "step-4.pt", BEST, METRICS, "tensorboard")
     }
 
 
@@ -194,14 +194,14 @@ def test_validation_picks_the_best_checkpoint_and_an_equal_later_one_does_not(da
     scores = iter([0.1, 0.5, 0.5, 0.3])
     monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
     train(tiny_config(data, "lstm", "iterations=8"), tmp_path, resume=False)
-    best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(tmp_path / LAST)
+    best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
     assert (best["step"], best["best"]) == (4, 0.5)
     assert (last["step"], last["best"]) == (8, 0.5)
 
 
 def test_validation_is_the_share_of_right_answers(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm", "iterations=30", "validate_every=30"), tmp_path, resume=False)
-    lstm = load_network(tmp_path / LAST, "lstm", VOCAB, CPU)
+    lstm = load_network(newest(tmp_path), "lstm", VOCAB, CPU)
     val = arrays(VAL)
     answers = lstm(torch.from_numpy(val["questions"]).long()).argmax(1).numpy()
     expected = (answers == val["answers"]).mean()
@@ -213,8 +213,8 @@ def test_without_a_validation_split_the_last_checkpoint_is_the_best(data: Path, 
     write_data(tmp_path / "data")
     (tmp_path / "data" / "val_questions.h5").unlink()
     train(tiny_config(tmp_path / "data", "lstm", "iterations=5"), tmp_path / "run", resume=False)
-    assert_same(load_checkpoint(tmp_path / "run" / BEST), load_checkpoint(tmp_path / "run" / LAST))
-    assert load_checkpoint(tmp_path / "run" / LAST)["step"] == 5
+    assert_same(load_checkpoint(tmp_path / "run" / BEST), load_checkpoint(newest(tmp_path / "run")))
+    assert load_checkpoint(newest(tmp_path / "run"))["step"] == 5
 
 
 def test_only_the_samples_asked_for_are_trained_and_validated_on(data: Path, tmp_path: Path, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_curriculum_starts_with_short_programs(data: Path, tmp_path: Path, mon
 def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_not(data: Path, tmp_path: Path):
     for name, *settings in (("a",), ("b", "workers=2"), ("c", "seed=1")):
         train(tiny_config(data, "ee", *settings), tmp_path / name, resume=False)
-    states = {name: dict(weights(tmp_path / name / LAST, "engine")) for name in "abc"}
+    states = {name: dict(weights(newest(tmp_path / name), "engine")) for name in "abc"}
     assert_same(states["a"], states["b"])
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     assert not torch.equal(states["a"]["classifier.0.weight"], states["c"]["classifier.0.weight"])
@@ -295,7 +295,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path
     interrupted_at(5)
     with pytest.raises(InterruptionError):
         train(config, tmp_path / "broken", resume=False)
-    assert load_checkpoint(tmp_path / "broken" / LAST)["step"] == 3
+    assert load_checkpoint(newest(tmp_path / "broken"))["step"] == 3
     assert rows(tmp_path / "broken")[-1]["step"] == 5
     interrupted_at(8)
     with pytest.raises(InterruptionError):
@@ -303,7 +303,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path
     interrupted_at(None)
     assert train(config, tmp_path / "broken", resume=True)
 
-    for name in (LAST, BEST):
+    for name in ("step-9.pt", "step-6.pt", BEST):
         assert_same(load_checkpoint(tmp_path / "broken" / name), load_checkpoint(tmp_path / "unbroken" / name))
     assert rows(tmp_path / "broken") == rows(tmp_path / "unbroken")
     assert scalars(tmp_path / "broken").keys() == scalars(tmp_path / "unbroken").keys()
@@ -319,7 +319,7 @@ def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: l
     train(long, tmp_path / "long", resume=False)
     train(short, tmp_path / "resumed", resume=False)
     train(long, tmp_path / "resumed", resume=True)
-    assert_same(load_checkpoint(tmp_path / "resumed" / LAST), load_checkpoint(tmp_path / "long" / LAST))
+    assert_same(load_checkpoint(newest(tmp_path / "resumed")), load_checkpoint(newest(tmp_path / "long")))
     assert rows(tmp_path / "resumed") == rows(tmp_path / "long")
 
 
@@ -333,7 +333,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_afresh(data: Path,
     train(config, tmp_path / "broken", resume=True)
     train(config, tmp_path / "unbroken", resume=False)
     assert rows(tmp_path / "broken") == rows(tmp_path / "unbroken")
-    assert_same(load_checkpoint(tmp_path / "broken" / LAST), load_checkpoint(tmp_path / "unbroken" / LAST))
+    assert_same(load_checkpoint(newest(tmp_path / "broken")), load_checkpoint(newest(tmp_path / "unbroken")))
 
 
 def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):

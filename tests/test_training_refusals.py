@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VAL, arrays, features, tiny_config, write_data, write_h5
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VAL, arrays, features, newest, tiny_config, write_data, write_h5
 
 from iep.config import Config
 from iep.errors import InputError
-from iep.training.checkpoint import LAST
 from iep.training.run import train
 
 
@@ -21,12 +20,12 @@ def refusal(config: Config, out: Path, resume: bool = False) -> str:
 
 def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm"), tmp_path, resume=False)
-    before = (tmp_path / LAST).read_bytes()
+    before = newest(tmp_path).read_bytes()
     assert refusal(tiny_config(data, "lstm"), tmp_path) == (
         f"{tmp_path}: already holds a run; add --resume to go on with it, or choose another --out"
     )
     assert "holds a run of model lstm, cannot resume it as ee" in refusal(tiny_config(data, "ee"), tmp_path, True)
-    assert (tmp_path / LAST).read_bytes() == before
+    assert newest(tmp_path).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,15 @@ def test_a_run_cannot_go_on_as_another_network(data, parts, tmp_path: Path, mode
     settings = ["iterations=2", *(parts if model == "joint" else [])]
     train(tiny_config(data, model, *settings), tmp_path, resume=False)
     message = refusal(tiny_config(data, model, *settings, "iterations=4", change), tmp_path, resume=True)
-    assert message == f"{tmp_path / LAST}: {problem}"
+    assert message == f"{newest(tmp_path)}: {problem}"
+
+
+def test_a_start_brings_its_settings_and_others_that_are_asked_for_are_refused(data, parts, tmp_path: Path):
+    config = tiny_config(data, "ee", parts[1], "engine.module_dim=9")
+    assert refusal(config, tmp_path / "run") == (
+        f"{config.ee}: was trained with engine.module_dim 4, cannot start with 9"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_resumes_only_with_the_data_of_its_kind(data: Path, tmp_path: Path):
@@ -50,7 +57,7 @@ def test_a_run_resumes_only_with_the_data_of_its_kind(data: Path, tmp_path: Path
     for split in ("train", "val"):
         write_h5(other / f"{split}_features.h5", {"features": features(0, grid=GRID + 1)})
     message = refusal(tiny_config(other, "ee"), tmp_path / "run", resume=True)
-    assert message.startswith(f"{tmp_path / 'run' / LAST}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
+    assert message.startswith(f"{newest(tmp_path / 'run')}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

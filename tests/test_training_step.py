@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
+from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, tiny_config
 from torch import nn
 
 from iep.config import read_config
@@ -16,7 +16,6 @@ from iep.data_files import Features, read_questions
 from iep.datasets import Batch, ClevrDataset
 from iep.networks import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
-from iep.training.checkpoint import seed_everything
 from iep.training.loop import Trainer, learning_rate
 from iep.training.tasks import Execution, JointTask
 from iep.vocab import END, NULL, START
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def small_joint(**kwargs: Any) -> JointTask:
-    seed_everything(0)
+    torch.manual_seed(0)
     generator = build("generator", generator_kwargs(tiny_config(Path(), "joint").generator, VOCAB))
     engine = build("engine", engine_kwargs(tiny_config(Path(), "joint").engine, VOCAB, (CHANNELS, GRID, GRID)))
     return JointTask(generator, engine, Execution("improved", None, False), max_length=6, **kwargs)
@@ -133,7 +132,7 @@ def test_the_baseline_is_a_moving_average_of_the_mean_reward(batch: Batch):
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_gradients_are_clipped_to_the_norm_given(batch: Batch, tmp_path: Path, clip: float | None):
     config = tiny_config(Path(), "joint", f"clip_gradients={'null' if clip is None else clip}")
-    trainer = Trainer(small_joint(), config, VOCAB, tmp_path, CPU)
+    trainer = Trainer(small_joint(), config, VOCAB, tmp_path, CPU, np.arange(TRAIN))
     trainer.train_step(batch)
     norm = torch.stack([p.grad.norm() for p in trainer.parameters if p.grad is not None]).norm().item()
     assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)

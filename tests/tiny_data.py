@@ -16,6 +16,7 @@ import torch
 from click.testing import Result
 
 from iep.config import Config, read_config
+from iep.training.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
 # Networks this small gain nothing from threads, and lose much where the cores are busy.
@@ -147,6 +148,11 @@ def write_data(out: Path, dtype: str = "float32") -> Path:
 def tiny_config(data: Path, model: str, *settings: str) -> Config:
     """The settings of `TINY` for a model trained on `data`, and further ones over them."""
     return read_config(None, [*TINY, f"model={model}", f"data={data}", *settings])
+
+
+def newest(out: Path) -> Path:
+    """The newest numbered checkpoint of a run."""
+    return step_checkpoints(out)[0]
 
 
 def assert_one_error(result: Result, *expected: str, code: int = 1) -> None:

@@ -16,11 +16,12 @@ from iep.bench.report import format_comparison, write_report
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Workload, generated, preprocessed
 from iep.config import EngineConfig
-from iep.devices import resolve_device
+from iep.devices import is_out_of_memory, resolve_device
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.files import check_writable, write_bytes
 from iep.networks import build, engine_kwargs, place
+from iep.signals import Stopped
 
 REPORT, TABLE, PICTURE = "engine.json", "engine.txt", "engine.png"
 
@@ -92,7 +93,7 @@ def run_engine_benchmark(
                 write_report(out / REPORT, setting, comparisons)
                 text = "\n\n".join([heading, *map(format_comparison, comparisons)]) + "\n"
                 write_bytes(out / TABLE, text.encode())
-    except (KeyboardInterrupt, InputError):
+    except (Stopped, InputError):
         if out is not None and comparisons:
             draw_comparisons(out / PICTURE, comparisons, machine_line(machine))
         raise
@@ -148,7 +149,7 @@ def _short_memory_is_named(batch_size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        what = str(error).splitlines()[0]
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in what:
+        if not is_out_of_memory(error):
             raise
+        what = str(error).splitlines()[0]
         raise InputError(f"minibatches of {batch_size} questions do not fit into memory: {what}") from None

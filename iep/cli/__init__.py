@@ -1,0 +1,9 @@
+"""The commands. A process that is one of them answers Ctrl-C and SIGTERM with a line from its first moment on."""
+
+import sys
+
+from iep.signals import quit_on_signals
+
+# While `python -m` looks for a module of this package, sys.argv[0] is "-m"; worker processes have their parent's.
+if sys.argv[0] == "-m" or (sys.argv[0].rpartition("/")[2].startswith("iep-") and "multiprocessing" not in sys.modules):
+    quit_on_signals()

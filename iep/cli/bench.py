@@ -9,7 +9,7 @@ import click
 from tqdm import tqdm
 
 from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
-from iep.cli.common import Command
+from iep.cli.common import Command, Group
 from iep.config import BATCHING, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
 
@@ -38,7 +38,7 @@ class RecordedCommand(Command):
         return super().parse_args(ctx, args)
 
 
-@click.group()
+@click.group(cls=Group)
 def main() -> None:
     """Measure the batched execution engine, and look at schedules."""
 

@@ -1,11 +1,13 @@
-"""What every command shares: a click command whose errors are one line and an exit code, never a traceback."""
+"""What every command shares: errors and signals are one line and an exit code, never a traceback."""
 
 import errno
+import sys
 from typing import Any
 
 import click
 
 from iep.errors import InputError
+from iep.signals import Stopped, handled
 
 FULL_DISK = {
     errno.ENOSPC: "no space left on the device",
@@ -21,7 +23,23 @@ def describe_os_error(error: OSError) -> str:
     return " ".join(line.split())
 
 
-class Command(click.Command):
+class _Stoppable(click.Command):
+    """A click command that ends on Ctrl-C or SIGTERM with a line and exit code 130 or 143."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with handled():
+            try:
+                return super().main(*args, **kwargs)
+            except Stopped as stop:
+                click.echo(stop, err=True)
+                sys.exit(stop.exit_code)
+
+
+class Group(_Stoppable, click.Group):
+    """A group of commands."""
+
+
+class Command(_Stoppable):
     """A click command that reports `InputError` and `OSError` as `Error: ...` with exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -1,12 +1,18 @@
 """`iep-train`: preprocessed data in, a run directory with checkpoints out."""
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from iep.cli.common import Command
 from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
+from iep.files import remove_temporaries
+from iep.locks import alone_in
+
+if TYPE_CHECKING:
+    from iep.training.checkpoint import Saved
 
 
 @click.command(cls=Command)
@@ -46,10 +52,11 @@ from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, re
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
 @click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")
 @click.option("--device", type=str, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--keep", type=click.IntRange(min=1), help="How many of the newest checkpoints stay, besides the best.")
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on from the run's last checkpoint, if it has one, with its saved settings.",
+    help="Go on from the run's newest checkpoint, if it has one, with its saved settings.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved settings and stop.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -66,27 +73,28 @@ def main(
     Settings come from the defaults, then --config, then KEY=VALUE arguments (nested ones with a dot:
     engine.module_dim=64), then options. `--dry-run` prints all of them.
     """
-    # Imported late: `--help` and `--dry-run` should not wait for torch.
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    config = read_config(config_file, settings, overrides, base=_saved_config(out) if resume else None)
-    if dry_run:
-        click.echo(to_yaml(config), nl=False)
-        return
-    from iep.training.run import train
+    with nullcontext() if dry_run else alone_in(out):
+        start = _newest(out) if resume else None
+        saved = None if start is None else update(Config(), start.content["config"], source=str(start.path))
+        config = read_config(config_file, settings, overrides, base=saved)
+        if dry_run:
+            click.echo(to_yaml(config), nl=False)
+            return
+        # Imported late: `--help` and `--dry-run` should not wait for torch.
+        from iep.training.run import train_from
 
-    if train(config, out, resume):
-        click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
-    else:
-        click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
+        remove_temporaries(out)
+        if train_from(start, config, out):
+            click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
+        else:
+            click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
-def _saved_config(out: Path) -> Config | None:
-    """The settings of the run in `out`, if it has got as far as a checkpoint."""
-    from iep.training.checkpoint import LAST, PARTS_OF_A_RUN, load_checkpoint
+def _newest(out: Path) -> "Saved | None":
+    from iep.training.checkpoint import load_newest
 
-    if not (out / LAST).exists():
-        return None
-    return update(Config(), load_checkpoint(out / LAST, PARTS_OF_A_RUN)["config"], source=str(out / LAST))
+    return load_newest(out)
 
 
 if __name__ == "__main__":

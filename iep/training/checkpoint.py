@@ -1,20 +1,21 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-random states, step, resolved config, vocabulary. Building networks from one is `networks.py`.
+step, resolved config, vocabulary. Random states are none of it: a step's chance is a function of the seed and its
+number. A run keeps its newest checkpoints by number, and the best. Building networks from one is `networks.py`.
 """
 
 import io
 import pickle
-import random
+import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from iep.errors import InputError
@@ -26,12 +27,37 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
     "model": str,
     "step": int,
     "best": float,
+    "validation_due": bool,
     "task": dict,
     "optimizer": dict,
-    "random": dict,
     "config": dict,
 }
-LAST, BEST = "last.pt", "best.pt"
+BEST = "best.pt"
+_NUMBERED = re.compile(r"step-(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of a run and where it was found."""
+
+    path: Path
+    content: dict[str, Any]
+
+
+def step_name(step: int) -> str:
+    """The file name of the checkpoint after `step` steps."""
+    return f"step-{step}.pt"
+
+
+def step_checkpoints(out: Path) -> list[Path]:
+    """The numbered checkpoints in the run directory `out`, newest first."""
+    found = [(int(match[1]), path) for path in out.glob("step-*.pt") if (match := _NUMBERED.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """What a run in `out` can go on from, newest first: its numbered checkpoints, after them the best one."""
+    return step_checkpoints(out) + [path for path in [out / BEST] if path.exists()]
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
@@ -46,7 +72,8 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint.
+    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint,
+    or else its newest.
 
     `parts` are the keys that it must have and the kinds of their values.
 
@@ -55,9 +82,9 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in (BEST, LAST) if (path / name).is_file()]
+        found = [path / BEST] if (path / BEST).exists() else step_checkpoints(path)
         if not found:
-            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {LAST}")
+            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
         path = found[0]
     if not path.is_file():
         raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
@@ -75,6 +102,36 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
         if not isinstance(content.get(part), kind):
             raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
     return content
+
+
+def load_newest(out: Path) -> Saved | None:
+    """The newest checkpoint of the run in `out`, to go on from; None when it has none.
+
+    Raises:
+        InputError: the newest is damaged, or no checkpoint of a run. Names the newest one that is good.
+    """
+    problem, bad = None, []
+    for path in checkpoints(out):
+        try:
+            content = load_checkpoint(path, PARTS_OF_A_RUN)
+        except InputError as error:
+            problem, bad = problem or error, [*bad, path.name]
+            continue
+        if problem is None:
+            return Saved(path, content)
+        raise InputError(
+            f"{problem}; the newest good checkpoint is {path.name}, of iteration {content['step']}: "
+            f"to go on from it, remove {' and '.join(bad)}"
+        )
+    if problem is not None:
+        raise InputError(f"{problem}; {out} has no good checkpoint") from None
+    return None
+
+
+def remove_old(out: Path, keep: int) -> None:
+    """Remove the numbered checkpoints of the run in `out` but for the newest `keep`."""
+    for path in step_checkpoints(out)[keep:]:
+        path.unlink(missing_ok=True)
 
 
 def _check_archive(path: Path) -> None:
@@ -95,35 +152,3 @@ def _check_archive(path: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-def random_states() -> dict[str, Any]:
-    """The states of every random generator that training draws from, as plain data."""
-    version, keys, gauss = random.getstate()
-    kind, words, position, has_gauss, cached = np.random.get_state()
-    states = {
-        "python": [version, list(keys), gauss],
-        "numpy": [kind, words.tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` gave."""
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(states["torch"])
-    # The machine that a run goes on with may have fewer devices than the one before, or more.
-    for device, state in zip(range(torch.cuda.device_count()), states.get("cuda", ()), strict=False):
-        torch.cuda.set_rng_state(state, device)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch with 0 to 2 ** 32 - 1."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -1,7 +1,8 @@
 """The training loop: batches through a task, an optimiser step each, validation, records and checkpoints.
 
 One short loop for every model; what a step computes is passed in as a task (`tasks.py`). A run directory holds
-config.yaml, last.pt, best.pt, metrics.jsonl and tensorboard/.
+config.yaml, step-N.pt (the newest few), best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves
+is a state between two steps; going on from it gives the bits of a run that never ended.
 """
 
 import itertools
@@ -11,17 +12,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from iep.config import Config, to_dict
 from iep.datasets import Batch
-from iep.devices import autocast, peak_memory
+from iep.devices import autocast, is_out_of_memory, peak_memory
 from iep.errors import InputError
 from iep.networks import pack
-from iep.training.checkpoint import BEST, LAST, random_states, restore_random_states, save_checkpoint
-from iep.training.records import Records
+from iep.signals import Stopped, deferred
+from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
+from iep.training.not_finite import refuse_not_finite
+from iep.training.records import VALIDATION, Records
 from iep.vocab import Vocab
 
 
@@ -36,17 +40,34 @@ def learning_rate(config: Config, step: int) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-class Trainer:
-    """The state of one run: task, optimiser, step and best score so far, with saving and resuming."""
+def step_seed(seed: int, step: int, rank: int = 0) -> int:
+    """What random numbers of one step (dropout, say) are drawn from, in one process of a run."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
-    def __init__(self, task: Any, config: Config, vocab: Vocab, out: Path, device: torch.device):
+
+class Trainer:
+    """The state of one run: task, optimiser, step and best score so far, with saving and resuming.
+
+    Attributes:
+        step: how many steps are done.
+        best: the best validation score so far.
+        validation_due: the step asks for a validation that is not done.
+    """
+
+    def __init__(
+        self, task: Any, config: Config, vocab: Vocab, out: Path, device: torch.device, question_index: np.ndarray
+    ):
+        """`question_index` are CLEVR's numbers of the training questions, by position."""
         self.task = task
         self.config = config
         self.vocab = vocab
         self.out = out
         self.device = device
+        self.question_index = question_index
         self.step = 0
         self.best = -1.0
+        self.validation_due = False
+        self._saved_step = 0
         self.parameters = [p for net in task.networks.values() for p in net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.peak_learning_rate, weight_decay=config.weight_decay, fused=True
@@ -58,34 +79,50 @@ class Trainer:
             "model": self.config.model,
             "step": self.step,
             "best": self.best,
+            "validation_due": self.validation_due,
             "task": self.task.state,
-            "networks": pack(self.task.networks),
-            "optimizer": self.optimizer.state_dict(),
-            "random": random_states(),
             "config": to_dict(self.config),
             "vocab": self.vocab.to_json(),
+            **self._learnt(),
         }
         save_checkpoint(self.out / name, content)
+
+    def save_step(self) -> None:
+        """Write the numbered checkpoint of this step; then those that are too many go."""
+        self.save(step_name(self.step))
+        remove_old(self.out, self.config.keep)
+        self._saved_step = self.step
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint whose networks are already loaded into the task."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.step, self.best = checkpoint["step"], checkpoint["best"]
+        self.validation_due = checkpoint["validation_due"]
         self.task.state.update(checkpoint["task"])
-        restore_random_states(checkpoint["random"])
+        self._saved_step = self.step
 
     def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Differentiate the task's loss on `batch`, step the optimiser; returns the step's metrics."""
+        """Differentiate the task's loss on `batch`, step the optimiser; returns the step's metrics.
+
+        Raises:
+            InputError: the loss is not finite; nothing has changed, and the state is saved to be looked at.
+        """
+        torch.manual_seed(step_seed(self.config.seed, self.step))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
             loss, metrics = self.task.loss(batch.to(self.device))
+        if not math.isfinite(loss.item()):
+            positions = batch.index.numpy()
+            questions = self.question_index[positions]
+            refuse_not_finite(self.out, self.step + 1, loss.item(), positions, questions, self._learnt())
         loss.backward()
         if self.config.clip_gradients is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
         self.optimizer.step()
         self.step += 1
+        self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
         return metrics
 
     @torch.no_grad()
@@ -103,54 +140,82 @@ class Trainer:
         `training` yields the batches from the current step on. Without `validation` the last checkpoint is the best.
 
         Raises:
-            InputError: the loss is not finite where it is logged or saved; nothing is saved then.
+            Stopped: a signal; the step was finished and is saved.
+            InputError: the loss or a weight is not finite, or memory does not suffice for a batch.
         """
+        try:
+            self._fit(training, validation)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"{self.device}: not enough memory for a batch of {self.config.batch_size} questions at iteration "
+                f"{self.step + 1}: lower batch_size; --resume goes on from the last checkpoint"
+            ) from None
+        except Stopped as stop:
+            if self.step > self._saved_step:
+                self._check_weights()
+                self.save_step()
+            outcome = f"after iteration {self.step}, which is saved; --resume goes on from there"
+            raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
+
+    def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
         config = self.config
-        self._train_mode(True)
         with (
-            Records(self.out, self.step) as records,
+            Records(self.out, self.step, self.validation_due) as records,
             tqdm(total=config.iterations, initial=self.step, unit="it", desc=config.model, mininterval=1.0) as bar,
         ):
+            if self.validation_due:
+                self._validate_and_save(validation, records, bar)
+            self._train_mode(True)
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(training, config.iterations - self.step):
-                metrics = self.train_step(batch)
-                examples += len(batch.index)
-                bar.update()
-                last = self.step == config.iterations
-                saving = last or self.step % config.validate_every == 0
-                if saving or self.step % config.log_every == 0:
-                    self._check_finite(metrics["loss"].item())
-                if last or self.step % config.log_every == 0:
-                    row = {name: value.item() for name, value in metrics.items()}
-                    row["questions_per_second"] = examples / (time.perf_counter() - clock)
-                    row["peak_memory_gb"] = peak_memory(self.device) / 1e9
-                    row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-                    records.write(self.step, row)
-                    bar.set_postfix_str(_summary(row))
-                    clock, examples = time.perf_counter(), 0
-                if saving:
+                with deferred():  # a signal stops the run between two steps
+                    metrics = self.train_step(batch)
+                    examples += len(batch.index)
+                    bar.update()
+                    if self.step == config.iterations or self.step % config.log_every == 0:
+                        row = {name: value.item() for name, value in metrics.items()}
+                        row["questions_per_second"] = examples / (time.perf_counter() - clock)
+                        row["peak_memory_gb"] = peak_memory(self.device) / 1e9
+                        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+                        records.write(self.step, row)
+                        bar.set_postfix_str(_summary(row))
+                        clock, examples = time.perf_counter(), 0
+                if self.validation_due:
                     paused = time.perf_counter()
                     self._validate_and_save(validation, records, bar)
                     clock += time.perf_counter() - paused  # only training counts
 
-    def _check_finite(self, loss: float) -> None:
-        if not math.isfinite(loss):
+    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records, bar: tqdm) -> None:
+        """Validate where there is a split for it; write this step's checkpoint, after it as the best if it is that.
+
+        The order matters to a run that is killed in between: it goes on from the checkpoint before, and comes here
+        again.
+        """
+        self._check_weights()
+        score = None if validation is None else self.validate(validation)  # a signal breaks it off
+        with deferred():
+            self.validation_due = False
+            improved = score is None or score > self.best
+            if score is not None:
+                self.best = max(score, self.best)
+                records.write(self.step, {VALIDATION: score})
+                bar.write(f"{self.config.model} iteration {self.step}: validation accuracy {100 * score:.1f}%")
+            if improved:
+                self.save(BEST)
+            self.save_step()
+
+    def _learnt(self) -> dict[str, Any]:
+        return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
+
+    def _check_weights(self) -> None:
+        """A finite loss may have had other gradients: such weights are never saved."""
+        if not all(p.isfinite().all() for p in self.parameters):
             raise InputError(
-                f"{self.out}: the loss is {loss} at iteration {self.step}; nothing was saved since the last "
+                f"{self.out}: weights are not finite after iteration {self.step}; nothing was saved since the last "
                 "checkpoint; try a lower learning_rate or clip_gradients=1"
             )
-
-    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records, bar: tqdm) -> None:
-        improved = True
-        if validation is not None:
-            score = self.validate(validation)
-            records.write(self.step, {"validation_accuracy": score})
-            bar.write(f"{self.config.model} iteration {self.step}: validation accuracy {100 * score:.1f}%")
-            improved = score > self.best
-            self.best = max(score, self.best)
-        if improved:
-            self.save(BEST)
-        self.save(LAST)
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():

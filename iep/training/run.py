@@ -28,7 +28,7 @@ from iep.networks import (
     unpack,
 )
 from iep.ordering import make_order, program_lengths
-from iep.training.checkpoint import LAST, PARTS_OF_A_RUN, load_checkpoint, seed_everything
+from iep.training.checkpoint import Saved, checkpoints, load_newest
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
 from iep.vocab import Vocab
@@ -37,16 +37,24 @@ VALIDATION_BATCH_SIZE = 256
 
 
 def train(config: Config, out: Path, resume: bool) -> bool:
+    """As `train_from` the newest checkpoint of `out`, if there is one and `resume` is set."""
+    return train_from(load_newest(out) if resume else None, config, out)
+
+
+def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     """Train as `config` says into the run directory `out`; False when the run was already complete.
+
+    `start` is the checkpoint of the same run to go on from, None for a new run.
 
     Raises:
         InputError: the config, the data or a checkpoint does not fit.
+        Stopped: a signal; what is done is saved.
     """
     if config.data is None:
         raise InputError("no data: give --data DIR, a directory that iep-preprocess wrote")
     _refuse_unused(config)
-    checkpoint = _own_checkpoint(config, out, resume)
-    if checkpoint is not None and checkpoint["step"] >= config.iterations:
+    _check_start(start, config, out)
+    if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return False
     data, device = Path(config.data), resolve_device(config.device)
     vocab = Vocab.load(data / "vocab.json")
@@ -59,14 +67,14 @@ def train(config: Config, out: Path, resume: bool) -> bool:
     for split in filter(None, (training, validation)):
         _require(split.questions, config, reads)
 
-    seed_everything(config.seed)
-    task = _make_task(config, vocab, training, device, checkpoint, out / LAST)
+    torch.manual_seed(config.seed)
+    task = _make_task(config, vocab, training, device, start)
     if looks and validation is not None:
         check_features(task.engine, validation.features.shape[1:], validation.features.path)
-    config = _with_networks_settings(config, task.networks)
-    trainer = Trainer(task, config, vocab, out, device)
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
+    config = _with_networks_settings(config, task.networks, resumed=start is not None)
+    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs)
+    if start is not None:
+        trainer.restore(start.content)
 
     batches, validation_batches = _batches(config, vocab, trainer, training, validation)
     out.mkdir(parents=True, exist_ok=True)
@@ -113,38 +121,46 @@ def _refuse_unused(config: Config) -> None:
             raise InputError(f"{key} is {getattr(config, key)}, which training {config.model} does not use{hint}")
 
 
-def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module]) -> Config:
-    """`config` with the settings that its networks have, which a checkpoint to start from brings along."""
+def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module], resumed: bool) -> Config:
+    """`config` with the settings that its networks have, which a checkpoint to start from brings along.
+
+    Raises:
+        InputError: other settings than the checkpoint's, and than the defaults, were asked for.
+    """
+    starts = {"generator": config.pg, "engine": config.ee}
     sections = {}
     for name, network in networks.items():
         given = getattr(config, name)
         held = {f.name: network.kwargs[f.name] for f in fields(given) if f.name in network.kwargs}
         sections[name] = update(given, held, source=DESCRIPTIONS[name])
+        for key in held if starts.get(name) is not None and not resumed else ():
+            asked, default, has = (getattr(section, key) for section in (given, type(given)(), sections[name]))
+            if asked not in (default, has):
+                raise InputError(f"{starts[name]}: was trained with {name}.{key} {has}, cannot start with {asked}")
     return replace(config, **sections)
 
 
-def _own_checkpoint(config: Config, out: Path, resume: bool) -> dict[str, Any] | None:
-    """The checkpoint to go on from; None for a new run. A run that stands is never written over."""
-    if not (out / LAST).exists():
-        return None
-    if not resume:
-        raise InputError(f"{out}: already holds a run; add --resume to go on with it, or choose another --out")
-    checkpoint = load_checkpoint(out / LAST, PARTS_OF_A_RUN)
-    if checkpoint["model"] != config.model:
-        raise InputError(f"{out}: holds a run of model {checkpoint['model']}, cannot resume it as {config.model}")
-    _check_same_networks(checkpoint, config, out / LAST)
-    return checkpoint
+def _check_start(start: Saved | None, config: Config, out: Path) -> None:
+    """A run that stands is never written over, nor gone on with as another one."""
+    if start is None:
+        if checkpoints(out):
+            raise InputError(f"{out}: already holds a run; add --resume to go on with it, or choose another --out")
+        return
+    model = start.content["model"]
+    if model != config.model:
+        raise InputError(f"{out}: holds a run of model {model}, cannot resume it as {config.model}")
+    _check_same_networks(start, config)
 
 
-def _check_same_networks(checkpoint: dict[str, Any], config: Config, path: Path) -> None:
+def _check_same_networks(start: Saved, config: Config) -> None:
     """A run goes on with the networks that it has: their settings, and what is frozen, are those of its start."""
-    saved, given = checkpoint["config"], to_dict(config)
+    saved, given = start.content["config"], to_dict(config)
     fixed = [("freeze", saved["freeze"], given["freeze"])]
-    for network in checkpoint["networks"]:
+    for network in start.content["networks"]:
         fixed += [(f"{network}.{key}", value, given[network].get(key)) for key, value in saved[network].items()]
     for name, before, now in fixed:
         if before != now:
-            raise InputError(f"{path}: was trained with {name} {before}, cannot go on with {now}")
+            raise InputError(f"{start.path}: was trained with {name} {before}, cannot go on with {now}")
 
 
 def _require(questions: Questions, config: Config, reads: bool) -> None:
@@ -161,20 +177,19 @@ def _make_task(
     vocab: Vocab,
     training: Split,
     device: torch.device,
-    checkpoint: dict[str, Any] | None,
-    path: Path,
+    resumed: Saved | None,
 ) -> Any:
     """The task of the config's model, its networks new, from the start checkpoints, or from the run's own."""
     feature_shape = None if training.features is None else training.features.shape[1:]
 
     def network(name: str, start: str | None, kwargs: Any) -> nn.Module:
-        if checkpoint is not None:
-            check_vocab(Vocab.from_json(checkpoint["vocab"], str(path)), vocab, name, path)
-            made = unpack(checkpoint, name, path)
+        if resumed is not None:
+            check_vocab(Vocab.from_json(resumed.content["vocab"], str(resumed.path)), vocab, name, resumed.path)
+            made = unpack(resumed.content, name, resumed.path)
         else:
             made = build(name, kwargs()) if start is None else load_network(start, name, vocab, torch.device("cpu"))
         if name == "engine":
-            check_features(made, feature_shape, path if checkpoint is not None else start or training.features.path)
+            check_features(made, feature_shape, resumed.path if resumed else start or training.features.path)
         return place(made, device)
 
     def generator() -> nn.Module:
@@ -197,7 +212,7 @@ def _make_task(
             predictor = load_network(config.pg, "generator", vocab, device)
         return EngineTask(engine(), execution, predictor, max_length)
     for part, start in (("pg", config.pg), ("ee", config.ee)):
-        if start is None and checkpoint is None:
+        if start is None and resumed is None:
             raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
     return JointTask(
         generator(),

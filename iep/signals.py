@@ -1,0 +1,104 @@
+"""Ctrl-C and SIGTERM -> one line and exit code 130 or 143, never in the middle of what must be done whole.
+
+Within `handled()` the first signal raises `Stopped` in the main thread, wherever that is; inside of `deferred()` it
+waits for the block's end. A second signal ends the process at once, which is what the system does by default. Saying
+the line and exiting is `cli/common.py`; what a stopped training run saves, `training/loop.py`.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_asked: signal.Signals | None = None
+_depth = 0
+_process: int | None = None
+
+
+class Stopped(BaseException):
+    """A signal asks this process to end. Not an `Exception`: nobody should go on after it."""
+
+    def __init__(self, number: signal.Signals, outcome: str = ""):
+        super().__init__(number, outcome)
+        self.number = number
+        self.outcome = outcome
+
+    def __str__(self) -> str:
+        return f"Stopped by {self.number.name}{self.outcome and f' {self.outcome}'}"
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports for a process that ended by this signal."""
+        return 128 + self.number
+
+
+def quit_on_signals() -> None:
+    """From now on the first signal writes its line and ends the process: for the time before a command begins."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop = Stopped(signal.Signals(number))
+        os.write(2, f"{stop}\n".encode())
+        os._exit(stop.exit_code)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Within it, a signal raises `Stopped`; afterwards signals do what they did before.
+
+    Elsewhere than in the main thread, or inside of another `handled()`, it changes nothing.
+    """
+    global _asked, _process
+    if threading.current_thread() is not threading.main_thread() or _process == os.getpid():
+        yield
+        return
+    _process = os.getpid()
+    before = {number: signal.signal(number, _answer) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _process, _asked = None, None
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Do the block whole: a signal that arrives in it raises `Stopped` at its end.
+
+    So does one that arrived before and whose exception was lost, as those are that meet a destructor. Blocks may be
+    nested; the outermost one counts.
+    """
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+    if _asked is not None and not _depth:
+        raise Stopped(_asked)
+
+
+def asked() -> signal.Signals | None:
+    """The signal that has asked this process to stop, if one has."""
+    return _asked
+
+
+def _answer(number: int, frame: FrameType | None) -> None:
+    global _asked
+    if os.getpid() != _process:
+        return  # in a child that has not yet got handlers of its own: its parent decides when it ends
+    if _asked is not None:
+        return  # only under torchrun, see below
+    _asked = signal.Signals(number)
+    # From torchrun a process gets SIGTERM soon after the terminal's SIGINT: there that is not yet the second signal.
+    for again in (_asked,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
+        signal.signal(again, signal.SIG_DFL)
+    if not _depth:
+        raise Stopped(_asked)

@@ -1,0 +1,103 @@
+"""A loss that is not finite ends the run before the weights change, and leaves what one needs to see why."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_data import arrays, assert_one_error, features, newest, tiny_config, write_data, write_h5
+from torch import Tensor
+
+from iep.cli.train import main
+from iep.errors import InputError
+from iep.training.checkpoint import load_checkpoint, load_newest
+from iep.training.loop import Trainer
+from iep.training.run import train
+from iep.training.tasks import LstmTask
+
+
+@pytest.fixture
+def failing_at(monkeypatch: pytest.MonkeyPatch):
+    """A function that makes the LSTM's loss a number that is not finite in the step after so many."""
+
+    def fail(step: int, value: float) -> None:
+        seen, loss = [0], LstmTask.loss
+
+        def broken(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
+            result, metrics = loss(self, batch)
+            seen[0] += 1
+            return (result * value if seen[0] == step + 1 else result), metrics
+
+        monkeypatch.setattr(LstmTask, "loss", broken)
+
+    return fail
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
+    data, tmp_path, monkeypatch, failing_at, value: float
+):
+    batches, train_step = [], Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self, batch: batches.append(batch) or train_step(self, batch))
+    train(tiny_config(data, "lstm", "iterations=3"), tmp_path / "sound", resume=False)
+    before = load_checkpoint(newest(tmp_path / "sound"))
+
+    batches.clear()
+    failing_at(3, value)
+    with pytest.raises(InputError) as caught:  # neither logged nor saved at that step
+        train(tiny_config(data, "lstm", "iterations=9", "log_every=50"), tmp_path / "run", resume=False)
+    positions = batches[3].index.tolist()
+    questions = [int(arrays(39)["orig_idxs"][position]) for position in positions]
+    assert str(caught.value) == (
+        f"{tmp_path / 'run'}: the loss is {value} at iteration 4, on 8 questions (question_index "
+        f"{', '.join(map(str, questions))}); the state before it is in not-finite-4.pt; "
+        "try a lower learning_rate or clip_gradients=1"
+    )
+    state = torch.load(tmp_path / "run" / "not-finite-4.pt", weights_only=True)
+    assert (state["iteration"], state["positions"], state["question_index"]) == (4, positions, questions)
+    for name, weights in before["networks"]["lstm"]["weights"].items():
+        assert torch.equal(state["networks"]["lstm"]["weights"][name], weights)
+    assert state["optimizer"]["state"][0]["step"] == 3
+    assert load_newest(tmp_path / "run").content["step"] == 2
+
+
+def test_the_saved_state_is_no_checkpoint(data: Path, tmp_path: Path, failing_at):
+    failing_at(0, float("nan"))
+    config = tiny_config(data, "lstm")
+    with pytest.raises(InputError, match="at iteration 1"):
+        train(config, tmp_path / "run", resume=False)
+    with pytest.raises(InputError, match=r"not-finite-1\.pt: not a checkpoint of this toolkit"):
+        load_checkpoint(tmp_path / "run" / "not-finite-1.pt")
+    assert load_newest(tmp_path / "run") is None
+    assert train(config, tmp_path / "run", resume=True)
+
+
+def test_features_that_are_not_finite_are_found_by_their_question(tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    values = features(0)
+    values[2] = float("nan")
+    write_h5(data / "train_features.h5", {"features": values})
+    about = arrays(39)["image_idxs"] == 2
+    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", "batch_size=1", "workers=0", "seed=3"]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert_one_error(result, "the loss is nan at iteration")
+    (saved,) = (tmp_path / "run").glob("not-finite-*.pt")
+    assert about[torch.load(saved, weights_only=True)["positions"]].all()
+
+
+def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, monkeypatch):
+    """A finite loss may have gradients that are not: that of the square root at 0, say."""
+    loss = LstmTask.loss
+
+    def steep(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
+        result, metrics = loss(self, batch)
+        return (result + (0 * self.lstm.embed.weight.sum()).sqrt() * 0, metrics)
+
+    train(tiny_config(data, "lstm", "iterations=2"), tmp_path / "run", resume=False)
+    kept = shutil.copy(newest(tmp_path / "run"), tmp_path / "kept.pt")
+    monkeypatch.setattr(LstmTask, "loss", steep)
+    with pytest.raises(InputError, match="weights are not finite after iteration 3; nothing was saved since"):
+        train(tiny_config(data, "lstm", "iterations=9", "validate_every=1"), tmp_path / "run", resume=True)
+    assert newest(tmp_path / "run").read_bytes() == Path(kept).read_bytes()
+    assert [path.name for path in (tmp_path / "run").glob("*.pt")].count("step-3.pt") == 0
