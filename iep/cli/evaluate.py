@@ -64,11 +64,16 @@ from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **options: Any) -> None:
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     # Imported late: `--help` should not wait for torch.
+    from iep.distributed import joined
     from iep.evaluation.report import format_table, read_report
     from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
-    report = evaluate(Evaluation(**{key: value for key, value in options.items() if value is not None}), out)
+    settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
+    with joined():
+        report = evaluate(settings, out)
+    if report is None:  # one of several processes, and not the one that speaks
+        return
     click.echo(format_table([*earlier, (name, report)]))
     if report.accuracy is None and (options["ee"] or options["lstm"]):
         written = "" if out is None else ", predictions are written"

@@ -4,6 +4,7 @@ Shapes: N questions of the split, B of a batch, L program tokens, A answers.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
+from iep.distributed import barrier, gather, is_main, rank, world_size
 from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
@@ -80,36 +82,55 @@ def predict(
     device: torch.device,
     by_image: bool = False,
     precision: str = "float32",
-) -> Predictions:
-    """Run every question of `dataset` once; the predictions are in its order, `by_image` or not."""
-    index, programs, answers, probabilities = [], [], [], []
-    batches = sequential_batches(dataset, batch_size, workers, pin=device.type == "cuda", by_image=by_image)
+) -> Predictions | None:
+    """Run every question of `dataset` once; the predictions are in its order, `by_image` or not.
+
+    Several processes share out the batches; the first returns the predictions, the others None.
+    """
+    ranks = {"rank": rank(), "world_size": world_size()}
+    batches = sequential_batches(dataset, batch_size, workers, device.type == "cuda", by_image, **ranks)
+    parts: dict[str, list[Tensor]] = {"index": [], "programs": [], "answers": [], "probabilities": []}
+    barrier()  # loading took some longer than others
     start = time.perf_counter()
     with (
         autocast(device, precision),
-        tqdm(total=len(dataset), unit="question", desc="evaluate", mininterval=1.0) as bar,
+        tqdm(
+            total=-(-len(dataset) // world_size()),
+            unit="question",
+            desc="evaluate",
+            mininterval=1.0,
+            disable=not is_main(),
+        ) as bar,
     ):
         for batch in batches:
-            index.append(batch.index)
+            parts["index"].append(batch.index)
             on_device = batch.to(device)
             programs_BL = predictor.programs(on_device)
             if programs_BL is not None:
-                programs.append(programs_BL.cpu())
+                parts["programs"].append(programs_BL.cpu())
             logits_BA = predictor.logits(on_device, programs_BL)
             if logits_BA is not None:
                 probability_B, answer_B = logits_BA.float().softmax(1).max(1)
-                answers.append(answer_B.cpu())
-                probabilities.append(probability_B.cpu())
+                parts["answers"].append(answer_B.cpu())
+                parts["probabilities"].append(probability_B.cpu())
             bar.update(len(batch.index))
-    place = torch.cat(index).argsort() if index else []
-    return Predictions(
-        programs=_stack_programs(programs)[place].numpy() if programs else None,
-        answers=torch.cat(answers)[place].numpy() if answers else None,
-        probabilities=torch.cat(probabilities)[place].numpy() if probabilities else None,
-        seconds=time.perf_counter() - start,
-    )
+    gathered = gather(parts)
+    seconds = time.perf_counter() - start  # until the last process is done
+    return None if gathered is None else _in_order(gathered, seconds)
 
 
-def _stack_programs(programs: list[Tensor]) -> Tensor:
-    width = max(programs_BL.shape[1] for programs_BL in programs)
-    return torch.cat([F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs])
+def _in_order(gathered: Sequence[dict[str, list[Tensor]]], seconds: float) -> Predictions:
+    """The predictions that the processes made, in the order of the dataset."""
+    parts = {name: [batch for process in gathered for batch in process[name]] for name in gathered[0]}
+    place = torch.cat(parts["index"]).argsort()
+
+    def stacked(name: str) -> np.ndarray | None:
+        return torch.cat(parts[name])[place].numpy() if parts[name] else None
+
+    parts["programs"] = _of_one_width(parts["programs"])
+    return Predictions(stacked("programs"), stacked("answers"), stacked("probabilities"), seconds)
+
+
+def _of_one_width(programs: list[Tensor]) -> list[Tensor]:
+    width = max((programs_BL.shape[1] for programs_BL in programs), default=0)
+    return [F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs]

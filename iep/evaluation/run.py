@@ -12,6 +12,7 @@ from iep.config import Config
 from iep.data_files import Questions, Split, open_split, read_questions, split_files
 from iep.datasets import ClevrDataset
 from iep.devices import peak_memory, resolve_device
+from iep.distributed import gather
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
 from iep.evaluation.predict import Predictions, Predictor, predict
@@ -48,8 +49,9 @@ class Evaluation:
     device: str = Config.device
 
 
-def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
-    """Evaluate, and write report.json and predictions.jsonl into `out` where it is given.
+def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
+    """Evaluate, and write report.json and predictions.jsonl into `out` where it is given. Of several processes the
+    first does the latter and returns the report, the others None.
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
@@ -74,6 +76,9 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         by_image=settings.order_by_image,
         precision=settings.precision,
     )
+    memory = gather(peak_memory(device))
+    if predictions is None:
+        return None
 
     programs = predictions.programs if questions.programs is None else questions.programs
     types = np.full(len(questions), -1) if programs is None else question_types(programs, vocab.program)
@@ -84,7 +89,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report:
         accuracy=_accuracy(predictions, questions, types),
         program_exact_match=_program_match(predictions, questions, types),
         questions_per_second=len(questions) / predictions.seconds,
-        peak_memory_gb=peak_memory(device) / 1e9,
+        peak_memory_gb=max(memory) / 1e9,
         device=str(device),
         programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
