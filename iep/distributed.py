@@ -5,6 +5,7 @@ inside `joined()`; what travels are small things on the CPU (gloo). Gradients ar
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -39,12 +40,21 @@ def joined() -> Iterator[None]:
         raise InputError(f"the processes of torchrun cannot reach each other: {what}") from None
     try:
         yield
+    except InputError:
+        _let_the_first_speak()
+        raise
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
         raise InputError(f"process {rank()} of {world_size()}: stopped, for another process of the job ended") from None
     finally:
         dist.destroy_process_group()
+
+
+def _let_the_first_speak() -> None:
+    """Most often the first process has the same to say as this one. Then torchrun ends this one meanwhile."""
+    if not is_main():
+        time.sleep(3)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:

@@ -1,6 +1,7 @@
 """What every command shares: errors and signals are one line and an exit code, never a traceback."""
 
 import errno
+import os
 import sys
 from typing import Any
 
@@ -31,7 +32,8 @@ class _Stoppable(click.Command):
             try:
                 return super().main(*args, **kwargs)
             except Stopped as stop:
-                click.echo(stop, err=True)
+                if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first speaks
+                    click.echo(stop, err=True)
                 sys.exit(stop.exit_code)
 
 

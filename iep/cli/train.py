@@ -74,21 +74,32 @@ def main(
     engine.module_dim=64), then options. `--dry-run` prints all of them.
     """
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
-    with nullcontext() if dry_run else alone_in(out):
-        start = _newest(out) if resume else None
-        saved = None if start is None else update(Config(), start.content["config"], source=str(start.path))
-        config = read_config(config_file, settings, overrides, base=saved)
-        if dry_run:
-            click.echo(to_yaml(config), nl=False)
-            return
-        # Imported late: `--help` and `--dry-run` should not wait for torch.
-        from iep.training.run import train_from
+    if dry_run:
+        config, _ = _resolve(out, resume, config_file, settings, overrides)
+        click.echo(to_yaml(config), nl=False)
+        return
+    # Imported late: `--help` and `--dry-run` should not wait for torch.
+    from iep.distributed import is_main, joined, was_restarted
+    from iep.training.run import train_from
 
-        remove_temporaries(out)
-        if train_from(start, config, out):
+    with joined(), alone_in(out) if is_main() else nullcontext():
+        config, start = _resolve(out, resume or was_restarted(), config_file, settings, overrides)
+        if is_main():
+            remove_temporaries(out)
+        trained = train_from(start, config, out)
+        if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
-        else:
+        elif is_main():
             click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
+
+
+def _resolve(
+    out: Path, resume: bool, config_file: Path | None, settings: tuple[str, ...], overrides: dict[str, Any]
+) -> tuple[Config, "Saved | None"]:
+    """The settings of the run, and the checkpoint that it goes on from if it is to and has one."""
+    start = _newest(out) if resume else None
+    saved = None if start is None else update(Config(), start.content["config"], source=str(start.path))
+    return read_config(config_file, settings, overrides, base=saved), start
 
 
 def _newest(out: Path) -> "Saved | None":

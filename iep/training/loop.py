@@ -1,16 +1,18 @@
 """The training loop: batches through a task, an optimiser step each, validation, records and checkpoints.
 
-One short loop for every model; what a step computes is passed in as a task (`tasks.py`). A run directory holds
-config.yaml, step-N.pt (the newest few), best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves
-is a state between two steps; going on from it gives the bits of a run that never ended.
+One short loop for every model; what a step computes is passed in as a task (`tasks.py`), and how several processes do
+it together is `parallel.py`'s; the first of them writes. A run directory holds config.yaml, step-N.pt (the newest few),
+best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves is a state between two steps; going on from
+it gives the bits of a run that never ended.
 """
 
 import itertools
 import math
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,12 +22,16 @@ from tqdm import tqdm
 from iep.config import Config, to_dict
 from iep.datasets import Batch
 from iep.devices import autocast, is_out_of_memory, peak_memory
+from iep.distributed import gather, is_main, rank, total, world_size
 from iep.errors import InputError
 from iep.networks import pack
+from iep.ordering import step_seed
 from iep.signals import Stopped, deferred
 from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
 from iep.training.not_finite import refuse_not_finite
+from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.records import VALIDATION, Records
+from iep.training.tasks import Metrics
 from iep.vocab import Vocab
 
 
@@ -38,11 +44,6 @@ def learning_rate(config: Config, step: int) -> float:
         return peak
     progress = (step - config.warmup) / max(1, config.iterations - config.warmup)
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """What random numbers of one step (dropout, say) are drawn from, in one process of a run."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 class Trainer:
@@ -72,9 +73,12 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=config.peak_learning_rate, weight_decay=config.weight_decay, fused=True
         )
+        self.replicas = Replicas(task, self.parameters)
 
     def save(self, name: str) -> None:
-        """Write the checkpoint `name` into the run directory, whole or not at all."""
+        """Write the checkpoint `name` into the run directory, whole or not at all; the first process does."""
+        if not is_main():
+            return
         content = {
             "model": self.config.model,
             "step": self.step,
@@ -90,7 +94,8 @@ class Trainer:
     def save_step(self) -> None:
         """Write the numbered checkpoint of this step; then those that are too many go."""
         self.save(step_name(self.step))
-        remove_old(self.out, self.config.keep)
+        if is_main():
+            remove_old(self.out, self.config.keep)
         self._saved_step = self.step
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -101,38 +106,39 @@ class Trainer:
         self.task.state.update(checkpoint["task"])
         self._saved_step = self.step
 
-    def train_step(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
         """Differentiate the task's loss on `batch`, step the optimiser; returns the step's metrics.
 
         Raises:
             InputError: the loss is not finite; nothing has changed, and the state is saved to be looked at.
         """
-        torch.manual_seed(step_seed(self.config.seed, self.step))
+        torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
-            loss, metrics = self.task.loss(batch.to(self.device))
-        if not math.isfinite(loss.item()):
-            positions = batch.index.numpy()
-            questions = self.question_index[positions]
-            refuse_not_finite(self.out, self.step + 1, loss.item(), positions, questions, self._learnt())
-        loss.backward()
+            loss, metrics = self.replicas.loss(batch.to(self.device))
+        agreed = self.replicas.agree(batch, loss.item())
+        if not math.isfinite(agreed.loss):
+            self._refuse(batch, agreed.loss)
+        self.replicas.backward(loss, agreed.weight)
         if self.config.clip_gradients is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
         self.optimizer.step()
         self.step += 1
         self.validation_due = self.step == self.config.iterations or self.step % self.config.validate_every == 0
-        return metrics
+        return metrics, agreed
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> float:
         """Share of examples that the task gets right."""
         self._train_mode(False)
         with autocast(self.device, self.config.precision):
-            right = [self.task.correct(batch.to(self.device)) for batch in batches]
+            correct = [self.task.correct(batch.to(self.device)) for batch in in_step(batches)]
         self._train_mode(True)
-        return torch.cat(right).float().mean().item()
+        counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
+        right, questions = total(counts).tolist()
+        return right / questions
 
     def fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
         """Train to `config.iterations`; validate and save every `validate_every` steps and at the end.
@@ -144,7 +150,9 @@ class Trainer:
             InputError: the loss or a weight is not finite, or memory does not suffice for a batch.
         """
         try:
-            self._fit(training, validation)
+            # A process of several stops where they have agreed on it, not where the signal finds it.
+            with deferred() if world_size() > 1 else nullcontext():
+                self._fit(training, validation)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -162,8 +170,15 @@ class Trainer:
     def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
         config = self.config
         with (
-            Records(self.out, self.step, self.validation_due) as records,
-            tqdm(total=config.iterations, initial=self.step, unit="it", desc=config.model, mininterval=1.0) as bar,
+            Records(self.out, self.step, self.validation_due) if is_main() else nullcontext() as records,
+            tqdm(
+                total=config.iterations,
+                initial=self.step,
+                unit="it",
+                desc=config.model,
+                mininterval=1.0,
+                disable=not is_main(),
+            ) as bar,
         ):
             if self.validation_due:
                 self._validate_and_save(validation, records, bar)
@@ -171,23 +186,34 @@ class Trainer:
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(training, config.iterations - self.step):
                 with deferred():  # a signal stops the run between two steps
-                    metrics = self.train_step(batch)
+                    metrics, agreed = self.train_step(batch)
                     examples += len(batch.index)
                     bar.update()
                     if self.step == config.iterations or self.step % config.log_every == 0:
-                        row = {name: value.item() for name, value in metrics.items()}
-                        row["questions_per_second"] = examples / (time.perf_counter() - clock)
-                        row["peak_memory_gb"] = peak_memory(self.device) / 1e9
-                        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-                        records.write(self.step, row)
-                        bar.set_postfix_str(_summary(row))
+                        self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
                         clock, examples = time.perf_counter(), 0
+                if agreed.stop is not None:
+                    raise Stopped(agreed.stop)
                 if self.validation_due:
                     paused = time.perf_counter()
                     self._validate_and_save(validation, records, bar)
                     clock += time.perf_counter() - paused  # only training counts
 
-    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records, bar: tqdm) -> None:
+    def _log(
+        self, metrics: Metrics, agreed: Agreement, examples: int, seconds: float, records: Records | None, bar: tqdm
+    ) -> None:
+        """Write a row of what all processes have done since the last one, `examples` being this one's."""
+        row = self.replicas.mean(metrics, agreed.weight)
+        row["questions_per_second"] = int(total(torch.tensor(examples))) / seconds
+        memory = gather(peak_memory(self.device))
+        if records is None or memory is None:
+            return
+        row["peak_memory_gb"] = max(memory) / 1e9
+        row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        records.write(self.step, row)
+        bar.set_postfix_str(_summary(row))
+
+    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None, bar: tqdm) -> None:
         """Validate where there is a split for it; write this step's checkpoint, after it as the best if it is that.
 
         The order matters to a run that is killed in between: it goes on from the checkpoint before, and comes here
@@ -200,11 +226,21 @@ class Trainer:
             improved = score is None or score > self.best
             if score is not None:
                 self.best = max(score, self.best)
+            if score is not None and records is not None:
                 records.write(self.step, {VALIDATION: score})
                 bar.write(f"{self.config.model} iteration {self.step}: validation accuracy {100 * score:.1f}%")
             if improved:
                 self.save(BEST)
             self.save_step()
+
+    def _refuse(self, batch: Batch, loss: float) -> NoReturn:
+        """End the run before a step whose loss is not finite."""
+        gathered = gather(batch.index.numpy())
+        if gathered is None:
+            raise InputError(f"{self.out}: the loss is {loss} at iteration {self.step + 1}")
+        positions = np.concatenate(gathered)
+        questions = self.question_index[positions]
+        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt())
 
     def _learnt(self) -> dict[str, Any]:
         return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}

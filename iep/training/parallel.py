@@ -9,9 +9,10 @@ one, and DDP counts it as a zero. What no process has used is told by a flag for
 and keeps no gradient at all, so that the optimiser leaves it alone as it would in one process.
 """
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,35 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from iep.datasets import Batch
-from iep.distributed import total
+from iep.distributed import total, world_size
+from iep.signals import SIGNALS, Stopped, asked
 from iep.training.sync_norm import synchronize_norms
 from iep.training.tasks import Metrics
 
 
+class Agreement(NamedTuple):
+    """What the processes know together of a step, once each has its own part's loss."""
+
+    loss: float
+    """Over the whole minibatch."""
+    weight: float
+    """What this process's loss counts for, so that the mean over processes is the loss over the whole minibatch."""
+    stop: signal.Signals | None
+    """A signal has asked one of them to stop."""
+
+
 class Replicas:
-    """The networks of a task, equal in all processes and kept so."""
+    """The networks of a task, equal in all processes and kept so. In a process by itself, the task as it is."""
 
     def __init__(self, task: Any, parameters: Sequence[nn.Parameter]):
         """`parameters` are those that are trained. All processes must make theirs at the same time."""
+        self._task, self._parameters = task, parameters
+        self._step = task.loss
+        if world_size() == 1:
+            return
         norms = dist.new_group()  # of their own: DDP's messages may come between theirs in any order
         for network in task.networks.values():
             synchronize_norms(network, norms)
-        self._parameters = parameters
         self._step = DistributedDataParallel(
             _Step(task, parameters), broadcast_buffers=False, gradient_as_bucket_view=True
         )
@@ -42,18 +58,66 @@ class Replicas:
             parameter.register_post_accumulate_grad_hook(partial(self._mark, number))
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """As the task's `loss` on this process's part; its gradients come averaged over processes."""
-        self._is_used.zero_()
+        """As the task's `loss`, on this process's part of a minibatch."""
         return self._step(batch)
 
-    def drop_unused(self) -> None:
-        """After the way back: take the zero gradients from what no process has used."""
+    def agree(self, batch: Batch, loss: float) -> Agreement:
+        """What the processes know together, each of its own `batch` and `loss`."""
+        if world_size() == 1:
+            return Agreement(loss, 1.0, None)
+        count = self._task.count(batch)
+        loss_sum, counts, *stops = total(torch.tensor([loss * count, count, *_stops()], dtype=torch.float64)).tolist()
+        return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Leave the gradients of the whole minibatch's loss; None for what no process has used."""
+        if world_size() == 1:
+            loss.backward()
+            return
+        self._is_used.zero_()
+        (loss * weight).backward()
         for parameter, used in zip(self._parameters, total(self._is_used).tolist(), strict=True):
             if not used:
                 parameter.grad = None
 
+    def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
+        """The metrics of the whole minibatch."""
+        values = torch.tensor([value.item() for value in metrics.values()], dtype=torch.float64)
+        return dict(zip(metrics, (total(values * weight) / world_size()).tolist(), strict=True))
+
     def _mark(self, number: int, _: Tensor) -> None:
         self._is_used[number] = 1
+
+
+def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """This process's `batches`, some processes having one more than others.
+
+    Raises:
+        Stopped: in all processes at the same time, where a signal has asked one of them to stop.
+    """
+    if world_size() == 1:
+        yield from batches
+        return
+    iterator = iter(batches)
+    while True:
+        batch = next(iterator, None)
+        going_on, *stops = total(torch.tensor([batch is not None, *_stops()], dtype=torch.int64)).tolist()
+        if (stop := _first(stops)) is not None:
+            raise Stopped(stop)
+        if not going_on:
+            return
+        if batch is not None:
+            yield batch
+
+
+def _stops() -> list[bool]:
+    """For each signal, has it asked this process to stop?"""
+    return [asked() == number for number in SIGNALS]
+
+
+def _first(stops: Sequence[float]) -> signal.Signals | None:
+    """The first of the signals that have asked some process to stop."""
+    return next((number for number, asking in zip(SIGNALS, stops, strict=True) if asking), None)
 
 
 class _Step(nn.Module):

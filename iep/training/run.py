@@ -13,6 +13,7 @@ from iep.config import Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.devices import resolve_device
+from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
 from iep.files import write_bytes
 from iep.networks import (
@@ -27,7 +28,7 @@ from iep.networks import (
     place,
     unpack,
 )
-from iep.ordering import make_order, program_lengths
+from iep.ordering import Order, make_order, program_lengths
 from iep.training.checkpoint import Saved, checkpoints, load_newest
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
@@ -77,8 +78,9 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
         trainer.restore(start.content)
 
     batches, validation_batches = _batches(config, vocab, trainer, training, validation)
-    out.mkdir(parents=True, exist_ok=True)
-    write_bytes(out / "config.yaml", to_yaml(config).encode())
+    if is_main():
+        out.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / "config.yaml", to_yaml(config).encode())
     trainer.fit(batches, validation_batches)
     return True
 
@@ -100,14 +102,24 @@ def _batches(
         config.seed,
         config.questions_per_image,
     )
+    _check_enough(order)
     pin = trainer.device.type == "cuda"
     steps = range(trainer.step, config.iterations)
+    draws = config.max_program_length if config.model == "joint" else 0
+    ranks = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
-    batches = training_batches(dataset, order, steps, config.workers, pin)
+    batches = training_batches(dataset, order, steps, config.workers, pin, draws, **ranks)
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
-    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin)
+    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin, **ranks)
+
+
+def _check_enough(order: Order) -> None:
+    """Every process must get a question of every minibatch."""
+    fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
+    if fewest < world_size():
+        raise InputError(f"a minibatch of {fewest} questions for {world_size()} processes, expected one each at least")
 
 
 def _refuse_unused(config: Config) -> None:
