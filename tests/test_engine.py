@@ -1,5 +1,4 @@
 import gc
-import importlib
 import itertools
 import pickle
 import weakref
@@ -10,12 +9,12 @@ import torch
 from batching_cases import assert_same, matrix, quick, results, token_matrices
 from hypothesis import example, given, settings
 
+from iep.batching import exchange
 from iep.batching.schedulers import SCHEDULERS
 from iep.execution_engine.engine import ExecutionEngine, plan_programs
 from iep.programs import arity
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
-execute = importlib.import_module("iep.batching.execute")  # the package has a function of that name
 FUNCTIONS = ("count", "equal_size", "filter_color[red]", "greater_than", "intersect", "relate[left]", "scene", "union")
 TOKENS = index_tokens(FUNCTIONS)
 INDEX = {token: index for index, token in enumerate(TOKENS)}
@@ -118,9 +117,9 @@ def test_steps_leave_nothing_behind():
 def test_the_values_of_a_run_are_gone_before_the_way_back():
     engine = small_engine(dtype=torch.float32)
     buffers = []
-    make = execute._Run._buffer
+    make = exchange.Run._buffer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute._Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
+        patch.setattr(exchange.Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
         loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
         assert [buffer() for buffer in buffers] == [None]
         loss.backward()
@@ -131,9 +130,9 @@ def test_gradients_are_gone_with_the_way_back_though_the_stem_is_frozen_and_the_
     engine = small_engine(dtype=torch.float32)
     engine.stem.requires_grad_(False)
     buffers = []
-    make = execute._Run._buffer
+    make = exchange.Run._buffer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute._Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
+        patch.setattr(exchange.Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
         loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
         loss.backward()
     assert len(buffers) == 2

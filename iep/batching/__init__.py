@@ -7,6 +7,7 @@ from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.layout import Layout, lay_out
+from iep.batching.placed import Homes, PlacedLayout, lay_out_placed
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, Schedule, make_schedule
 from iep.batching.sharing import share
@@ -16,11 +17,14 @@ __all__ = [
     "DeferredWeightGrads",
     "Graph",
     "Group",
+    "Homes",
     "Layout",
+    "PlacedLayout",
     "Schedule",
     "execute",
     "graph_from_prefix",
     "lay_out",
+    "lay_out_placed",
     "make_schedule",
     "run_prefix",
     "share",

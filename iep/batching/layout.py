@@ -11,8 +11,9 @@ Shapes: K calls and the inputs' arrival, N nodes, R results (num_inputs + N, in 
 
 import sys
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -24,9 +25,10 @@ from iep.batching.schedulers import Schedule
 
 @dataclass(frozen=True)
 class Call:
-    """One module call; or, with op None, the inputs' arrival or the roots' departure."""
+    """One module call; or, with no arguments, what arrives; or, with no results, what departs."""
 
-    op: int | None
+    op: Hashable
+    """None for the inputs' arrival and the roots' departure."""
     rows: int
     """G."""
     argument_uses: tuple[slice, ...]
@@ -65,48 +67,108 @@ class Layout:
         return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Calls in their order, and the slots that they take and make; what a layout is made of."""
+
+    num_slots: int
+    ops: Sequence[Hashable]
+    """(K,) of the calls."""
+    rows: np.ndarray
+    """(K,) of each argument and of the results."""
+    arity: np.ndarray
+    """(K,) how many arguments; 0 for what arrives."""
+    makes: np.ndarray
+    """(K,) how many results: `rows`, or 0 for what departs."""
+    made: np.ndarray
+    """(R,) slots of the results."""
+    taken: np.ndarray
+    """(U,) slots of the uses: of each call one argument after the other."""
+
+    @cached_property
+    def call_of_result(self) -> np.ndarray:
+        """(R,)"""
+        return np.repeat(np.arange(len(self.rows)), self.makes)
+
+    @cached_property
+    def call_of_use(self) -> np.ndarray:
+        """(U,)"""
+        return np.repeat(np.arange(len(self.rows)), self.rows * self.arity)
+
+    @cached_property
+    def call_of_slot(self) -> np.ndarray:
+        """(num_slots,) the call that makes each slot; the last call, which makes none, for those that none makes."""
+        call = np.full(self.num_slots, len(self.rows) - 1)
+        call[self.made] = self.call_of_result
+        return call
+
+
 def lay_out(graph: Graph, schedule: Schedule) -> Layout:
     """The layout of `schedule`, which runs every node of `graph` once, arguments first.
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments.
     """
+    steps = steps_of(graph, schedule)
+    return lay_out_steps(steps, leads_to_root(graph, steps))
+
+
+def steps_of(graph: Graph, schedule: Schedule) -> Steps:
+    """The inputs' arrival, the schedule's groups, the roots' departure.
+
+    Raises:
+        ValueError: as `lay_out`.
+    """
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
     if not np.array_equal(np.sort(order_N), np.arange(graph.num_nodes)):
         raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
-    rows_K = np.array([graph.num_inputs, *(len(group.nodes) for group in schedule)])
-    first_K = np.cumsum(rows_K) - rows_K
-    call_R = np.repeat(np.arange(len(rows_K)), rows_K)
-    arity_K = np.append(0, (graph.args[order_N[first_K[1:] - graph.num_inputs]] >= 0).sum(axis=1))
+    makes_K = np.array([graph.num_inputs, *(len(group.nodes) for group in schedule), 0])
+    rows_K = np.append(makes_K[:-1], len(graph.roots))
+    first_K = np.cumsum(makes_K) - makes_K
+    args_N = graph.args[order_N]
+    arity_K = np.concatenate([[0], (args_N[first_K[1:-1] - graph.num_inputs] >= 0).sum(axis=1), [1]])
+    steps = Steps(
+        num_slots=graph.num_inputs + graph.num_nodes,
+        ops=[None, *(group.op for group in schedule), None],
+        rows=rows_K,
+        arity=arity_K,
+        makes=makes_K,
+        made=np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N),
+        taken=np.empty((rows_K * arity_K).sum(), dtype=np.int64),
+    )
     first_use_K = np.cumsum(rows_K * arity_K) - rows_K * arity_K
-
-    result_U, call_U = _uses(graph, order_N, call_R, rows_K, first_K, first_use_K)
-    if (call_R[result_U] >= call_U).any():
+    taker, position = np.nonzero(args_N >= 0)
+    call = steps.call_of_result[graph.num_inputs + taker]
+    use = first_use_K[call] + position * rows_K[call] + graph.num_inputs + taker - first_K[call]
+    steps.taken[use] = args_N[taker, position]
+    steps.taken[len(taker) :] = graph.roots
+    if (steps.call_of_slot[steps.taken] >= steps.call_of_use).any():
         raise ValueError("a schedule runs a node before its arguments")
-    last_use_K = np.arange(len(rows_K))
-    np.maximum.at(last_use_K, call_R[result_U], call_U)
-    places, num_places = _places(rows_K.tolist(), last_use_K.tolist())
+    return steps
+
+
+def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
+    """The layout of `steps`, in which what is taken has been made; `leads` says of each slot if it leads to a root."""
+    count_K, num_calls = steps.makes, len(steps.rows)
+    first_K, call_R = np.cumsum(count_K) - count_K, steps.call_of_result
+    result_of_slot = np.zeros(steps.num_slots, dtype=np.int64)
+    result_of_slot[steps.made] = np.arange(len(steps.made))
+    result_U = result_of_slot[steps.taken]
+    last_use_K = np.arange(num_calls)
+    np.maximum.at(last_use_K, call_R[result_U], steps.call_of_use)
+    places, num_places = _places(count_K.tolist(), last_use_K.tolist())
     place_U = (np.array([place.start for place in places]) - first_K)[call_R[result_U]] + result_U
     takers, extra_results, extra_uses = _takers(result_U, len(call_R))
-    is_used_K = np.ones(len(rows_K), dtype=bool)
-    if (takers == len(result_U)).any():  # otherwise every result is taken, and so all lead to a root
-        slot_R = np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N)
-        is_used_K = np.bincount(call_R[_leads_to_root(graph)[slot_R]], minlength=len(rows_K)) > 0
+    is_used_K = np.bincount(call_R[leads[steps.made]], minlength=num_calls) > 0
 
-    ops = [None, *(group.op for group in schedule)]
-    starts = zip(rows_K.tolist(), arity_K.tolist(), first_use_K.tolist(), strict=True)
-    arguments = [
-        tuple(slice(use + i * rows, use + (i + 1) * rows) for i in range(arity)) for rows, arity, use in starts
-    ]
-    results = _slices(np.append(first_K, len(call_R)))
-    extras = _slices(np.searchsorted(extra_results, np.append(first_K, len(call_R))))
-    columns = (ops, rows_K.tolist(), arguments, results, places, is_used_K.tolist(), extras)
-    roots, nothing = slice(len(result_U) - len(graph.roots), len(result_U)), slice(0, 0)
+    rows, arity = steps.rows.tolist(), steps.arity.tolist()
+    starts = zip(rows, arity, (np.cumsum(steps.rows * steps.arity) - steps.rows * steps.arity).tolist(), strict=True)
+    arguments = [tuple(slice(use + i * size, use + (i + 1) * size) for i in range(many)) for size, many, use in starts]
+    bounds_K = np.append(first_K, len(call_R))
+    extras = _slices(np.searchsorted(extra_results, bounds_K))
+    columns = (steps.ops, rows, arguments, _slices(bounds_K), places, is_used_K.tolist(), extras)
     return Layout(
-        calls=(
-            *(Call(*fields) for fields in zip(*columns, strict=True)),
-            Call(None, len(graph.roots), (roots,), nothing, nothing, False, nothing),
-        ),
+        calls=tuple(Call(*fields) for fields in zip(*columns, strict=True)),
         num_places=num_places,
         num_uses=len(result_U),
         sources=torch.from_numpy(place_U),
@@ -116,30 +178,12 @@ def lay_out(graph: Graph, schedule: Schedule) -> Layout:
     )
 
 
-def _uses(
-    graph: Graph,
-    order_N: np.ndarray,
-    call_R: np.ndarray,
-    rows_K: np.ndarray,
-    first_K: np.ndarray,
-    first_use_K: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The result that each use is of, and the call that it is an argument of, (U,) each; the roots' uses come last."""
-    result_of_slot = np.arange(len(call_R))
-    result_of_slot[graph.num_inputs + order_N] = graph.num_inputs + np.arange(graph.num_nodes)
-    args_N = graph.args[order_N]
-    taker, position = np.nonzero(args_N >= 0)
-    call = call_R[graph.num_inputs + taker]
-    use = first_use_K[call] + position * rows_K[call] + graph.num_inputs + taker - first_K[call]
-    result_U = np.empty(len(taker) + len(graph.roots), dtype=np.int64)
-    call_U = np.full(len(result_U), len(rows_K))
-    result_U[use], call_U[use] = result_of_slot[args_N[taker, position]], call
-    result_U[len(taker) :] = result_of_slot[graph.roots]
-    return result_U, call_U
-
-
-def _leads_to_root(graph: Graph) -> np.ndarray:
-    """(num_inputs + N,) bool: the slots that a root's value depends on, roots included."""
+def leads_to_root(graph: Graph, steps: Steps) -> np.ndarray:
+    """(num_inputs + N,) bool: the slots that a root's value depends on, roots included; `steps` are of `graph`."""
+    is_taken = np.zeros(steps.num_slots, dtype=bool)
+    is_taken[steps.taken] = True
+    if is_taken.all():  # and so all lead to a root
+        return is_taken
     # One entry more than there are slots: -1, no argument, reads the last.
     leads = np.arange(graph.num_inputs + graph.num_nodes + 1) == graph.num_inputs + graph.num_nodes
     new = graph.roots
@@ -172,6 +216,9 @@ def _places(rows_K: list[int], last_use_K: list[int]) -> tuple[list[slice], int]
         # What this call itself takes has been read when its results are written.
         for unused in expiring[call]:
             _free(gaps, unused.start, unused.stop)
+        if not rows:
+            places.append(slice(0, 0))
+            continue
         index = next(index for index, (first, end) in enumerate(gaps) if end - first >= rows)
         start, end = gaps[index]
         gaps[index : index + 1] = [(start + rows, end)] if start + rows < end else []

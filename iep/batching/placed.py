@@ -1,0 +1,177 @@
+"""Graph, schedule and a device for every op -> what each device does, and what moves between them: plain data.
+
+A group of the schedule runs on its op's device. Every device has a layout of its own, with buffers of its own, in which
+moves are calls: right after the call that makes them, the rows that another device needs depart; there they arrive
+before the first call that takes one. So a slot moves to a device at most once, and only if it is needed there. Each
+device does its part in the schedule's order, and what it waits for was begun earlier in that order, so that devices
+never wait for each other in a circle. Running it is `threads.py`.
+
+Shapes: K calls, U uses, as in `layout.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from iep.batching.graph import Graph
+from iep.batching.layout import Call, Layout, Steps, lay_out_steps, leads_to_root, steps_of
+from iep.batching.schedulers import Schedule
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where everything is: positions in a list of devices, in which one device may stand several times."""
+
+    devices: tuple[torch.device, ...]
+    ops: Mapping[int, int]
+    """Of every op that may run."""
+    inputs: int
+    roots: int
+    """Where the results are wanted."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The op of a call that hands on the rows of a move."""
+
+    move: int
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The op of a call that brings them in."""
+
+    move: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows that cross together: of one call's results, what one other device needs."""
+
+    after: int
+    """The call that makes them, counted from 1 as the schedule's groups."""
+    source: int
+    destination: int
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedLayout:
+    """What every device does, and what moves."""
+
+    homes: Homes
+    layouts: tuple[Layout, ...]
+    """Of each device; the first and the last call of those that neither hold the inputs nor the roots are empty."""
+    moves: tuple[Move, ...]
+    """In the order of their departures."""
+
+    @property
+    def calls(self) -> tuple[Call, Call]:
+        """The inputs' arrival and the roots' departure."""
+        return self.layouts[self.homes.inputs].calls[0], self.layouts[self.homes.roots].calls[-1]
+
+    @property
+    def rows_moved(self) -> int:
+        """How many values cross on the way forward; as many gradients do on the way back."""
+        return sum(move.rows for move in self.moves)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PlacedLayout":
+        """The same with `function` of its index tensors."""
+        return replace(self, layouts=tuple(layout.map(function) for layout in self.layouts))
+
+    def on_devices(self) -> "PlacedLayout":
+        """The same with each layout's index tensors on its own device."""
+        there = zip(self.layouts, self.homes.devices, strict=True)
+        return replace(
+            self,
+            layouts=tuple(layout.map(lambda index, to=to: index.to(to, non_blocking=True)) for layout, to in there),
+        )
+
+
+def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes) -> PlacedLayout:
+    """The layout of `schedule` on several devices.
+
+    Raises:
+        ValueError: as `lay_out`, or an op of the schedule has no home.
+    """
+    steps = steps_of(graph, schedule)
+    homeless = {op for op in steps.ops[1:-1] if op not in homes.ops}
+    if homeless:
+        raise ValueError(f"op {min(homeless)} is to run, but is placed on no device")
+    home_K = np.array([homes.inputs, *(homes.ops[op] for op in steps.ops[1:-1]), homes.roots])
+    crossings = _crossings(steps, home_K)
+    leads = leads_to_root(graph, steps)
+    return PlacedLayout(
+        homes=homes,
+        layouts=tuple(
+            lay_out_steps(_steps_at(position, steps, home_K, crossings), leads)
+            for position in range(len(homes.devices))
+        ),
+        moves=tuple(Move(c.maker, int(home_K[c.maker]), c.destination, len(c.slots)) for c in crossings),
+    )
+
+
+class _Crossing(NamedTuple):
+    maker: int
+    """The call that makes the slots."""
+    destination: int
+    taker: int
+    """The first call there that takes one of them."""
+    slots: np.ndarray
+
+
+def _crossings(steps: Steps, home_K: np.ndarray) -> list[_Crossing]:
+    """What has to move, in the order of the calls that make it."""
+    maker_U, home_U = steps.call_of_slot[steps.taken], home_K[steps.call_of_use]
+    crossing = np.flatnonzero(home_K[maker_U] != home_U)
+    move_U = maker_U[crossing] * (int(home_K.max()) + 1) + home_U[crossing]
+    # Each slot's first use there: uses are in the order of the calls.
+    keys, first = np.unique(move_U * steps.num_slots + steps.taken[crossing], return_index=True)
+    uses = crossing[first]
+    cuts = np.flatnonzero(np.diff(keys // steps.num_slots)) + 1
+    return [
+        _Crossing(
+            int(maker_U[part[0]]),
+            int(home_U[part[0]]),
+            int(steps.call_of_use[part].min()),
+            steps.taken[part],
+        )
+        for part in np.split(uses, cuts)
+        if len(part)
+    ]
+
+
+def _steps_at(position: int, steps: Steps, home_K: np.ndarray, crossings: list[_Crossing]) -> Steps:
+    """What one device does."""
+    made = np.split(steps.made, np.cumsum(steps.makes)[:-1])
+    taken = np.split(steps.taken, np.cumsum(steps.rows * steps.arity)[:-1])
+    nothing, last = steps.made[:0], len(home_K) - 1
+    # By time: call k at 3k + 1, after what arrives for it and before what departs.
+    timed = [
+        (3 * call + 1, (steps.ops[call], steps.rows[call], steps.arity[call], made[call], taken[call]))
+        for call in np.flatnonzero(home_K == position).tolist()
+    ]
+    timed += [
+        (time, (None, 0, 0, nothing, nothing))
+        for time, call in ((0, 0), (3 * last + 1, last))
+        if home_K[call] != position
+    ]
+    for move, (maker, destination, taker, slots) in enumerate(crossings):
+        if home_K[maker] == position:
+            timed.append((3 * maker + 2, (Departure(move), len(slots), 1, nothing, slots)))
+        if destination == position:
+            timed.append((3 * taker, (Arrival(move), len(slots), 0, slots, nothing)))
+    ordered = [step for _, step in sorted(timed, key=lambda each: each[0])]
+    ops, rows, arity, made_K, taken_K = zip(*ordered, strict=True)
+    return Steps(
+        num_slots=steps.num_slots,
+        ops=ops,
+        rows=np.array(rows),
+        arity=np.array(arity),
+        makes=np.array([len(slots) for slots in made_K]),
+        made=np.concatenate(made_K),
+        taken=np.concatenate(taken_K),
+    )

@@ -1,0 +1,139 @@
+"""A placed layout's parts -> run at the same time: every device's calls by a thread of its own.
+
+A thread runs its device's calls in the schedule's order, and waits only for rows that another hands on. On the CPU
+results are the same in every bit however the threads come to run: each device's sums have an order of their own. On the
+way back it is autograd that runs devices at the same time: one thread for each GPU, one for all CPUs.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from iep.batching.exchange import Module, Modules, Run, run_calls
+from iep.batching.placed import Arrival, Departure, PlacedLayout
+
+
+def run_devices(layout: PlacedLayout, modules: Modules, inputs: Tensor, defer: bool) -> Tensor:
+    """`execute` of a placed layout. What one device's thread raises ends the others, and is raised."""
+    devices, modes = layout.homes.devices, _Modes.of_this_thread(inputs.device, layout.homes.devices)
+    boxes: list[SimpleQueue] = [SimpleQueue() for _ in layout.moves]
+    failures: list[BaseException] = []
+
+    def stop() -> None:
+        for box in boxes:
+            box.put(None)
+
+    def work(position: int) -> tuple[Tensor, ...]:
+        part, device = layout.layouts[position], devices[position]
+        try:
+            with modes.on(device):
+                run = Run(part, inputs, device)
+                there = _modules_at(part.calls[1:-1], modules, boxes, device)
+                return run_calls(run, there, inputs if position == layout.homes.inputs else None, defer)
+        except BaseException as failure:
+            failures.append(failure)
+            stop()
+            raise
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        ends = [pool.submit(work, position) for position in range(len(devices))]
+        try:
+            wait(ends)
+        except BaseException:  # the user's interruption
+            stop()
+            raise
+    if failures:
+        raise failures[0]
+    tokens, departed = zip(*[(token, rows) for token, *rows in (end.result() for end in ends)], strict=True)
+    return _Join.apply(departed[layout.homes.roots][0], *tokens)
+
+
+class _StoppedError(Exception):
+    """Another device's thread has failed."""
+
+
+def _modules_at(
+    calls: Sequence[Any], modules: Modules, boxes: Sequence[SimpleQueue], device: torch.device
+) -> dict[Any, Module]:
+    """By op, what runs for a device's calls: modules, and what sends and receives rows."""
+
+    def module(op: Any) -> Module:
+        if isinstance(op, Departure):
+            return boxes[op.move].put
+        if isinstance(op, Arrival):
+            return partial(_receive, boxes[op.move], device)
+        return modules[op]
+
+    return {call.op: module(call.op) for call in calls}
+
+
+def _receive(box: SimpleQueue, device: torch.device) -> Tensor:
+    rows = box.get()
+    if rows is None:
+        raise _StoppedError
+    return move(rows, device)
+
+
+def move(rows: Tensor, device: torch.device) -> Tensor:
+    """Rows on another device; the only thing that crosses. What a CPU receives is there when this returns."""
+    return rows.to(device, non_blocking=device.type == "cuda")
+
+
+class _Join(Function):
+    """The roots as they are. On the way back every device's last exchange comes next, so that each goes through all of
+    its calls, those that lead to no root too, and no gradient is read before it is written."""
+
+    @staticmethod
+    def forward(ctx: Any, roots: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(roots)
+        return roots
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """What PyTorch keeps for each thread: gradients or not, precision, streams."""
+
+    inference: bool
+    grad: bool
+    autocast: tuple[bool, torch.dtype, bool]
+    """Of the inputs' kind of device; holds on every other kind too."""
+    streams: tuple[Any, ...]
+
+    @classmethod
+    def of_this_thread(cls, inputs: torch.device, devices: Sequence[torch.device]) -> "_Modes":
+        kind = inputs.type
+        return cls(
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()),
+            tuple(torch.cuda.current_stream(device) for device in dict.fromkeys(devices) if device.type == "cuda"),
+        )
+
+    def on(self, device: torch.device) -> AbstractContextManager:
+        """The same modes in the thread that works for `device`."""
+        stack = ExitStack()
+        for stream in self.streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.inference_mode(self.inference))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        # Not by the context `torch.autocast`: at its end it would throw away what other threads' casts have kept.
+        enabled, dtype, cache = self.autocast
+        torch.set_autocast_enabled(device.type, enabled)
+        torch.set_autocast_dtype(device.type, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        return stack

@@ -1,0 +1,31 @@
+"""Devices to place things on: logical ones on the CPU everywhere, and GPUs where there are any."""
+
+import pytest
+import torch
+
+from iep.batching import threads
+
+ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICE_LISTS = [
+    ("cpu", "cpu"),
+    ("cpu", "cpu", "cpu"),
+    pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cuda:1"), marks=TWO_GPUS),
+]
+
+
+class CountedMoves:
+    """While it is on, keeps how many rows and bytes each move takes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.rows: list[int] = []
+        self.bytes = 0
+        self._move = threads.move
+        patch.setattr(threads, "move", self._counted)
+
+    def _counted(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.rows.append(len(rows))
+        self.bytes += rows.nbytes
+        return self._move(rows, device)
