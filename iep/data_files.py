@@ -57,6 +57,11 @@ def damage_named(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())})") from None
 
 
+def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
+    """All attributes, texts as `str`."""
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in holder.attrs.items()}
+
+
 CONTENT_DIGEST = "content_digest"
 """The attribute of a questions file that holds the digest of its arrays."""
 REMEDY = "iep-preprocess --verify --overwrite makes the file anew"
@@ -100,8 +105,8 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
         questions = file.get("questions")
         if not isinstance(questions, h5py.Dataset):
             raise InputError(f"{path}: has no dataset 'questions', expected a questions file of iep-preprocess")
-        made_with = file.attrs.get("vocab_digest", vocab.digest)  # the original toolkit's files tell nothing
-        if made_with != vocab.digest:
+        attributes = read_attributes(file)  # the original toolkit's files have none
+        if attributes.get("vocab_digest", vocab.digest) != vocab.digest:
             raise InputError(f"{path}: was encoded with another vocabulary than the vocab.json beside it")
         count = len(questions) if questions.ndim else 0
         arrays = {
@@ -116,8 +121,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
             )
         }
         content = {name: values for name, values in arrays.items() if values is not None}
-        # The original toolkit's files have no digest.
-        if file.attrs.get(CONTENT_DIGEST, None) not in (None, arrays_digest(content)):
+        if CONTENT_DIGEST in attributes and attributes[CONTENT_DIGEST] != arrays_digest(content):
             raise InputError(f"{path}: damaged, its arrays are not those that were written; {REMEDY}")
     for name, tokens in (
         ("questions", vocab.question),

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
+from iep.data_files import read_attributes
 from iep.files import read_json
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
@@ -87,7 +88,7 @@ def test_float16_rows_are_the_float32_rows_rounded(clevr, out, tmp_path):
 def test_the_file_says_how_it_was_made(clevr, out):
     run(clevr, "--out", out, *PATCHES)
     with h5py.File(out / "val_features.h5") as file:
-        attributes = dict(file["features"].attrs)
+        attributes = read_attributes(file["features"])
     attributes.pop("images_digest")
     assert attributes == {
         "backbone": "patches",

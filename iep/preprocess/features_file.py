@@ -26,11 +26,11 @@ import h5py
 import numpy as np
 
 from iep.checksums import row_checksums
-from iep.data_files import Features
+from iep.data_files import Features, read_attributes
 from iep.distributed import any_rank, barrier, is_main, world_size
 from iep.errors import InputError
 from iep.files import os_errors_name, read_json, write_json
-from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest
+from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
 from iep.preprocess.together import Trouble, by_main, end_with, first_trouble
 
 _DATASET, _CHECKSUMS = "features", "checksums"
@@ -74,10 +74,7 @@ def _recorded(path: Path, file: Path | BinaryIO) -> tuple[dict[str, Any], "_Begu
             if name not in hdf5:
                 raise InputError(f"{path}: has no data set {name!r}; --overwrite replaces it")
         dataset = hdf5[_DATASET]
-        attributes = dict(dataset.attrs)
-        if _IMAGES in attributes:
-            attributes[_IMAGES] = attributes[_IMAGES].decode()
-        return attributes, _Begun(dataset.id.get_offset(), hdf5[_CHECKSUMS].id.get_offset(), 0)
+        return read_attributes(dataset), _Begun(dataset.id.get_offset(), hdf5[_CHECKSUMS].id.get_offset(), 0)
 
 
 class FeatureRows:
@@ -243,9 +240,7 @@ def _create_datasets(hdf5: h5py.File, spec: FeaturesSpec) -> _Begun:
     """Add the data sets, whole and without content, and the attributes of the rows."""
     checksums = create_in_place(hdf5, _CHECKSUMS, spec.shape[:1], np.dtype(np.uint32))
     dataset = create_in_place(hdf5, _DATASET, spec.shape, spec.dtype)
-    dataset.attrs.update({**spec.recipe, "images": spec.shape[0]})
-    # Of a fixed length, so that it can be replaced in its place.
-    dataset.attrs[_IMAGES] = np.bytes_(value_digest(spec.images))
+    write_recipe(dataset, {**spec.recipe, "images": spec.shape[0], _IMAGES: value_digest(spec.images)})
     return _Begun(dataset.id.get_offset(), checksums.id.get_offset(), 0)
 
 

@@ -16,12 +16,12 @@ import h5py
 import numpy as np
 
 from iep.checksums import arrays_digest
-from iep.data_files import CONTENT_DIGEST
+from iep.data_files import CONTENT_DIGEST, read_attributes
 from iep.data_files import read_questions as read_questions_file
 from iep.errors import InputError
 from iep.files import atomic_path, os_errors_name
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
-from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened
+from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened, write_recipe
 from iep.vocab import Vocab
 
 
@@ -154,7 +154,7 @@ def _is_done(path: Path, recipe: Recipe, overwrite: bool, vocab: Vocab, verify: 
 
 def _recorded(path: Path) -> dict[str, Any]:
     with opened(path) as file:
-        return dict(file.attrs)
+        return read_attributes(file)
 
 
 def _num_features(path: Path) -> int | None:
@@ -184,7 +184,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
     with h5py.File(image, "w", libver=FORMAT) as file:
         for name, array in arrays.items():
             file.create_dataset(name, data=array)
-        file.attrs.update({**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
+        write_recipe(file, {**recipe, CONTENT_DIGEST: arrays_digest(arrays)})
     path.write_bytes(image.getbuffer())
 
 

@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 import h5py
+import numpy as np
 
 from iep.data_files import HDF5_ERRORS
 from iep.errors import InputError
 
 Recipe = Mapping[str, str | int]
+_DIGITS = 16
 FORMAT = ("v108", "v108")
 """Of the HDF5 files: the first whose structure has checksums of its own; HDF5 1.8 (2008) and later read it."""
-_DIGITS = 16
+
+
+def write_recipe(holder: h5py.File | h5py.Dataset, recipe: Recipe) -> None:
+    """Record the recipe as attributes. Texts are of a fixed length: those of any length would lie in a part of the file
+    that has no checksums, and that HDF5 may read for ever where it is damaged."""
+    for name, value in recipe.items():
+        holder.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
 def file_digest(path: Path) -> str:
