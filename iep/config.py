@@ -122,6 +122,10 @@ class Config:
 
     seed: int = setting(0, minimum=0, maximum=2**32 - 1)
     device: str = "auto"
+    placement: str = "none"
+    """How the engine's functions are given devices: none, round-robin, balanced, or a YAML file that names each's."""
+    devices: tuple[str, ...] = ()
+    """Those of the placement."""
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
     keep: int = setting(2, minimum=1)

@@ -1,20 +1,21 @@
 """Questions and features -> minibatches, read in the loader's workers, where the engine's plan is made too.
 
-Which questions make up a batch is `ordering.py`; what the files hold, `data_files.py`.
+Which questions make up a batch is `ordering.py`; what the files hold, `data_files.py`; the workers, `loader.py`.
 
 Shapes: B examples, N distinct images of a batch, T question tokens, L program tokens, C H W feature maps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from iep.data_files import Features, Questions
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, Planner
+from iep.loader import Batches, Loading
 from iep.ordering import Order, deal, step_numbers
 
 
@@ -41,20 +42,26 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`, features as float32."""
-        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        batch = self.map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
         # After the transfer: float16 is half as many bytes to move.
         return batch if batch.features is None else replace(batch, features=batch.features.float())
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory; the data loader calls this."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self._map(torch.Tensor.pin_memory, lambda plan: plan.map(torch.Tensor.pin_memory))
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def _map(
+        self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[Plan], Plan]
+    ) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
         if self.plan is not None:
-            changed["plan"] = self.plan.map(function)
+            changed["plan"] = function_of_plan(self.plan)
         return replace(self, **changed)
+
+
+Choice = tuple[np.ndarray, np.ndarray | None]
+"""What a batch is made of: positions of its examples, and its `draws`."""
 
 
 class ClevrDataset(Dataset):
@@ -85,12 +92,26 @@ class ClevrDataset(Dataset):
         return len(self.questions)
 
     def __getitem__(self, rows: np.ndarray) -> Batch:
+        return self.batch((rows, None))
+
+    @property
+    def bytes_an_image(self) -> int:
+        """Of the features that a batch holds."""
+        return 0 if self.features is None else self.features.row_bytes
+
+    def batch(self, choice: Choice, allocate: Callable[..., np.ndarray] = np.empty) -> Batch:
+        """The batch made of `choice`, its features in an array that `allocate` gives.
+
+        Raises:
+            InputError: features cannot be read.
+        """
+        rows, draws = choice
         part = self.questions.select(rows)
         programs_BL = None if part.programs is None else torch.from_numpy(part.programs)
         features, image_rows = None, None
         if self.features is not None:
             images, inverse = np.unique(part.image_idxs, return_inverse=True)
-            features, image_rows = self.features.read(images), inverse
+            features, image_rows = self.features.read(images, allocate), inverse
         return Batch(
             index=torch.from_numpy(np.asarray(rows)),
             questions=torch.from_numpy(part.questions),
@@ -99,82 +120,34 @@ class ClevrDataset(Dataset):
             features=features,
             image_rows=image_rows,
             plan=None if self.make_plan is None else self.make_plan(programs_BL, image_rows_B=image_rows),
+            draws=None if draws is None else torch.from_numpy(draws),
         )
-
-
-Choice = tuple[np.ndarray, np.ndarray | None]
-"""What a batch is made of: positions of its examples, and its `draws`."""
-
-
-class _Choices(Sampler):
-    """What each batch is made of, from a function of the batch's number."""
-
-    def __init__(self, choose: Callable[[int], Choice], numbers: range):
-        self.choose = choose
-        self.numbers = numbers
-
-    def __iter__(self) -> Iterator[Choice]:
-        return (self.choose(number) for number in self.numbers)
-
-
-class _ErrorsAsItems(Dataset):
-    """A dataset whose `InputError`s are items: raised in a worker, they would arrive as tracebacks of several lines."""
-
-    def __init__(self, dataset: ClevrDataset):
-        self.dataset = dataset
-
-    def __getitem__(self, choice: Choice) -> Batch | InputError:
-        rows, draws = choice
-        try:
-            return replace(self.dataset[rows], draws=None if draws is None else torch.from_numpy(draws))
-        except InputError as error:
-            return error
-
-
-class Batches:
-    """Batches in order; may be gone through several times."""
-
-    def __init__(self, loader: DataLoader):
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        """The batches.
-
-        Raises:
-            InputError: one cannot be read.
-        """
-        for item in self._loader:
-            if isinstance(item, InputError):
-                raise item
-            yield item
 
 
 def training_batches(
     dataset: ClevrDataset,
     order: Order,
     steps: range,
-    workers: int,
-    pin: bool = False,
+    loading: Loading,
     draws: int = 0,
     rank: int = 0,
     world_size: int = 1,
 ) -> Batches:
-    """The batches of `steps`, made by `workers` processes (0: in this one); of each what falls to process `rank` of the
-    `world_size` that train together, and `draws` numbers for every example, if any."""
+    """The batches of `steps`; of each what falls to process `rank` of the `world_size` that train together, and `draws`
+    numbers for every example, if any."""
 
     def choose(step: int) -> Choice:
         rows = order.rows(step)
         part = deal(dataset.questions.image_idxs[rows], world_size)[rank]
         return rows[part], step_numbers(order.seed, step, (len(rows), draws))[part] if draws else None
 
-    return _loader(dataset, choose, steps, workers, pin)
+    return Batches(dataset.batch, choose, steps, order.batch_size * dataset.bytes_an_image, loading)
 
 
 def sequential_batches(
     dataset: ClevrDataset,
     batch_size: int,
-    workers: int = 0,
-    pin: bool = False,
+    loading: Loading = Loading(),
     by_image: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -189,17 +162,5 @@ def sequential_batches(
         return order[number * batch_size : (number + 1) * batch_size], None
 
     count = -(-len(dataset) // batch_size)
-    return _loader(dataset, choose, range(rank, count, world_size), workers, pin)
-
-
-def _loader(dataset: ClevrDataset, choose: Callable[[int], Choice], numbers: range, workers: int, pin: bool) -> Batches:
-    # Its own generator: otherwise every pass would draw a seed for its workers from the generator that training uses.
-    loader = DataLoader(
-        _ErrorsAsItems(dataset),
-        sampler=_Choices(choose, numbers),
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=pin,
-        generator=torch.Generator(),
-    )
-    return Batches(loader)
+    numbers = range(rank, count, world_size)
+    return Batches(dataset.batch, choose, numbers, batch_size * dataset.bytes_an_image, loading)

@@ -15,6 +15,7 @@ from iep.baselines.lstm import LSTMBaseline
 from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import Placement
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
@@ -108,6 +109,14 @@ def place(network: nn.Module, device: torch.device, memory_format: str | None = 
     if memory_format is None:
         memory_format = "channels-last" if device.type == "cpu" else "channels-first"
     return network.to(device, memory_format=MEMORY_FORMATS[memory_format])
+
+
+def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
+    """`engine` with each part on its device, its convolutions in a format as `place` gives them."""
+    for part in engine.parts:
+        place(getattr(engine, part), placement.device(part), memory_format)
+    engine.placement = placement
+    return engine
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> None:

@@ -102,6 +102,12 @@ class _Join(Function):
         return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
+def autocast_like(here: torch.device, there: torch.device) -> torch.autocast:
+    """A context in which autocast is for `there` as it now is for `here`."""
+    dtype, enabled = torch.get_autocast_dtype(here.type), torch.is_autocast_enabled(here.type)
+    return torch.autocast(there.type, dtype, enabled, torch.is_autocast_cache_enabled())
+
+
 @dataclass(frozen=True)
 class _Modes:
     """What PyTorch keeps for each thread: gradients or not, precision, streams."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.common import Command
+from iep.cli.options import placement_options, where
 from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
 from iep.files import remove_temporaries
 from iep.locks import alone_in
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
 @click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")
 @click.option("--device", type=str, help="auto, cpu, cuda, cuda:1, ...")
+@placement_options
 @click.option("--keep", type=click.IntRange(min=1), help="How many of the newest checkpoints stay, besides the best.")
 @click.option(
     "--resume",
@@ -73,6 +75,7 @@ def main(
     Settings come from the defaults, then --config, then KEY=VALUE arguments (nested ones with a dot:
     engine.module_dim=64), then options. `--dry-run` prints all of them.
     """
+    options |= where(options)
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if dry_run:
         config, _ = _resolve(out, resume, config_file, settings, overrides)

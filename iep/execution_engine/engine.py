@@ -17,9 +17,11 @@ from torch import nn
 from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.layout import Layout, lay_out
+from iep.batching.placed import PlacedLayout, lay_out_placed
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
+from iep.batching.threads import autocast_like
 from iep.execution_engine.modules import (
     BinaryModule,
     UnaryModule,
@@ -28,6 +30,7 @@ from iep.execution_engine.modules import (
     make_conv_stem,
     make_pixel_stem,
 )
+from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.programs import SCENE, arities, arity
 from iep.vocab import NULL, START
 
@@ -46,7 +49,7 @@ class Plan:
     graph: Graph
     """Its inputs are stems: one for each image, or, without sharing, for each program."""
     schedule: Schedule
-    layout: Layout
+    layout: Layout | PlacedLayout
     program_tokens: tuple[str, ...]
     scene: str
     """With `program_tokens`, what an engine must have to run it."""
@@ -54,6 +57,19 @@ class Plan:
     """Images whose features it is for: N."""
     image_rows: torch.Tensor | None
     """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
+    placement: Placement | None = None
+    """How an engine must be placed to run it; None for one device."""
+
+    def to(self, device: torch.device) -> "Plan":
+        """The same plan for features on `device`. Where it is placed, each device's index tensors go to that device."""
+
+        def there(index: torch.Tensor) -> torch.Tensor:
+            return index.to(device, non_blocking=True)
+
+        if self.placement is None:
+            return self.map(there)
+        rows = None if self.image_rows is None else there(self.image_rows)
+        return replace(self, layout=self.layout.on_devices(), image_rows=rows)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
         """The same plan with `function` of its index tensors."""
@@ -68,6 +84,7 @@ def plan_programs(
     scene: str = "module",
     batching: str = DEFAULT_SCHEDULER,
     sharing: bool = True,
+    placement: Placement | None = None,
 ) -> Plan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
@@ -83,26 +100,41 @@ def plan_programs(
         batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
         sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs the
             stem and all its functions for itself.
+        placement: where every function runs; None for one device.
 
     Raises:
-        ValueError: a token is out of range, `scene` or `batching` is unknown, the vocabulary lacks `scene`, or
-            `image_rows_B` is not one row number for each program.
+        ValueError: a token is out of range, `scene` or `batching` is unknown, the vocabulary lacks `scene`,
+            `image_rows_B` is not one row number for each program, or a function that runs is not placed.
     """
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
     num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
-    graph = graph_from_prefix(
+    graph = graph_of(programs_BL, program_tokens, scene, rows.numpy() if sharing and rows is not None else None)
+    if sharing:
+        graph, rows = share(graph), None
+    schedule = make_schedule(graph, batching)
+    if placement is None:
+        layout = lay_out(graph, schedule)
+    else:
+        layout = lay_out_placed(graph, schedule, placement.homes(program_tokens))
+    return Plan(graph, schedule, layout, tuple(program_tokens), scene, num_images, rows, placement)
+
+
+def graph_of(
+    programs_BL: np.ndarray | torch.Tensor,
+    program_tokens: Sequence[str],
+    scene: str,
+    input_B: np.ndarray | None = None,
+) -> Graph:
+    """The graph of programs; arguments and errors as of `plan_programs`, `input_B` as of `graph_from_prefix`."""
+    return graph_from_prefix(
         programs_BL,
         arities(program_tokens),
         leaf=_scene_token(program_tokens),
         skip=START,
         pad=NULL,
         leaf_is_input=_scene_is_input(scene),
-        input_B=rows.numpy() if sharing and rows is not None else None,
+        input_B=input_B,
     )
-    if sharing:
-        graph, rows = share(graph), None
-    schedule = make_schedule(graph, batching)
-    return Plan(graph, schedule, lay_out(graph, schedule), tuple(program_tokens), scene, num_images, rows)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
@@ -186,6 +218,8 @@ class ExecutionEngine(nn.Module):
             num_answers,
         )
         self._runs = self._add_modules(module_dim)
+        self.placement: Placement | None = None
+        """Where each part lives, where they do not all live on one device; see `iep.networks.place_parts`."""
         if initialization == "kaiming":
             kaiming_normal(self)
 
@@ -200,10 +234,15 @@ class ExecutionEngine(nn.Module):
             self.add_module(token, BinaryModule(module_dim) if arity(token) == 2 else UnaryModule(module_dim))
         return runs
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Children that a placement names: the stem, every function in the vocabulary's order, the classifier."""
+        return STEM, *self._runs.values(), CLASSIFIER
+
     def planner(
         self, batching: str = DEFAULT_SCHEDULER, sharing: bool | None = None, training: bool = False
     ) -> Planner:
-        """`plan_programs` for this engine, without its weights: cheap to send to the data loader's workers.
+        """`plan_programs` for this engine as it is placed, without its weights: cheap to send to the loader's workers.
 
         Args:
             sharing: None to share where that is exact: in evaluation always, in training where no batch norm or
@@ -212,8 +251,8 @@ class ExecutionEngine(nn.Module):
         """
         if sharing is None:
             sharing = not training or not any(isinstance(part, NOT_ROW_BY_ROW) for part in self.modules())
-        tokens, scene = self.program_tokens, self.scene_kind
-        return partial(plan_programs, program_tokens=tokens, scene=scene, batching=batching, sharing=sharing)
+        own = {"program_tokens": self.program_tokens, "scene": self.scene_kind, "placement": self.placement}
+        return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
     def plan(
         self,
@@ -222,17 +261,16 @@ class ExecutionEngine(nn.Module):
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
     ) -> Plan:
-        """The plan of (B, L) programs for this engine as it stands, on its device; see `planner`, `plan_programs`."""
+        """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
         device = next(self.parameters()).device
-        plan = self.planner(batching, sharing, self.training)(programs_BL, image_rows_B=image_rows_B)
-        return plan.map(lambda index: index.to(device))
+        return self.planner(batching, sharing, self.training)(programs_BL, image_rows_B=image_rows_B).to(device)
 
     def forward(self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False) -> torch.Tensor:
-        """(B, A) answer logits.
+        """(B, A) answer logits, on the device of the features.
 
         Args:
             features_NCHW: features of the images that the plan was made for.
-            plan: of the B programs, its tensors where the features are.
+            plan: of the B programs, its tensors where the features are; see `Plan.to`.
             defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
 
         Raises:
@@ -241,12 +279,25 @@ class ExecutionEngine(nn.Module):
         """
         if (plan.program_tokens, plan.scene) != (self.program_tokens, self.scene_kind):
             raise ValueError("the plan was made for an engine with another program vocabulary or another kind of scene")
+        if plan.placement != self.placement:
+            raise ValueError("the plan was made for an engine that is placed on other devices")
         if len(features_NCHW) != plan.num_images:
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows]
+        if self.placement is not None:
+            return self._forward_placed(features_NCHW, plan.layout, defer_weight_grads)
         stems_NCHW = self.stem(features_NCHW)
         return self.classifier(execute(plan.layout, self._module_of_op(), stems_NCHW, defer_weight_grads))
+
+    def _forward_placed(self, features_NCHW: torch.Tensor, layout: PlacedLayout, defer: bool) -> torch.Tensor:
+        """The same on several devices. All compute in the precision that autocast gives where the features are."""
+        home, stem, classifier = features_NCHW.device, self.placement.device(STEM), self.placement.device(CLASSIFIER)
+        with autocast_like(home, stem):
+            stems_NCHW = self.stem(features_NCHW.to(stem))
+            maps_BCHW = execute(layout, self._module_of_op(), stems_NCHW, defer)
+        with autocast_like(home, classifier):
+            return self.classifier(maps_BCHW).to(home)
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from iep.config import Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
-from iep.devices import resolve_device
 from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import NONE
 from iep.files import write_bytes
 from iep.networks import (
     DESCRIPTIONS,
@@ -29,6 +31,7 @@ from iep.networks import (
     unpack,
 )
 from iep.ordering import Order, make_order, program_lengths
+from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.training.checkpoint import Saved, checkpoints, load_newest
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
@@ -57,7 +60,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     _check_start(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return False
-    data, device = Path(config.data), resolve_device(config.device)
+    check_options(config.placement, config.devices, config.device, config.model in ("ee", "joint"))
+    data, device = Path(config.data), resolve_home(config.placement, config.devices, config.device)
     vocab = Vocab.load(data / "vocab.json")
 
     looks, reads = config.model in ("ee", "joint"), config.model in ("pg", "ee")
@@ -72,6 +76,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     task = _make_task(config, vocab, training, device, start)
     if looks and validation is not None:
         check_features(task.engine, validation.features.shape[1:], validation.features.path)
+    if config.placement != NONE:
+        tqdm.write(_place(task.engine, config, training.questions))
     config = _with_networks_settings(config, task.networks, resumed=start is not None)
     trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs)
     if start is not None:
@@ -81,8 +87,18 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / "config.yaml", to_yaml(config).encode())
+        if config.placement != NONE:
+            write_bytes(out / PLACEMENT_FILE, task.engine.placement.to_yaml().encode())
     trainer.fit(batches, validation_batches)
     return True
+
+
+def _place(engine: ExecutionEngine, config: Config, questions: Questions) -> str:
+    """Put the engine's parts on their devices; returns what is where, and what will cross."""
+    sample = Sample(questions.programs, questions.image_idxs, questions.path)
+    costs = place_engine(engine, config.placement, config.devices, sample)
+    planner = engine.planner(config.batching, config.sharing, training=True)
+    return describe_engine(config.placement, engine, costs, sample, planner, config.batch_size, config.precision)
 
 
 def _batches(

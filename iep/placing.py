@@ -1,0 +1,195 @@
+"""What a user says with --placement and --devices -> an engine with its parts there, and a text about it.
+
+Which placements there are is `execution_engine/placement.py`. The shares of work and the bytes that cross are those of
+programs given: a sample of the training data's, or of the split that is evaluated.
+
+Shapes: Q programs, L tokens of them.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from iep.devices import resolve_device
+from iep.distributed import world_size
+from iep.errors import InputError, nearest
+from iep.execution_engine.engine import ExecutionEngine, Planner, graph_of
+from iep.execution_engine.placement import (
+    BALANCED,
+    NONE,
+    ROUND_ROBIN,
+    Placement,
+    balanced,
+    calls_of_parts,
+    flops_of_parts,
+    read_placement,
+    round_robin,
+)
+from iep.networks import build, place_parts
+
+MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8
+PLACEMENT_FILE = "placement.yaml"
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Programs that say how much work there is; None where they are not known."""
+
+    programs_QL: np.ndarray | None
+    image_idxs_Q: np.ndarray
+    source: object
+    """Where they are from, or would be."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an engine's parts cost, and how much work programs give them."""
+
+    map_size: int
+    """Numbers of a map between modules."""
+    work: Mapping[str, float] | None
+    """Floating-point operations of each part for a question, forward."""
+
+
+def check_options(placement: str, devices: Sequence[str], device: str, has_engine: bool = True) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        InputError: devices without a placement or the other way round, both --device and --devices, no engine to
+            place, several processes, or neither a known placement nor a file.
+    """
+    if placement == NONE:
+        if devices:
+            raise InputError(f"--devices {','.join(devices)} is for --placement; a single device is --device")
+        return
+    if not has_engine:
+        raise InputError(f"--placement {placement} is for an execution engine, and there is none")
+    if len(devices) < 2:
+        raise InputError(f"--placement {placement} needs two devices or more, such as --devices cuda:0,cuda:1")
+    if device != "auto":
+        raise InputError(f"--device {device} together with --devices {','.join(devices)}; give one of them")
+    if world_size() > 1:
+        raise InputError(f"--placement {placement} is for one process, and there are {world_size()}")
+    if placement not in (ROUND_ROBIN, BALANCED) and not Path(placement).is_file():
+        names = (NONE, ROUND_ROBIN, BALANCED)
+        raise InputError(f"{placement}: no such file, nor one of {', '.join(names)}{nearest(placement, names)}")
+
+
+def resolve_home(placement: str, devices: Sequence[str], device: str) -> torch.device:
+    """Where batches come, and where all is that is not placed: the device, or the first of several.
+
+    Raises:
+        InputError: one of them is not there.
+    """
+    first, *_ = [resolve_device(name) for name in (devices if placement != NONE else [device])]
+    return first
+
+
+def costs_of(engine: ExecutionEngine, sample: Sample) -> Costs:
+    """The costs of an engine that `iep.networks.build` has made."""
+    with torch.device("meta"):
+        alike = build("engine", engine.kwargs)
+    flops, map_size = flops_of_parts(alike, [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")])
+    if sample.programs_QL is None:
+        return Costs(map_size, None)
+    rows = _spread(len(sample.programs_QL), MOST_PROGRAMS)
+    graph = graph_of(sample.programs_QL[rows], engine.program_tokens, engine.scene_kind)
+    calls = calls_of_parts(engine.parts, graph.op, engine.program_tokens, len(rows))
+    return Costs(map_size, {part: calls[part] * flops[part] for part in engine.parts})
+
+
+def make_placement(
+    option: str, devices: Sequence[str], parts: Sequence[str], work: Mapping[str, float] | None, source: object
+) -> Placement:
+    """The placement that `option` names: one of those there are, or a YAML file.
+
+    Raises:
+        InputError: as `read_placement`, or `balanced` lacks programs to weigh functions by; `source` has none.
+    """
+    if option == ROUND_ROBIN:
+        return round_robin(parts, devices)
+    if option != BALANCED:
+        return read_placement(Path(option), parts, devices)
+    if work is None:
+        raise InputError(
+            f"{source}: has no programs, by which --placement {BALANCED} weighs functions; choose {ROUND_ROBIN} or a "
+            "file"
+        )
+    return balanced(work, devices)
+
+
+def place_engine(engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample) -> Costs:
+    """Put every part of `engine` on its device.
+
+    Raises:
+        InputError: as `make_placement`.
+    """
+    costs = costs_of(engine, sample)
+    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source))
+    return costs
+
+
+def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
+    """A heading, and for each device its number of parts, their share of the work, and their names."""
+    labels = placement.labels
+    width = max(map(len, labels))
+    lines = [f"placement {option}:"]
+    for position, label in enumerate(labels):
+        parts = [part for part, at in placement.parts.items() if at == position]
+        share = (
+            "" if work is None else f"  {100 * sum(work[part] for part in parts) / sum(work.values()):3.0f}% of work"
+        )
+        start = f"  {label:<{width}}  {len(parts):2} parts{share}  "
+        lines += textwrap.wrap(
+            " ".join(parts), WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False
+        ) or [start.rstrip()]
+    return "\n".join(lines)
+
+
+def describe_moves(rows: float, map_bytes: int, what: str) -> str:
+    """What crosses on the way forward of `what`, `rows` values of `map_bytes` bytes."""
+    return (
+        f"  {rows:.4g} maps of {map_bytes:,} bytes, {rows * map_bytes / 1e6:.4g} MB, cross {what} on the way forward, "
+        "as much on the way back"
+    )
+
+
+def describe_engine(
+    option: str,
+    engine: ExecutionEngine,
+    costs: Costs,
+    sample: Sample,
+    planner: Planner,
+    batch_size: int,
+    precision: str,
+) -> str:
+    """The placement of `engine`, and what crosses in a minibatch of the sample's questions under `planner`."""
+    text = describe_placement(option, engine.placement, costs.work)
+    if sample.programs_QL is None or not len(sample.programs_QL):
+        return f"{text}\n  how much crosses depends on programs that are not known yet"
+    rows = _mean_rows(sample, planner, batch_size)
+    map_bytes = costs.map_size * (2 if precision == "bfloat16" else 4)
+    size = min(batch_size, len(sample.programs_QL))
+    return f"{text}\n{describe_moves(rows, map_bytes, f'in a minibatch of {size} questions')}"
+
+
+def _mean_rows(sample: Sample, planner: Planner, batch_size: int) -> float:
+    """The rows that cross in a minibatch, over several made of questions from all over the sample."""
+    rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
+    count = max(1, len(rows) // batch_size)
+    moved = []
+    for number in range(count):
+        batch = rows[number::count][:batch_size]
+        image_rows_B = np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
+        moved.append(planner(sample.programs_QL[batch], image_rows_B=image_rows_B).layout.rows_moved)
+    return float(np.mean(moved))
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """Up to `most` of `count` positions, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64) if count else np.empty(0, dtype=np.int64)
