@@ -50,9 +50,7 @@ class Replicas:
         norms = dist.new_group()  # of their own: DDP's messages may come between theirs in any order
         for network in task.networks.values():
             synchronize_norms(network, norms)
-        self._step = DistributedDataParallel(
-            _Step(task, parameters), broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        self._step = DistributedDataParallel(_Step(task, parameters), gradient_as_bucket_view=True)
         self._is_used = torch.zeros(len(parameters), dtype=torch.int32)
         for number, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._mark, number))
@@ -85,8 +83,8 @@ class Replicas:
         values = torch.tensor([value.item() for value in metrics.values()], dtype=torch.float64)
         return dict(zip(metrics, (total(values * weight) / world_size()).tolist(), strict=True))
 
-    def _mark(self, number: int, _: Tensor) -> None:
-        self._is_used[number] = 1
+    def _mark(self, number: int, parameter: Tensor) -> None:
+        self._is_used[number] = parameter.grad is not None  # DDP has not yet put its zeros there
 
 
 def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -1,0 +1,218 @@
+"""Training in two processes: the losses, weights and files of one, however its minibatches are dealt out."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import together
+from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
+
+from iep.config import Config
+from iep.data_files import Features, read_questions
+from iep.datasets import ClevrDataset
+from iep.distributed import rank, world_size
+from iep.errors import InputError
+from iep.networks import build, engine_kwargs
+from iep.ordering import deal
+from iep.training.checkpoint import BEST, load_checkpoint, step_name
+from iep.training.parallel import Replicas
+from iep.training.run import train
+from iep.training.tasks import EngineTask, Execution
+
+MEASURED = {"questions_per_second", "peak_memory_gb"}
+SMALL_BATCHES = (
+    "batch_size=12",
+    "iterations=6",
+    "validate_every=3",
+    "questions_per_image=2",
+    "learning_rate=0.002",
+)
+TORCHS_OWN = "engine.initialization=torch"  # Adam makes much of rounding where activations blow up
+NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
+
+
+def _train(config: Config, out: Path, resume: bool = False) -> bool:
+    return train(config, out, resume)
+
+
+def rows(out: Path) -> list[dict[str, float]]:
+    """The metrics, less what depends on the machine."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in MEASURED} for line in lines]
+
+
+def assert_same_run(one: Path, two: Path, iterations: int) -> None:
+    """The same losses and scores at every step, in the end the same weights and optimiser states, but for rounding."""
+    for ours, theirs in zip(rows(two), rows(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    ours, theirs = (load_checkpoint(out / step_name(iterations)) for out in (two, one))
+    assert ours["task"] == pytest.approx(theirs["task"])
+    for name, network in theirs["networks"].items():
+        for key, weight in network["weights"].items():
+            torch.testing.assert_close(ours["networks"][name]["weights"][key], weight, rtol=2e-3, atol=2e-4)
+    assert set(ours["optimizer"]["state"]) == set(theirs["optimizer"]["state"])
+    for number, state in theirs["optimizer"]["state"].items():
+        assert ours["optimizer"]["state"][number]["step"] == state["step"]
+    assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+
+
+CASES = {
+    "pg": (),
+    "lstm": (),
+    "ee": (TORCHS_OWN,),
+    "ee, shared, deferred, clipped": (
+        TORCHS_OWN,
+        "sharing=true",
+        "defer_weight_grads=true",
+        "clip_gradients=0.5",
+        *NORM,
+    ),
+    "ee, not shared": (TORCHS_OWN, "sharing=false", "questions_per_image=1", "workers=2", *NORM),
+    "ee, predicted": (TORCHS_OWN, "programs=predicted"),
+    "joint": (),
+    "joint, generator frozen": ("freeze=generator",),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(data: Path, parts: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """For every case a run of one process and a run of two."""
+    root, configs = tmp_path_factory.mktemp("pairs"), {}
+    for case, settings in CASES.items():
+        model = case.split(",")[0]
+        starts = parts if model == "joint" else parts[:1] if case == "ee, predicted" else []
+        configs[case] = tiny_config(data, model, *SMALL_BATCHES, *starts, *settings)
+        assert train(configs[case], root / case / "one", resume=False)
+    together(_train_all, configs, root)
+    return {case: (root / case / "one", root / case / "two") for case in CASES}
+
+
+def _train_all(configs: dict[str, Config], root: Path) -> None:
+    for case, config in configs.items():
+        train(config, root / case / "two", resume=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_as_one(pairs: dict[str, tuple[Path, Path]], case: str):
+    assert_same_run(*pairs[case], iterations=6)
+
+
+def _gradients(dtype: torch.dtype, defer: bool, data: Path) -> list[torch.Tensor | None]:
+    """Of a minibatch, of which this process has a part; losses are always computed in float32."""
+    torch.manual_seed(0)
+    config = tiny_config(data, "ee", *NORM).engine
+    engine = build("engine", engine_kwargs(config, VOCAB, (CHANNELS, GRID, GRID))).to(dtype).train()
+    task = EngineTask(engine, Execution("lookahead", True, defer), None, 30)
+    replicas = Replicas(task, list(engine.parameters()))
+    questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
+    dataset = ClevrDataset(questions, features, engine.planner(sharing=True, training=True))
+    rows = np.array([0, 1, 2, 13, 26, 4, 5])
+    batch = dataset[rows[deal(questions.image_idxs[rows], world_size())[rank()]]]
+    batch = replace(batch, features=batch.features.to(dtype))
+    loss, _ = replicas.loss(batch)
+    replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
+    return [parameter.grad for parameter in engine.parameters()]
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-4)])
+def test_the_gradients_of_several_processes_are_those_of_one(data: Path, dtype: torch.dtype, tolerance: float, defer):
+    expected = _gradients(dtype, defer, data)
+    assert 0 < sum(gradient is None for gradient in expected) < len(expected)
+    for gradients in together(_gradients, dtype, defer, data, world_size=3 if defer else 2):
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_three_processes_share_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
+    settings = ("curriculum=[[0, 3], [3, 99]]", "batch_size=10", "iterations=5", "validate_every=5")
+    config = tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *settings)
+    assert train(config, tmp_path / "one", resume=False)
+    assert all(together(_train, config, tmp_path / "three", world_size=3))
+    assert_same_run(tmp_path / "one", tmp_path / "three", 5)
+
+
+def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimiser_state(data: Path, tmp_path: Path):
+    config = tiny_config(data, "ee", "batch_size=2", "iterations=2", "validate_every=1", "weight_decay=0.1")
+    assert all(together(_train, config, tmp_path))
+    first, last = (load_checkpoint(tmp_path / step_name(step)) for step in (1, 2))
+    names = list(last["networks"]["engine"]["weights"])  # of parameters alone: this engine has no buffers
+    unused = [name for number, name in enumerate(names) if number not in last["optimizer"]["state"]]
+    assert 0 < len(unused) < len(names)
+    for name in unused:
+        assert torch.equal(*(held["networks"]["engine"]["weights"][name] for held in (first, last)))
+
+
+def test_a_run_of_two_processes_goes_on_in_one_and_back(data: Path, tmp_path: Path):
+    def config(iterations: int) -> Config:
+        return tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *NORM, "sharing=true", f"iterations={iterations}")
+
+    assert train(config(6), tmp_path / "one", resume=False)
+    assert all(together(_train, config(2), tmp_path / "changing"))
+    assert train(config(4), tmp_path / "changing", resume=True)
+    assert all(together(_train, config(6), tmp_path / "changing", True))
+    weights = [
+        load_checkpoint(tmp_path / out / step_name(6))["networks"]["engine"]["weights"] for out in ("one", "changing")
+    ]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=2e-3, atol=2e-4)
+
+
+def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
+    def config(iterations: int) -> Config:
+        return tiny_config(data, "pg", "generator.dropout=0.5", "generator.num_layers=2", f"iterations={iterations}")
+
+    assert all(together(_train, config(4), tmp_path / "whole"))
+    assert all(together(_train, config(3), tmp_path / "resumed"))
+    assert all(together(_train, config(4), tmp_path / "resumed", True))
+    whole, resumed = (load_checkpoint(tmp_path / out / step_name(4)) for out in ("whole", "resumed"))
+    for name, weight in whole["networks"]["generator"]["weights"].items():
+        assert torch.equal(resumed["networks"]["generator"]["weights"][name], weight)
+
+
+def _fail(config: Config, out: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        train(config, out, False)
+    return str(caught.value)
+
+
+def test_more_processes_than_questions_are_refused(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm", "batch_size=1")
+    for problem in together(_fail, config, tmp_path):
+        assert problem == "a minibatch of 1 questions for 2 processes, expected one each at least"
+
+
+def _fail_with_a_loss_of_one(config: Config, out: Path) -> str:
+    from iep.training.tasks import LstmTask
+
+    loss = LstmTask.loss
+
+    def not_finite_in_one(self, batch):
+        value, metrics = loss(self, batch)
+        return value * (math.nan if rank() == 1 else 1.0), metrics
+
+    LstmTask.loss = not_finite_in_one
+    return _fail(config, out)
+
+
+def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questions_of_all(data, tmp_path: Path):
+    first, second = together(_fail_with_a_loss_of_one, tiny_config(data, "lstm"), tmp_path)
+    assert "loss is nan at iteration 1, on 8 questions" in first
+    assert "loss is nan at iteration 1" in second
+    held = torch.load(tmp_path / "not-finite-1.pt", weights_only=True)
+    assert len(set(held["positions"])) == 8
+    assert held["question_index"] == [position + 1000 for position in held["positions"]]
+
+
+def test_the_best_checkpoint_is_that_of_one_process(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm", "iterations=6", "validate_every=1")
+    assert train(config, tmp_path / "one", resume=False)
+    assert all(together(_train, config, tmp_path / "two"))
+    steps = [load_checkpoint(tmp_path / out / BEST)["step"] for out in ("one", "two")]
+    assert steps[0] == steps[1]
