@@ -103,6 +103,10 @@ class Config:
     """Questions about the same image that are drawn together; above 1, with sharing, the stem sees fewer images."""
     workers: int = setting(1, minimum=0)
     """Processes that read batches and plan them; 0 does it in the training process."""
+    prefetch: int = setting(2, minimum=1)
+    """Batches that each worker makes ahead."""
+    features_in_memory: bool = False
+    """Read all features once, at the start, into memory that all processes of a machine share."""
 
     iterations: int = setting(20_000, minimum=1)
     batch_size: int = setting(64, minimum=1)

@@ -10,6 +10,7 @@ Shapes: N rows, T question tokens, L program tokens, C H W feature maps.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from io import FileIO
 from pathlib import Path
@@ -20,7 +21,10 @@ import numpy as np
 import torch
 
 from iep.checksums import arrays_digest, row_checksums
+from iep.distributed import barrier, broadcast, gather, local_rank
 from iep.errors import InputError
+from iep.memory import SharedMemory, attach, available_memory
+from iep.together import attempt, raise_any
 from iep.vocab import Vocab
 
 
@@ -199,6 +203,7 @@ class Features:
             self._source = self.path
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
+        self._memory: SharedMemory | None = None
         self._bytes: FileIO | None = None
         self._dataset: h5py.Dataset | None = None
 
@@ -243,6 +248,42 @@ class Features:
         for row in range(len(self)):
             self.read(np.array([row]))
 
+    def in_memory(self) -> "Features":
+        """The same features, all read and checked once, in memory that other processes share.
+
+        The processes that torchrun started have one copy on each machine; all must come here.
+
+        Raises:
+            InputError: they do not fit into memory, or a row cannot be read or is damaged.
+        """
+        memory, error = attempt(self._load) if local_rank() == 0 else (None, None)
+        raise_any(error)
+        node = os.environ.get("GROUP_RANK", "0")
+        shared = broadcast(dict(filter(None, gather(memory and (node, (memory.path, memory.size))) or [])))
+        memory = memory or attach(*shared[node])
+        barrier()  # all have it open now, and it lasts until the last is gone
+        other = copy(self)
+        other._memory, other._source, other._offset, other._checksums_N = memory, Path(memory.path), 0, None
+        other._bytes = other._dataset = None
+        return other
+
+    def _load(self) -> SharedMemory:
+        need, there = len(self) * self.row_bytes, available_memory()
+        if need > there:
+            raise InputError(
+                f"{self.path}: its features take {need:,} bytes of memory, and {there:,} are available; without "
+                "features_in_memory they are read from the file as they are needed"
+            )
+        memory = SharedMemory(need)
+        step = max(1, LOAD_BYTES // self.row_bytes)
+        for start in range(0, len(self), step):
+            rows = self.read(np.arange(start, min(start + step, len(self))))
+            left, place = memoryview(rows.numpy()).cast("B"), start * self.row_bytes
+            while left:
+                count = os.pwrite(memory.descriptor, left, place)
+                left, place = left[count:], place + count
+        return memory
+
     def _announce(self, rows: np.ndarray) -> None:
         """Have the disk fetch all rows at once, rather than one after the other."""
         if self._offset is not None and len(rows) > 1:
@@ -271,6 +312,8 @@ class Features:
         return self._bytes
 
 
+LOAD_BYTES = 2**25
+"""Read at once into memory."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
@@ -301,14 +344,20 @@ class Split:
     features: Features | None
 
 
-def open_split(data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None) -> Split:
-    """The first `num_samples` questions of a split (None: all) and its features.
+def open_split(
+    data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None, in_memory: bool = False
+) -> Split:
+    """The first `num_samples` questions of a split (None: all) and its features, read into memory if so asked.
 
     Raises:
-        InputError: a file is missing, damaged or made with another vocabulary, or there is no question.
+        InputError: a file is missing, damaged or made with another vocabulary, there is no question, or memory is
+            short.
     """
     questions_path, features_path = split_files(data, split)
     questions = read_questions(questions_path, vocab)
     if not len(questions):
         raise InputError(f"{questions_path}: holds no question")
-    return Split(questions.select(slice(num_samples)), Features(features_path) if with_features else None)
+    features = Features(features_path) if with_features else None
+    if features is not None and in_memory:
+        features = features.in_memory()
+    return Split(questions.select(slice(num_samples)), features)

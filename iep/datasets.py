@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from iep.data_files import Features, Questions
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, Planner
-from iep.loader import Batches, Loading
+from iep.loader import HERE, Batches, Loading
 from iep.ordering import Order, deal, step_numbers
 
 
@@ -42,13 +42,23 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch with its tensors on `device`, features as float32."""
-        batch = self.map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
         # After the transfer: float16 is half as many bytes to move.
         return batch if batch.features is None else replace(batch, features=batch.features.float())
 
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory; the data loader calls this."""
         return self._map(torch.Tensor.pin_memory, lambda plan: plan.map(torch.Tensor.pin_memory))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the tensors on the stream's device until what `stream` has been given so far is done."""
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == stream.device:
+                tensor.record_stream(stream)
+            return tensor
+
+        self._map(record, lambda plan: plan.map(record))
 
     def _map(
         self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[Plan], Plan]
@@ -147,7 +157,7 @@ def training_batches(
 def sequential_batches(
     dataset: ClevrDataset,
     batch_size: int,
-    loading: Loading = Loading(),
+    loading: Loading = HERE,
     by_image: bool = False,
     rank: int = 0,
     world_size: int = 1,

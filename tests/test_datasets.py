@@ -15,6 +15,7 @@ from iep.data_files import Features, read_questions, split_files
 from iep.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, plan_programs
+from iep.loader import Loading
 from iep.ordering import Order, make_order
 from iep.vocab import Vocab
 
@@ -167,7 +168,7 @@ def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pyt
 def load(data: Path, steps: range, workers: int) -> list[Batch]:
     dataset = open_train(data, make_plan=plan)
     order = make_order(None, dataset.questions.image_idxs, (), batch_size=8, seed=1)
-    return list(training_batches(dataset, order, steps, workers))
+    return list(training_batches(dataset, order, steps, Loading(workers)))
 
 
 def test_a_resumed_run_is_given_the_batches_that_an_unbroken_one_would_be(data: Path):
@@ -189,7 +190,7 @@ def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
     dataset = open_train(data, make_plan=plan)
     here = dataset[np.arange(8)]
     order = Order([(0, np.arange(8))], dataset.questions.image_idxs, batch_size=8, seed=0)
-    for batch in training_batches(dataset, order, range(4), workers=2):
+    for batch in training_batches(dataset, order, range(4), Loading(2)):
         np.testing.assert_array_equal(by_question(batch), by_question(here)[batch.index])
 
 
@@ -331,7 +332,7 @@ def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, wo
     content = bytearray(path.read_bytes())
     content[start + 10 : start + 40] = bytes(30)
     path.write_bytes(content)
-    batches = sequential_batches(open_train(damaged), 8, workers)
+    batches = sequential_batches(open_train(damaged), 8, Loading(workers))
     with pytest.raises(InputError) as caught:
         list(batches)
     assert str(caught.value).startswith(f"{path}: features, row 3 cannot be read")

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
+from iep.cli.options import placement_options, where
 from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 
 
@@ -46,7 +47,14 @@ from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
 @click.option("--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]")
+@click.option(
+    "--features-in-memory",
+    is_flag=True,
+    default=None,
+    help="Read all features into memory first, once for all workers.",
+)
 @click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
+@placement_options
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -69,6 +77,7 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
+    options |= where(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
     with joined():
         report = evaluate(settings, out)

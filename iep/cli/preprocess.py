@@ -117,7 +117,7 @@ def main(
     from iep.distributed import is_main, joined
     from iep.preprocess.features import preprocess_features
     from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
-    from iep.preprocess.together import by_main, main_first
+    from iep.together import by_main, main_first
 
     model = _backbone(backbone, resnet_flags, patch_size)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}

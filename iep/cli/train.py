@@ -52,6 +52,11 @@ if TYPE_CHECKING:
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
 @click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")
+@click.option(
+    "--features-in-memory/--no-features-in-memory",
+    default=None,
+    help="Read all features into memory at the start, once for all processes of a machine.",
+)
 @click.option("--device", type=str, help="auto, cpu, cuda, cuda:1, ...")
 @placement_options
 @click.option("--keep", type=click.IntRange(min=1), help="How many of the newest checkpoints stay, besides the best.")

@@ -18,6 +18,7 @@ from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
 from iep.distributed import barrier, gather, is_main, rank, world_size
 from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
+from iep.loader import Loading
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import NULL
@@ -78,7 +79,7 @@ def predict(
     predictor: Predictor,
     dataset: ClevrDataset,
     batch_size: int,
-    workers: int,
+    loading: Loading,
     device: torch.device,
     by_image: bool = False,
     precision: str = "float32",
@@ -88,7 +89,7 @@ def predict(
     Several processes share out the batches; the first returns the predictions, the others None.
     """
     ranks = {"rank": rank(), "world_size": world_size()}
-    batches = sequential_batches(dataset, batch_size, workers, device.type == "cuda", by_image, **ranks)
+    batches = sequential_batches(dataset, batch_size, loading, by_image, **ranks)
     parts: dict[str, list[Tensor]] = {"index": [], "programs": [], "answers": [], "probabilities": []}
     barrier()  # loading took some longer than others
     start = time.perf_counter()

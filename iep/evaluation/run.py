@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from iep.baselines import commonest
 from iep.config import Config
 from iep.data_files import Questions, Split, open_split, read_questions, split_files
 from iep.datasets import ClevrDataset
-from iep.devices import peak_memory, resolve_device
+from iep.devices import peak_memory
 from iep.distributed import gather
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
 from iep.evaluation.predict import Predictions, Predictor, predict
 from iep.evaluation.prediction_file import prediction_rows, write_predictions
 from iep.evaluation.report import Report, write_report
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import NONE
 from iep.files import check_writable
+from iep.loader import Loading
 from iep.networks import check_features, load_network
+from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.programs import QUESTION_TYPES
 from iep.vocab import Vocab
 
@@ -46,7 +51,10 @@ class Evaluation:
     order_by_image: bool = False
     num_samples: int | None = None
     workers: int = 0
+    features_in_memory: bool = Config.features_in_memory
     device: str = Config.device
+    placement: str = Config.placement
+    devices: tuple[str, ...] = Config.devices
 
 
 def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
@@ -59,19 +67,20 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     if out is not None:
         check_writable([out / PREDICTIONS, out / REPORT])
     vocab = Vocab.load(settings.data / "vocab.json")
-    split = open_split(settings.data, settings.split, vocab, settings.ee is not None, settings.num_samples)
+    looks = settings.ee is not None
+    split = open_split(settings.data, settings.split, vocab, looks, settings.num_samples, settings.features_in_memory)
     questions = split.questions
     predictor = _load(settings, vocab, split)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
         make_plan = predictor.engine.planner(settings.batching, settings.sharing)
     dataset = ClevrDataset(questions, split.features, make_plan)
-    device = resolve_device(settings.device)
+    device = resolve_home(settings.placement, settings.devices, settings.device)
     predictions = predict(
         predictor,
         dataset,
         settings.batch_size,
-        settings.workers,
+        Loading(settings.workers, pin=device.type == "cuda"),
         device,
         by_image=settings.order_by_image,
         precision=settings.precision,
@@ -90,7 +99,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         program_exact_match=_program_match(predictions, questions, types),
         questions_per_second=len(questions) / predictions.seconds,
         peak_memory_gb=max(memory) / 1e9,
-        device=str(device),
+        device=",".join(settings.devices) or str(device),
         programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
         baselines=_baselines(settings.data, vocab, questions, types),
@@ -125,13 +134,16 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split) -> Predictor:
         raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
-    device = resolve_device(settings.device)
+    check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
+    device = resolve_home(settings.placement, settings.devices, settings.device)
     networks = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
         networks["engine"] = load_network(settings.ee, "engine", vocab, device)
         check_features(networks["engine"], split.features.shape[1:], split.features.path)
+        if settings.placement != NONE:
+            tqdm.write(_place(networks["engine"], settings, split.questions))
     if settings.lstm is not None:
         networks["lstm"] = load_network(settings.lstm, "lstm", vocab, device)
     return Predictor(
@@ -142,6 +154,14 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split) -> Predictor:
         beam_size=settings.beam_size,
         max_program_length=settings.max_program_length,
     )
+
+
+def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
+    """Put the engine's parts on their devices; returns what is where, and what will cross."""
+    sample = Sample(questions.programs, questions.image_idxs, questions.path)
+    costs = place_engine(engine, settings.placement, settings.devices, sample)
+    planner = engine.planner(settings.batching, settings.sharing)
+    return describe_engine(settings.placement, engine, costs, sample, planner, settings.batch_size, settings.precision)
 
 
 def _accuracy(predictions: Predictions, questions: Questions, types: np.ndarray) -> Scores | None:

@@ -17,7 +17,7 @@ from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.features_file import FeatureRows, FeaturesSpec, feature_rows, is_done
 from iep.preprocess.images import image_batches
 from iep.preprocess.recipe import listing
-from iep.preprocess.together import by_main, main_first
+from iep.together import by_main, main_first
 
 
 def preprocess_features(

@@ -31,7 +31,7 @@ from iep.distributed import any_rank, barrier, is_main, world_size
 from iep.errors import InputError
 from iep.files import os_errors_name, read_json, write_json
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
-from iep.preprocess.together import Trouble, by_main, end_with, first_trouble
+from iep.together import Trouble, by_main, end_with, first_trouble
 
 _DATASET, _CHECKSUMS = "features", "checksums"
 _IMAGES = "images_digest"

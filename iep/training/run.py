@@ -18,6 +18,7 @@ from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
 from iep.files import write_bytes
+from iep.loader import Loading
 from iep.networks import (
     DESCRIPTIONS,
     build,
@@ -65,10 +66,10 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     vocab = Vocab.load(data / "vocab.json")
 
     looks, reads = config.model in ("ee", "joint"), config.model in ("pg", "ee")
-    training = open_split(data, "train", vocab, looks, config.num_train_samples)
+    training = open_split(data, "train", vocab, looks, config.num_train_samples, config.features_in_memory)
     validation = None
     if split_files(data, "val")[0].exists():
-        validation = open_split(data, "val", vocab, looks, config.num_val_samples)
+        validation = open_split(data, "val", vocab, looks, config.num_val_samples, config.features_in_memory)
     for split in filter(None, (training, validation)):
         _require(split.questions, config, reads)
 
@@ -119,16 +120,16 @@ def _batches(
         config.questions_per_image,
     )
     _check_enough(order)
-    pin = trainer.device.type == "cuda"
+    loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(trainer.step, config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
     ranks = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
-    batches = training_batches(dataset, order, steps, config.workers, pin, draws, **ranks)
+    batches = training_batches(dataset, order, steps, loading, draws, **ranks)
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
-    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, pin=pin, **ranks)
+    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, replace(loading, workers=0), **ranks)
 
 
 def _check_enough(order: Order) -> None:

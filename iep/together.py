@@ -1,4 +1,4 @@
-"""What the processes of one preprocessing job agree on: an error of one ends all, and is told once.
+"""What the processes of one job do for each other: an error of one ends all, and is told once.
 
 Each process must call these at the same places; with one process they do nothing but raise.
 """
@@ -33,6 +33,24 @@ def end_with(error: Exception) -> None:
     sys.exit(1)
 
 
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `make()` returns, or what it raises of errors that a user is told."""
+    try:
+        return make(), None
+    except (InputError, OSError) as error:
+        return None, error
+
+
+def raise_any(error: Exception | None) -> None:
+    """End every process where one has an error.
+
+    Raises:
+        Exception: that of the first such process, in the main one; the others exit.
+    """
+    if any_rank(error is not None):
+        end_with(first_trouble(None if error is None else (0, error))[1])
+
+
 def main_first(make: Callable[[], T]) -> T:
     """What `make()` returns; the main process makes its own first, so that others find what it leaves (a download).
 
@@ -40,11 +58,11 @@ def main_first(make: Callable[[], T]) -> T:
         InputError: as `make` in any process.
         OSError: likewise.
     """
-    made, error = _attempt(make) if is_main() else (None, None)
-    _raise_any(error)
+    made, error = attempt(make) if is_main() else (None, None)
+    raise_any(error)
     if not is_main():
-        made, error = _attempt(make)
-    _raise_any(error)
+        made, error = attempt(make)
+    raise_any(error)
     return made
 
 
@@ -55,18 +73,6 @@ def by_main(make: Callable[[], T]) -> T:
         InputError: as `make`.
         OSError: likewise.
     """
-    made, error = _attempt(make) if is_main() else (None, None)
-    _raise_any(error)
+    made, error = attempt(make) if is_main() else (None, None)
+    raise_any(error)
     return broadcast(made)
-
-
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return make(), None
-    except (InputError, OSError) as error:
-        return None, error
-
-
-def _raise_any(error: Exception | None) -> None:
-    if any_rank(error is not None):
-        end_with(first_trouble(None if error is None else (0, error))[1])

@@ -1,0 +1,214 @@
+"""Batches made by worker processes, ahead of their use and in order, and brought to a device while it computes.
+
+What a batch is made of, and the making, are `datasets.py`'s. Features, nearly all of a batch's bytes, are read into
+slots of memory that the processes share: the first touch of a page costs several times as much as reading its content,
+so slots are used again and again, and nothing but a slot's number goes through the pipe.
+"""
+
+import ctypes
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from iep.errors import InputError
+from iep.memory import SharedMemory
+
+Make = Callable[..., Any]
+"""(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` gave."""
+_PAGE = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are made.
+
+    Args:
+        workers: processes that make them; 0: this one.
+        prefetch: batches that each worker makes ahead.
+        pin: into page-locked memory, from which copies to a GPU run beside its computing.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    pin: bool = False
+
+
+HERE = Loading()
+
+
+class Batches:
+    """Batches in order; may be gone through several times."""
+
+    def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, slot_bytes: int, loading: Loading):
+        """Batch n is `make(choose(n), allocate)`, for the n of `numbers`; its features have at most `slot_bytes`."""
+        self._make, self._choices = make, _Choices(choose, numbers)
+        self._slot_bytes, self._loading = slot_bytes, loading
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches.
+
+        Raises:
+            InputError: one cannot be read.
+        """
+        loading, slots = self._loading, None
+        if loading.workers and self._slot_bytes:
+            # Besides what a worker makes ahead, the user holds a batch, and another is being pinned.
+            slots = Slots.make(loading.workers, loading.prefetch + 2, self._slot_bytes)
+        loader = DataLoader(
+            _Items(self._make, slots),
+            sampler=self._choices,
+            batch_size=None,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch if loading.workers else None,
+            pin_memory=loading.pin,
+            worker_init_fn=leave_signals_to_parent,
+            # Its own generator: otherwise it would draw a seed for its workers from the one that training uses.
+            generator=torch.Generator(),
+        )
+        for item in loader:
+            if isinstance(item, InputError):
+                raise item
+            yield item.opened() if isinstance(item, Parcel) else item
+
+
+class _Choices(Sampler):
+    """What each batch is made of, from a function of the batch's number."""
+
+    def __init__(self, choose: Callable[[int], Any], numbers: range):
+        self.choose, self.numbers = choose, numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.choose(number) for number in self.numbers)
+
+
+class _Items(Dataset):
+    """What workers send: batches, and `InputError`s, which when raised would arrive as tracebacks of several lines."""
+
+    def __init__(self, make: Make, slots: "Slots | None"):
+        self.make, self.slots = make, slots
+
+    def __getitem__(self, choice: Any) -> Any:
+        slot = None if self.slots is None else self.slots.take(get_worker_info().id)
+        try:
+            if slot is None:
+                return self.make(choice, np.empty)
+            batch = self.make(choice, lambda shape, dtype: self.slots.array(slot, shape, dtype))
+            return Parcel.of(batch, self.slots, slot)
+        except InputError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Places for the features of batches in shared memory, each worker's own; at the start, a byte for each says
+    whether it is taken. Its worker sets that, and the process that the batch was sent to clears it."""
+
+    memory: SharedMemory
+    per_worker: int
+    slot_bytes: int
+    start: int
+
+    @staticmethod
+    def make(workers: int, per_worker: int, slot_bytes: int) -> "Slots":
+        """Free slots of `slot_bytes` bytes."""
+        whole_pages = -(-slot_bytes // _PAGE) * _PAGE
+        start = -(-workers * per_worker // _PAGE) * _PAGE
+        return Slots(SharedMemory(start + workers * per_worker * whole_pages), per_worker, whole_pages, start)
+
+    def take(self, worker: int) -> int | None:
+        """A free slot of `worker`'s, from now on taken; None when its batches are all in use."""
+        first = worker * self.per_worker
+        free = np.flatnonzero(self._taken[first : first + self.per_worker] == 0)
+        if not len(free):
+            return None
+        slot = first + int(free[0])
+        self._taken[slot] = 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Leave the slot for another batch."""
+        self._taken[slot] = 0
+
+    def array(self, slot: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The slot's first bytes."""
+        assert int(np.prod(shape)) * dtype.itemsize <= self.slot_bytes, (shape, dtype)
+        return self.memory.array(self.start + slot * self.slot_bytes, shape, dtype)
+
+    @property
+    def _taken(self) -> np.ndarray:
+        return self.memory.array(0, (self.start,), np.dtype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A batch on its way from a worker, its features in a slot."""
+
+    batch: Any
+    slots: Slots
+    slot: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @staticmethod
+    def of(batch: Any, slots: Slots, slot: int) -> "Parcel":
+        """The parcel of a batch whose features are in that slot."""
+        features = batch.features.numpy()
+        return Parcel(replace(batch, features=None), slots, slot, features.shape, features.dtype)
+
+    def opened(self) -> Any:
+        """The batch. The slot is taken for as long as anything holds the memory of its features."""
+        held = _Held(self.slots, self.slot, self.slots.array(self.slot, self.shape, self.dtype))
+        return replace(self.batch, features=torch.from_numpy(np.asarray(held)))
+
+    def pin_memory(self) -> Any:
+        """The batch in page-locked memory; the data loader calls this, in a thread of its own."""
+        return self.opened().pin_memory()
+
+
+class _Held:
+    """An array that releases its slot when the last array or tensor that is made of it is gone."""
+
+    def __init__(self, slots: Slots, slot: int, array: np.ndarray):
+        self._slots, self._slot, self._array = slots, slot, array
+        self.__array_interface__ = array.__array_interface__
+
+    def __del__(self) -> None:
+        self._slots.release(self._slot)
+
+
+def leave_signals_to_parent(worker: int = 0) -> None:
+    """In a worker process: a Ctrl-C or a batch system's SIGTERM goes to all processes of a job, and it is the parent's
+    to decide what follows. When the parent is gone, so is the worker, at once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """The batches, moved to `device`; to a GPU each is on its way while it computes with the one before."""
+    if device.type != "cuda":
+        yield from (batch.to(device) for batch in batches)
+        return
+    stream, waiting = torch.cuda.Stream(device), None
+    for batch in batches:
+        with torch.cuda.stream(stream):
+            sent = batch.to(device), stream.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting, device)
+        waiting = sent
+    if waiting is not None:
+        yield _arrived(*waiting, device)
+
+
+def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+    """The batch, for use on the current stream."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(event)
+    batch.record_stream(current)  # or its memory would be given away while it is in use
+    return batch
