@@ -56,7 +56,7 @@ class Costs:
     """Floating-point operations of each part for a question, forward."""
 
 
-def check_options(placement: str, devices: Sequence[str], device: str, has_engine: bool = True) -> None:
+def check_options(placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True) -> None:
     """Refuse what makes no sense.
 
     Raises:
@@ -123,14 +123,16 @@ def make_placement(
     return balanced(work, devices)
 
 
-def place_engine(engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample) -> Costs:
-    """Put every part of `engine` on its device.
+def place_engine(
+    engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
+) -> Costs:
+    """Put every part of `engine` on its device, in a memory format as `iep.networks.place` has it.
 
     Raises:
         InputError: as `make_placement`.
     """
     costs = costs_of(engine, sample)
-    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source))
+    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
     return costs
 
 

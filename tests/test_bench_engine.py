@@ -321,7 +321,7 @@ def test_peak_memory_is_the_most_held_at_once() -> None:
         torch.zeros(700)
         del second
 
-    assert peak_memory(run, CPU) == peak_memory(run, CPU) == 4 * 1500
+    assert peak_memory(run, [CPU]) == peak_memory(run, [CPU]) == 4 * 1500
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -8,7 +8,7 @@ Shapes: B questions, N inputs of the graph, G rows of a call, L program tokens, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch
 from iep.devices import autocast
 from iep.execution_engine.engine import ExecutionEngine, Plan
+from iep.execution_engine.placement import CLASSIFIER, STEM
 from iep.programs import arity as token_arity
 
 Run = Callable[[], Any]
@@ -32,16 +33,29 @@ Calls = Sequence[tuple[int, int]]
 
 
 class Setting:
-    """What the cases of one comparison have in common: engine, phase, device and ready-made maps."""
+    """What the cases of one comparison have in common: engine, phase, devices and ready-made maps.
+
+    `device` is where features are; a placed engine has others besides.
+    """
 
     def __init__(self, engine: ExecutionEngine, training: bool, device: torch.device):
         self.engine, self.training, self.device = engine, training, device
+        placement = engine.placement
+        self._home = {part: device if placement is None else placement.device(part) for part in engine.parts}
+        self.devices = (device,) if placement is None else tuple(map(torch.device, placement.devices))
         self._maps: dict[str, Tensor] = {}
+
+    def home(self, part: str | int) -> torch.device:
+        """Where a part of the engine lives, or the function of an op."""
+        return self._home[part if isinstance(part, str) else self.engine.program_tokens[part]]
 
     @contextmanager
     def mode(self, precision: str) -> Iterator[None]:
         """Gradients only in training; computing in `precision` as `iep-train` does."""
-        with nullcontext() if self.training else torch.inference_mode(), autocast(self.device, precision):
+        with ExitStack() as stack:
+            stack.enter_context(nullcontext() if self.training else torch.inference_mode())
+            for device in set(self.devices):
+                stack.enter_context(autocast(device, precision))
             yield
 
     def maps(self, precision: str, count: int, feature: Tensor) -> Tensor:
@@ -52,7 +66,7 @@ class Setting:
         made = self._maps.get(precision)
         if made is None or len(made) < count:
             with torch.no_grad(), self.mode(precision):
-                like = self.engine.stem(feature)
+                like = self.engine.stem(feature.to(self.home(STEM)))
             memory_format = torch.contiguous_format if like.is_contiguous() else torch.channels_last
             kind = {"dtype": like.dtype, "device": self.device, "memory_format": memory_format}
             made = self._maps[precision] = torch.empty((count, *like.shape[1:]), **kind).normal_()
@@ -105,27 +119,27 @@ class Case:
 
     def _gather_scatter(self) -> Run:
         """The step's moves: `execute` with modules that hand on what they are given."""
-        inputs_NCHW = self._ready(self.plan.graph.num_inputs)
+        inputs_NCHW = self._ready(self.plan.graph.num_inputs, STEM)
         modules = dict.fromkeys((op for op, _ in self.calls), _HandOn.apply if self.setting.training else _first)
 
         def run() -> None:
             with self._mode():
                 maps_BCHW = execute(self.plan.layout, modules, inputs_NCHW)
             if self.setting.training:
-                maps_BCHW.backward(self._ready(len(maps_BCHW)).detach())
+                maps_BCHW.backward(self._ready(len(maps_BCHW), CLASSIFIER).detach())
 
         return run
 
     def _stem_classifier(self) -> Run:
         """Stem and classifier, with nothing between them."""
-        maps_BCHW = self._ready(len(self.programs_BL))
+        maps_BCHW = self._ready(len(self.programs_BL), CLASSIFIER)
 
         def run() -> None:
             with self._mode():
-                stems_NCHW = self.engine.stem(self.features)
+                stems_NCHW = self.engine.stem(self.features.to(self.setting.home(STEM)))
                 logits_BA = self.engine.classifier(maps_BCHW)
             if self.setting.training:
-                gradients = self._ready(len(stems_NCHW)).detach(), torch.ones_like(logits_BA)
+                gradients = self._ready(len(stems_NCHW), STEM).detach(), torch.ones_like(logits_BA)
                 torch.autograd.backward([stems_NCHW, logits_BA], gradients)
 
         return run
@@ -136,10 +150,10 @@ class Case:
     def _mode(self) -> Any:
         return self.setting.mode(self.strategy.precision)
 
-    def _ready(self, count: int) -> Tensor:
-        """Ready-made maps as a leaf of its own."""
+    def _ready(self, count: int, part: str | int) -> Tensor:
+        """Ready-made maps as a leaf of its own, where a part of the engine is."""
         maps = self.setting.maps(self.strategy.precision, count, self.features[:1])
-        return maps.detach().requires_grad_(self.setting.training)
+        return maps.detach().to(self.setting.home(part)).requires_grad_(self.setting.training)
 
 
 class Limit:
@@ -163,9 +177,13 @@ def run_calls(case: Case, calls: Calls, defer: bool) -> Run:
     engine, training = case.engine, case.setting.training
     modules = {op: getattr(engine, engine.program_tokens[op]) for op, _ in calls}
     arity = {op: max(1, token_arity(engine.program_tokens[op])) for op, _ in calls}  # leaves take an input
-    ready = case._ready(sum(rows * arity[op] for op, rows in calls)).detach()
+    home = case.setting.home
+    ready = case._ready(sum(rows * arity[op] for op, rows in calls), STEM).detach()
     pieces = iter(ready.split([rows for op, rows in calls for _ in range(arity[op])]))
-    arguments = [[next(pieces).detach().requires_grad_(training) for _ in range(arity[op])] for op, _ in calls]
+    arguments = [
+        [next(pieces).detach().to(home(op)).requires_grad_(training) for _ in range(arity[op])] for op, _ in calls
+    ]
+    gradients = [ready[:rows].to(home(op)) for op, rows in calls] if training else []
 
     def run() -> None:
         deferred = DeferredWeightGrads() if training and defer else nullcontext()
@@ -176,7 +194,7 @@ def run_calls(case: Case, calls: Calls, defer: bool) -> Run:
                 if training:
                     results.append(result)
         if training:
-            torch.autograd.backward(results, [ready[: len(result)] for result in results])
+            torch.autograd.backward(results, gradients)
 
     return run
 

@@ -63,6 +63,8 @@ class Comparison:
     """Distinct images of a minibatch."""
     baseline: str | None
     """The row that speed-ups are over."""
+    devices: tuple[str, ...]
+    """Those that the engine is placed on; one by itself is not named."""
     rows: tuple[Row, ...]
 
 
@@ -104,10 +106,10 @@ def compare(
     subjects += [_Subject(strategy, [Limit(case) for case in cases]) for strategy, cases in reversed(limits.items())]
     for subject in subjects:
         progress(subject.strategy.name)
-        subject.warm_up(device)
+        subject.warm_up(setting.devices)
     for subject in _turns(subjects, effort):
         progress(subject.strategy.name)
-        subject.measure(device)
+        subject.measure(setting.devices)
     baseline = next((subject for subject in subjects if subject.strategy.batching == "vanilla"), None)
     measured = {subject.strategy: subject for subject in subjects}
     return Comparison(
@@ -116,6 +118,7 @@ def compare(
         minibatches=count,
         images=mean(len(minibatch.features_NCHW) for minibatch in minibatches),
         baseline=None if baseline is None else baseline.strategy.name,
+        devices=() if engine.placement is None else engine.placement.labels,
         rows=tuple(_row(subject, batch_size, baseline, measured[_limit_of(subject.strategy)]) for subject in subjects),
     )
 
@@ -144,17 +147,17 @@ class _Subject:
     def rounds(self) -> int:
         return len(self.times["modules"])
 
-    def warm_up(self, device: torch.device) -> None:
+    def warm_up(self, devices: Sequence[torch.device]) -> None:
         """Run every part once, untimed, and find the peak memory of a step."""
         for part in self.times:
             self.cases[0].ready(part)()
         if "step" in self.times:
-            self.memory = peak_memory(self.cases[0].ready("step"), device)
+            self.memory = peak_memory(self.cases[0].ready("step"), devices)
 
-    def measure(self, device: torch.device) -> None:
+    def measure(self, devices: Sequence[torch.device]) -> None:
         """Time every part once, on every minibatch."""
         for part, times in self.times.items():
-            times.append(mean(seconds(case.ready(part), device) for case in self.cases))
+            times.append(mean(seconds(case.ready(part), devices) for case in self.cases))
             self.spent += times[-1] * len(self.cases)
 
     def end_to_end(self) -> list[float]:

@@ -35,29 +35,33 @@ def rate(count: float, seconds: Spread) -> Spread:
     return Spread(*(count / time for time in times), seconds.repeats)
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """How long `run()` takes; on a GPU until all that it started there has ended."""
-    _wait(device)
+def seconds(run: Callable[[], object], devices: Sequence[torch.device]) -> float:
+    """How long `run()` takes; on GPUs until all that it started there has ended."""
+    _wait(devices)
     start = time.perf_counter()
     run()
-    _wait(device)
+    _wait(devices)
     return time.perf_counter() - start
 
 
-def peak_memory(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that `run()` holds at any moment beyond what was held before it.
+def peak_memory(run: Callable[[], object], devices: Sequence[torch.device]) -> int | None:
+    """The most bytes that `run()` holds at any moment beyond what was held before it; the sum over several GPUs. None
+    where a CPU is among several devices: what their threads allocate is not seen there.
 
     On a GPU by PyTorch's own account (`torch.cuda.max_memory_allocated`). On a CPU the running total of all that
     PyTorch's allocator gives and takes back while `run()` is profiled: the same on every run, unlike a process's size.
     Memory that a library allocates for itself, such as a convolution's scratch space, is not seen.
     """
-    if device.type == "cuda":
-        _wait(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if all(device.type == "cuda" for device in devices):
+        _wait(devices)
+        for device in set(devices):
+            torch.cuda.reset_peak_memory_stats(device)
+        before = sum(torch.cuda.memory_allocated(device) for device in set(devices))
         run()
-        _wait(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        _wait(devices)
+        return sum(torch.cuda.max_memory_allocated(device) for device in set(devices)) - before
+    if len(devices) > 1:
+        return None
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would speak of GPUs that are not there
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
@@ -67,6 +71,7 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> int:
     return max(accumulate((change.nbytes() for change in changes), initial=0))
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _wait(devices: Sequence[torch.device]) -> None:
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -5,14 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from iep.bench.show import describe_programs, describe_schedule, draw_schedule, walk
 from iep.bench.workload import clevr_vocab, encode, programs_of
+from iep.config import EngineConfig
 from iep.data_files import open_split
 from iep.errors import InputError, nearest
 from iep.execution_engine.engine import plan_programs
+from iep.execution_engine.placement import NONE, Placement
 from iep.files import check_writable
+from iep.networks import build, engine_kwargs
+from iep.placing import Sample, check_options, costs_of, describe_moves, describe_placement, make_placement
 from iep.vocab import Vocab
+
+FULL_SIZE = (1024, 14, 14)
+"""The features for which the engine's defaults are meant."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class PlanRequest:
     questions_per_image: int = 1
     sharing: bool = True
     scene: str = "module"
+    placement: str = "none"
+    devices: tuple[str, ...] = ()
 
 
 def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str], None] = print) -> None:
@@ -34,35 +44,52 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
     name where there are several.
 
     Raises:
-        InputError: a token is unknown (the nearest is suggested), or the split is not there or has no programs.
+        InputError: a token is unknown (the nearest is suggested), the split is not there or has no programs, or a
+            placement does not fit.
     """
+    check_options(request.placement, request.devices)
     pictures = dict.fromkeys(request.batching, out)
     if out is not None and len(request.batching) > 1:
         pictures = {batching: out.with_stem(f"{out.stem}-{batching}") for batching in request.batching}
     check_writable(path for path in pictures.values() if path is not None)
-    tokens, programs_BL, image_idxs_B = _programs(request)
+    vocab, programs_BL, image_idxs_B = _programs(request)
+    placement, map_size = None, 0
+    if request.placement != NONE:
+        placement, map_size, text = _placement(request, vocab, Sample(programs_BL, image_idxs_B, "these programs"))
+        say(f"{text}\n")
     _, image_rows_B = np.unique(image_idxs_B, return_inverse=True)
     for number, batching in enumerate(request.batching):
-        plan = plan_programs(programs_BL, tokens, image_rows_B, request.scene, batching, request.sharing)
-        examples = walk(plan.graph, tokens)
+        how = (request.scene, batching, request.sharing, placement)
+        plan = plan_programs(programs_BL, vocab.program, image_rows_B, *how)
+        examples = walk(plan.graph, vocab.program)
         if number == 0:
             say(describe_programs(examples))
-        text = describe_schedule(batching, plan.graph, plan.schedule, examples, tokens)
+        text = describe_schedule(batching, plan, examples)
         say(f"\n{text}")
+        if placement is not None:
+            say(describe_moves(plan.layout.rows_moved, 4 * map_size, "at full size"))
         if (path := pictures[batching]) is not None:
             draw_schedule(path, text.splitlines()[0], plan.schedule, examples)
             say(f"Wrote {path}")
 
 
-def _programs(request: PlanRequest) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+def _placement(request: PlanRequest, vocab: Vocab, sample: Sample) -> tuple[Placement, int, str]:
+    """The placement of an engine of full size, numbers of its maps, and a text that says what is where."""
+    with torch.device("meta"):
+        engine = build("engine", engine_kwargs(EngineConfig(scene=request.scene), vocab, FULL_SIZE))
+    costs = costs_of(engine, sample)
+    placement = make_placement(request.placement, request.devices, engine.parts, costs.work, sample.source)
+    return placement, costs.map_size, describe_placement(request.placement, placement, costs.work)
+
+
+def _programs(request: PlanRequest) -> tuple[Vocab, np.ndarray, np.ndarray]:
     """Vocabulary, (B, L) programs and (B,) image indices."""
     vocab = clevr_vocab() if request.data is None else Vocab.load(request.data / "vocab.json")
     if request.programs:
-        tokens = vocab.program
-        programs = [_split(number, text, tokens) for number, text in enumerate(request.programs)]
-        return tokens, encode(programs, tokens), np.arange(len(programs)) // request.questions_per_image
+        programs = [_split(number, text, vocab.program) for number, text in enumerate(request.programs)]
+        return vocab, encode(programs, vocab.program), np.arange(len(programs)) // request.questions_per_image
     questions = open_split(request.data, request.split, vocab, False, request.num_samples).questions
-    return vocab.program, programs_of(questions), questions.image_idxs
+    return vocab, programs_of(questions), questions.image_idxs
 
 
 def _split(number: int, text: str, known: tuple[str, ...]) -> list[str]:

@@ -42,7 +42,9 @@ def _title(comparison: Comparison) -> str:
     over = f", mean of {comparison.minibatches} minibatches" if comparison.minibatches > 1 else ""
     questions = f"{comparison.batch_size} question{'' if comparison.batch_size == 1 else 's'}"
     images = f"{comparison.images:.4g} image{'' if comparison.images == 1 else 's'}"
-    return f"{comparison.phase}: {questions} of {images} a minibatch; milliseconds a minibatch, median of {many}{over}"
+    placed = f", placed on {', '.join(comparison.devices)}" if comparison.devices else ""
+    what = f"{comparison.phase}: {questions} of {images} a minibatch{placed}"
+    return f"{what}; milliseconds a minibatch, median of {many}{over}"
 
 
 def _cells(row: Row) -> list[str]:

@@ -15,12 +15,14 @@ from iep.bench.picture import draw_comparisons
 from iep.bench.report import format_comparison, write_report
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Workload, generated, preprocessed
-from iep.config import EngineConfig
-from iep.devices import is_out_of_memory, resolve_device
+from iep.config import PRECISIONS, EngineConfig
+from iep.devices import is_out_of_memory
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import NONE
 from iep.files import check_writable, write_bytes
 from iep.networks import build, engine_kwargs, place
+from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.signals import Stopped
 
 REPORT, TABLE, PICTURE = "engine.json", "engine.txt", "engine.png"
@@ -41,6 +43,8 @@ class EngineBenchmark:
     questions_per_image: int = 1
     feature_shape: tuple[int, int, int] = (1024, 14, 14)
     device: str = "auto"
+    placement: str = "none"
+    devices: tuple[str, ...] = ()
     memory_format: str | None = None
     """Of the convolutions, one of `MEMORY_FORMATS`; None for what training and evaluation use."""
     threads: int | None = None
@@ -65,7 +69,8 @@ def run_engine_benchmark(
     """
     if out is not None:
         check_writable([out / REPORT, out / TABLE, out / PICTURE])
-    device = resolve_device(benchmark.device)
+    check_options(benchmark.placement, benchmark.devices, benchmark.device)
+    device = resolve_home(benchmark.placement, benchmark.devices, benchmark.device)
     if benchmark.threads is not None:
         torch.set_num_threads(benchmark.threads)
     workload = _open(benchmark)
@@ -73,7 +78,8 @@ def run_engine_benchmark(
     engine = build("engine", engine_kwargs(benchmark.engine, workload.vocab, workload.feature_shape))
     engine = place(engine, device, benchmark.memory_format)
     machine = describe_machine(device)
-    heading = "\n".join([f"$ {command}", machine_line(machine), workload.description])
+    placed = [_place(benchmark, engine, workload)] if benchmark.placement != NONE else []
+    heading = "\n".join([f"$ {command}", machine_line(machine), workload.description, *placed])
     say(heading)
     setting = {
         "command": command,
@@ -81,6 +87,7 @@ def run_engine_benchmark(
         "workload": {"description": workload.description, "feature_shape": workload.feature_shape},
         "engine": asdict(benchmark.engine),
         "memory_format": benchmark.memory_format,
+        "placement": None if engine.placement is None else asdict(engine.placement),
         "effort": asdict(benchmark.effort),
         "seed": benchmark.seed,
     }
@@ -100,6 +107,14 @@ def run_engine_benchmark(
     if out is not None:
         draw_comparisons(out / PICTURE, comparisons, machine_line(machine))
     return comparisons
+
+
+def _place(benchmark: EngineBenchmark, engine: ExecutionEngine, workload: Workload) -> str:
+    """Put the engine's parts on their devices; returns what is where, and what will cross."""
+    sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)
+    costs = place_engine(engine, benchmark.placement, benchmark.devices, sample, benchmark.memory_format)
+    size = max(benchmark.batch_sizes)
+    return describe_engine(benchmark.placement, engine, costs, sample, engine.planner(), size, PRECISIONS[0])
 
 
 def _comparisons(

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from iep.batching.graph import Graph
 from iep.batching.schedulers import Schedule, lower_bound
 from iep.bench.picture import save
+from iep.execution_engine.engine import Plan
 from iep.programs import SCENE, arity
 
 COLUMN, LEVEL, WIDTH = 1.9, 0.45, 15.0
@@ -67,22 +68,40 @@ def describe_programs(examples: Sequence[Sequence[Place]]) -> str:
     return "\n".join(f"example {places[0].example}: {' '.join(place.token for place in places)}" for places in examples)
 
 
-def describe_schedule(
-    name: str, graph: Graph, schedule: Schedule, examples: Sequence[Sequence[Place]], program_tokens: Sequence[str]
-) -> str:
-    """A heading and one line a call: its number, function, rows and nodes."""
+def describe_schedule(name: str, plan: Plan, examples: Sequence[Sequence[Place]]) -> str:
+    """A heading and one line a call: its number, function, device where there are several, rows and nodes; and one
+    for every move that follows it."""
+    graph, schedule = plan.graph, plan.schedule
     names = {place.node: place.name for places in examples for place in places if place.is_first}
     shared = sum(place.node is not None and not place.is_first for places in examples for place in places)
     heading = f"{name}: {_counted(len(schedule), 'call')} for {_counted(graph.num_nodes, 'node')}"
     heading += f" ({shared} more shared)" if shared else ""
     heading += f"; no schedule has fewer than {_counted(lower_bound(graph), 'call')}"
-    functions = [program_tokens[group.op] for group in schedule]
-    width = max(map(len, ["function", *functions]))
-    lines = [f"call  {'function':<{width}}  rows  nodes"]
-    for number, (function, group) in enumerate(zip(functions, schedule, strict=True), start=1):
+    functions = [plan.program_tokens[group.op] for group in schedule]
+    homes = [] if plan.placement is None else [plan.placement.labels[plan.placement.parts[each]] for each in functions]
+    moves = _moves(plan)
+    names_of_calls = [_column(["function", *functions]), *([_column(["device", *homes])] if homes else [])]
+    title, *lines = ["  ".join(cells) for cells in zip(*names_of_calls, strict=True)]
+    described = [f"call  {title}  rows  nodes", *moves.get(0, ())]
+    for number, (line, group) in enumerate(zip(lines, schedule, strict=True), start=1):
         nodes = " ".join(names[node] for node in group.nodes.tolist())
-        lines.append(f"{number:4}  {function:<{width}}  {len(group.nodes):4}  {nodes}")
-    return "\n".join([heading, *lines])
+        described += [f"{number:4}  {line}  {len(group.nodes):4}  {nodes}", *moves.get(number, ())]
+    return "\n".join([heading, *described])
+
+
+def _moves(plan: Plan) -> dict[int, list[str]]:
+    """By the number of the call that they follow, lines for what moves between devices; 0 is the stem."""
+    lines: dict[int, list[str]] = {}
+    if plan.placement is not None:
+        for move in plan.layout.moves:
+            source, destination = (plan.placement.labels[at] for at in (move.source, move.destination))
+            lines.setdefault(move.after, []).append(f"      {source} -> {destination}: {_counted(move.rows, 'row')}")
+    return lines
+
+
+def _column(cells: Sequence[str]) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) for cell in cells]
 
 
 def draw_schedule(path: Path, title: str, schedule: Schedule, examples: Sequence[Sequence[Place]]) -> None:

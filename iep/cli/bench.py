@@ -1,4 +1,4 @@
-"""`iep-bench`: how fast the execution engine runs under every schedule, and schedules to look at."""
+"""`iep-bench`: how fast the engine runs under every schedule, schedules to look at, how fast data come."""
 
 import shlex
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
 from iep.cli.common import Command, Group
+from iep.cli.options import placement_options, where
 from iep.config import BATCHING, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
 
@@ -40,7 +41,7 @@ class RecordedCommand(Command):
 
 @click.group(cls=Group)
 def main() -> None:
-    """Measure the batched execution engine, and look at schedules."""
+    """Measure the batched execution engine and the data loader, and look at schedules."""
 
 
 @main.command(cls=RecordedCommand)
@@ -94,7 +95,8 @@ def main() -> None:
     show_default=True,
     help="A strategy that was measured for so long, and three times, has had enough.",
 )
-@click.option("--device", default=Config.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
+@placement_options
 @click.option(
     "--memory-format",
     type=click.Choice(["channels-first", "channels-last"]),
@@ -128,7 +130,7 @@ def engine(
     strategies take turns; figures are medians. `limit` rows are the same module applications with every function run
     in one call, whatever waits on what. What the columns mean: benchmarks/README.md.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in (options | where(options)).items() if value is not None}
     _refuse_together(given, "data", ("questions_per_image", "feature_shape"))
     _refuse_without(given, "data", ("split",))
     _parsed("--precision", lambda: parse_strategies(ALL, precisions=precision))
@@ -180,6 +182,7 @@ def engine(
     show_default=True,
     help="Whether scene is a module or the stem's output.",
 )
+@placement_options
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write: .png, .svg or .pdf.")
 def plan(batching: str, out: Path | None, **options: Any) -> None:
     """Show which nodes of which programs run in which module call.
@@ -198,6 +201,78 @@ def plan(batching: str, out: Path | None, **options: Any) -> None:
     from iep.bench.plan import PlanRequest, show_plans
 
     show_plans(PlanRequest(_schedulers(batching), **given), out, say=click.echo)
+
+
+@main.command(cls=RecordedCommand)
+@click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote; else data is made.")
+@click.option("--split", help="Split of --data.  [default: val]")
+@click.option(
+    "--images",
+    type=click.IntRange(min=1),
+    help="Of the data made: float16 (1024, 14, 14) features, 0.4 GB a thousand, removed at the end.  [default: 10000]",
+)
+@click.option(
+    "--features",
+    "sources",
+    type=CommaList(click.Choice(["cold", "warm", "memory"])),
+    default="cold,warm,memory",
+    show_default=True,
+    help="Where features are: on the disk, in the system's cache of the file, in shared memory.",
+)
+@click.option(
+    "--order",
+    "orders",
+    type=CommaList(click.Choice(["image", "random"])),
+    default="image,random",
+    show_default=True,
+    help="All questions image by image, or one of each image at random.",
+)
+@click.option(
+    "--plans",
+    "planning",
+    type=click.Choice(["without", "with", "both"]),
+    default="both",
+    show_default=True,
+    help="Whether workers make the engine's plans too.",
+)
+@click.option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", show_default=True, help="Comma list.")
+@click.option(
+    "--prefetch", type=click.IntRange(min=1), help=f"Batches a worker makes ahead.  [default: {Config.prefetch}]"
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
+@click.option("--repeat", type=click.IntRange(min=1), help="Rounds of measuring.  [default: 3]")
+@click.option(
+    "--max-seconds", type=click.FloatRange(min=0), help="After which a pass ends, if not before.  [default: 20]"
+)
+@click.option("--device", help="To which batches are brought.  [default: cpu]")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="[default: 0]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for loader.json and loader.txt, and, meanwhile, the data made.",
+)
+@click.pass_context
+def loader(ctx: click.Context, planning: str, out: Path | None, **options: Any) -> None:
+    """Time the data loader alone: questions and bytes a second, without any network.
+
+    What the columns mean: benchmarks/README.md.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse_together(given, "data", ("images",))
+    _refuse_without(given, "data", ("split",))
+    from iep.bench.loader_run import REPORT, TABLE, LoaderBenchmark, run_loader_benchmark
+
+    plans = {"without": (False,), "with": (True,), "both": (False, True)}[planning]
+    with tqdm(unit=" measurements", leave=False, mininterval=1.0) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.update()
+
+        benchmark = LoaderBenchmark(planning=plans, **given)
+        run_loader_benchmark(benchmark, ctx.meta["command"], out, say=bar.write, progress=progress)
+    if out is not None:
+        click.echo(f"\nWrote {out / REPORT} and {out / TABLE}")
 
 
 def _schedulers(text: str) -> tuple[str, ...]:
