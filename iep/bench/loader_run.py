@@ -99,7 +99,7 @@ def _data(benchmark: LoaderBenchmark, out: Path | None) -> Iterator[tuple[Questi
         vocab = Vocab.load(benchmark.data / "vocab.json")
         split = open_split(benchmark.data, benchmark.split, vocab, with_features=True, num_samples=None)
         if any(benchmark.planning) and split.questions.programs is None:
-            raise InputError(f"{split.questions.path}: has no programs to plan; --no-planning measures without")
+            raise InputError(f"{split.questions.path}: has no programs to plan; --plans without measures the rest")
         yield split.questions, split.features, _planner(vocab)
         return
     with tempfile.TemporaryDirectory(prefix="iep-loader-", dir=out) as directory:
