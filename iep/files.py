@@ -63,8 +63,8 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def remove_temporaries(directory: Path, name: str = "*") -> None:
-    """Remove what killed processes left beside the targets called `name` (a pattern) of `atomic_path`.
+def remove_temporaries(directory: Path, name: str) -> None:
+    """Remove what killed processes left of `atomic_path` beside targets called `name`, a pattern.
 
     Only for who knows that no other process is writing them.
     """

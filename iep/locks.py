@@ -15,14 +15,16 @@ from io import FileIO
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import os_errors_name
+from iep.files import os_errors_name, remove_temporaries
 
 LOCK = ".lock"
 
 
 @contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
+def alone_in(directory: Path, *targets: str) -> Iterator[None]:
     """Hold `directory` against other processes that ask for it; it is made, and removed again if nothing came into it.
+
+    Temporary files that killed processes left beside the `targets`, patterns of names, are removed.
 
     Raises:
         InputError: another process holds it (names the process, its machine and since when).
@@ -34,6 +36,8 @@ def alone_in(directory: Path) -> Iterator[None]:
     try:
         file = _locked(path)
         try:
+            for target in targets:
+                remove_temporaries(directory, target)
             yield
         finally:
             path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ the line and exiting is `cli/common.py`; what a stopped training run saves, `tra
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,20 +61,24 @@ def handled() -> Iterator[None]:
         return
     _process = os.getpid()
     before = {number: signal.signal(number, _answer) for number in SIGNALS}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _ask_again)
+    hook, sys.unraisablehook = sys.unraisablehook, _note_lost
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = hook
         _process, _asked = None, None
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Do the block whole: a signal that arrives in it raises `Stopped` at its end.
+    """Do the block whole: a signal that arrives in it raises `Stopped` at its end, of nested blocks at the outermost's.
 
-    So does one that arrived before and whose exception was lost, as those are that meet a destructor. Blocks may be
-    nested; the outermost one counts.
+    Raises:
+        Stopped: at the end of the block, unless it raises something else.
     """
     global _depth
     _depth += 1
@@ -83,6 +88,20 @@ def deferred() -> Iterator[None]:
         _depth -= 1
     if _asked is not None and not _depth:
         raise Stopped(_asked)
+
+
+@contextmanager
+def unanswered() -> Iterator[None]:
+    """Within it, a signal ends the process at once, as the system does by default; only for the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def asked() -> signal.Signals | None:
@@ -101,4 +120,17 @@ def _answer(number: int, frame: FrameType | None) -> None:
     for again in (_asked,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
         signal.signal(again, signal.SIG_DFL)
     if not _depth:
+        raise Stopped(_asked)
+
+
+def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
+    """Python drops an exception that a destructor or a callback raises, as it may be the one that runs just now."""
+    if isinstance(lost.exc_value, Stopped):
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _ask_again(number: int, frame: FrameType | None) -> None:
+    if _asked is not None and not _depth and os.getpid() == _process:
         raise Stopped(_asked)

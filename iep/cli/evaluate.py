@@ -1,5 +1,6 @@
 """`iep-eval`: checkpoints on a preprocessed split -> a table, report.json and predictions.jsonl."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 from iep.cli.common import Command
 from iep.cli.options import placement_options, where
 from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
+from iep.locks import alone_in
 
 
 @click.command(cls=Command)
@@ -72,14 +74,14 @@ from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **options: Any) -> None:
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     # Imported late: `--help` should not wait for torch.
-    from iep.distributed import joined
+    from iep.distributed import is_main, joined
     from iep.evaluation.report import format_table, read_report
     from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= where(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
-    with joined():
+    with joined(), nullcontext() if out is None or not is_main() else alone_in(out, PREDICTIONS, REPORT):
         report = evaluate(settings, out)
     if report is None:  # one of several processes, and not the one that speaks
         return

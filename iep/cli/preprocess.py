@@ -8,6 +8,7 @@ import click
 
 from iep.cli.common import Command
 from iep.errors import InputError
+from iep.locks import alone_in
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Patches, ResNet
@@ -129,7 +130,12 @@ def main(
             torch_device = main_first(lambda: resolve_device(device))
         if "questions" in parts:
             options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk)
-            by_main(lambda: preprocess_questions(files, out, options, counts, overwrite, say, verify))
+
+            def encode() -> None:
+                with alone_in(out, "vocab.json", "*_questions.h5"):  # features have a lock for each file
+                    preprocess_questions(files, out, options, counts, overwrite, say, verify)
+
+            by_main(encode)
         if "features" in parts:
             preprocess_features(
                 images,

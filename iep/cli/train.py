@@ -9,7 +9,6 @@ import click
 from iep.cli.common import Command
 from iep.cli.options import placement_options, where
 from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
-from iep.files import remove_temporaries
 from iep.locks import alone_in
 
 if TYPE_CHECKING:
@@ -90,10 +89,8 @@ def main(
     from iep.distributed import is_main, joined, was_restarted
     from iep.training.run import train_from
 
-    with joined(), alone_in(out) if is_main() else nullcontext():
+    with joined(), alone_in(out, "*") if is_main() else nullcontext():
         config, start = _resolve(out, resume or was_restarted(), config_file, settings, overrides)
-        if is_main():
-            remove_temporaries(out)
         trained = train_from(start, config, out)
         if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")

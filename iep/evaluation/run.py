@@ -105,6 +105,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         baselines=_baselines(settings.data, vocab, questions, types),
     )
     if out is not None:
+        (out / REPORT).unlink(missing_ok=True)  # whoever is killed in between leaves no report beside other predictions
         write_predictions(out / PREDICTIONS, _rows(vocab, questions, predictions, types))
         write_report(out / REPORT, report)
     return report

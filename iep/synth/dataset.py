@@ -23,6 +23,7 @@ from random import Random
 
 from iep.errors import InputError
 from iep.files import read_json, write_json
+from iep.locks import LOCK
 from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
 from iep.synth.options import SPLITS, Options
@@ -230,7 +231,7 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     """
     record = {"generator": GENERATOR, **asdict(options)}
     path = out / RECORD
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
         if read_json(path) == record:
