@@ -13,6 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from iep.errors import InputError
+from iep.loader import leave_signals_to_parent
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
@@ -61,7 +62,10 @@ def image_batches(
     batches = _Batches(paths, size, batch_size)
     numbers = range(first, len(batches), step)
     # batch_size=None: the data set's items are batches already.
-    for batch in DataLoader(batches, batch_size=None, sampler=numbers, num_workers=workers):
+    loader = DataLoader(
+        batches, batch_size=None, sampler=numbers, num_workers=workers, worker_init_fn=leave_signals_to_parent
+    )
+    for batch in loader:
         if isinstance(batch, InputError):
             raise batch
         yield batch

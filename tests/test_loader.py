@@ -1,0 +1,185 @@
+"""The loader: memory shared with workers, signals, the death of the parent, features in memory, the way to a GPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, write_data
+
+import iep.data_files
+from iep.data_files import Features, read_questions
+from iep.datasets import ClevrDataset, sequential_batches
+from iep.errors import InputError
+from iep.loader import Loading, Slots, _Held, on_device
+from iep.memory import SharedMemory, _left_in_groups, attach
+
+SHAPE = (IMAGES, CHANNELS, GRID, GRID)
+
+
+def open_train(data: Path) -> ClevrDataset:
+    return ClevrDataset(read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5"))
+
+
+# Slots
+
+
+def test_batches_that_are_kept_stay_as_they_were_however_many_slots_there_are(data: Path):
+    dataset = open_train(data)
+    kept = list(sequential_batches(dataset, 2, Loading(workers=2, prefetch=1)))
+    assert len(kept) == -(-TRAIN // 2)
+    for batch, expected in zip(kept, sequential_batches(dataset, 2), strict=True):
+        assert torch.equal(batch.features, expected.features)
+        assert batch.index.tolist() == expected.index.tolist()
+
+
+def test_a_slot_is_free_again_when_the_last_tensor_of_it_is_gone():
+    slots = Slots.make(workers=2, per_worker=2, slot_bytes=100)
+    assert [slots.take(1), slots.take(1), slots.take(1), slots.take(0)] == [2, 3, None, 0]
+    values = slots.array(3, (5, 5), np.dtype(np.float32))
+    values[:] = 7
+    tensor = torch.from_numpy(np.asarray(_Held(slots, 3, values)))
+    part = tensor[2]
+    del tensor
+    assert slots.take(1) is None
+    assert part.tolist() == [7] * 5
+    del part
+    assert slots.take(1) == 3
+
+
+def test_shared_memory_is_the_same_after_pickling_and_takes_room_only_where_written():
+    memory = SharedMemory(2**40)
+    memory.array(2**39, (3,), np.dtype(np.int64))[:] = [1, 2, 3]
+    assert attach(memory.path, memory.size) is memory
+    script = (
+        "import sys, numpy as np; from iep.memory import attach; "
+        "memory = attach(sys.argv[1], 2**40); print(memory.array(2**39, (3,), np.dtype(np.int64)).tolist())"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script, memory.path], text=True).strip() == "[1, 2, 3]"
+
+
+# Signals and deaths
+
+
+LOADING = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_loader import open_train
+from iep.datasets import sequential_batches
+from iep.loader import Loading
+for number, batch in enumerate(sequential_batches(open_train(Path(sys.argv[1])), 1, Loading(workers=2))):
+    if number == 3:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        print(*children, flush=True)
+        sys.stdin.readline()
+print("all", number + 1, flush=True)
+"""
+
+
+def start_loading(data: Path) -> tuple[subprocess.Popen, list[int]]:
+    """A process of its own that waits in the middle of a pass, and its workers."""
+    command = [sys.executable, "-c", LOADING, str(data), str(Path(__file__).parent)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    workers = [int(number) for number in process.stdout.readline().split()]
+    assert len(workers) == 2
+    return process, workers
+
+
+def is_running(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline, "orphans are left"
+        time.sleep(0.01)
+
+
+def test_workers_go_on_when_told_to_stop_and_end_with_a_parent_that_is_killed(data: Path):
+    process, workers = start_loading(data)
+    with process:
+        for worker in workers:
+            os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGTERM)
+        assert process.communicate("\n")[0] == f"all {TRAIN}\n"
+        assert process.returncode == 0
+    process, workers = start_loading(data)
+    with process:
+        process.kill()
+        process.wait()
+        wait_for_end(workers)
+
+
+# In memory
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_features_in_memory_are_those_of_the_file_which_is_read_no_more(tmp_path: Path, workers: int):
+    data = write_data(tmp_path, "float16")
+    dataset = open_train(data)
+    dataset.features = dataset.features.in_memory()
+    (data / "train_features.h5").unlink()
+    for batch in sequential_batches(dataset, 4, Loading(workers)):
+        assert batch.features.dtype == torch.float16
+        images = dataset.questions.image_idxs[batch.index]
+        np.testing.assert_array_equal(batch.features[batch.image_rows], features(0, "float16")[images])
+
+
+def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, monkeypatch):
+    monkeypatch.setattr(iep.data_files, "available_memory", lambda: 959)
+    path = data / "train_features.h5"
+    with pytest.raises(InputError) as caught:
+        Features(path).in_memory()
+    assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
+    monkeypatch.setattr(iep.data_files, "available_memory", lambda: 960)
+    assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", []), ("1000", [400 + 50])])
+def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path: Path, limit: str, left: list):
+    group = tmp_path / "job" / "step"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text("600\n")
+    (group / "memory.stat").write_text("anon 500\ninactive_file 50\n")
+    assert _left_in_groups(tmp_path, "0::/job/step\n") == left
+    old = tmp_path / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    (old / "memory.usage_in_bytes").write_text("600\n")
+    (old / "memory.stat").write_text("total_inactive_file 50\n")
+    assert _left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job\n0::/\n") == [1450]
+
+
+# To a device
+
+
+def test_on_a_cpu_batches_come_as_they_are_moved(data: Path):
+    device = torch.device("cpu")
+    batches = list(on_device(sequential_batches(open_train(data), 8), device))
+    assert sum(len(batch.index) for batch in batches) == TRAIN
+    assert all(batch.features.dtype == torch.float32 for batch in batches)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_batches_arrive_whole_while_it_computes(tmp_path: Path):
+    device = torch.device("cuda")
+    dataset = open_train(write_data(tmp_path, "float16"))
+    busy = torch.rand(4000, 4000, device=device)
+    arrived = []
+    for batch in on_device(sequential_batches(dataset, 8, Loading(1, pin=True)), device):
+        for _ in range(20):
+            busy = busy @ busy / 2000
+        arrived.append(batch.features * 2)
+    for ours, batch in zip(arrived, sequential_batches(dataset, 8), strict=True):
+        assert torch.equal(ours.cpu(), batch.features.float() * 2)
