@@ -6,6 +6,8 @@ so slots are used again and again, and nothing but a slot's number goes through 
 """
 
 import ctypes
+import io
+import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from iep.errors import InputError
 from iep.memory import SharedMemory
+from iep.signals import waited_for
 
 Make = Callable[..., Any]
 """(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` gave."""
@@ -71,7 +74,7 @@ class Batches:
             # Its own generator: otherwise it would draw a seed for its workers from the one that training uses.
             generator=torch.Generator(),
         )
-        for item in loader:
+        for item in waited_for(loader):
             if isinstance(item, InputError):
                 raise item
             yield item.opened() if isinstance(item, Parcel) else item
@@ -94,14 +97,20 @@ class _Items(Dataset):
         self.make, self.slots = make, slots
 
     def __getitem__(self, choice: Any) -> Any:
-        slot = None if self.slots is None else self.slots.take(get_worker_info().id)
         try:
-            if slot is None:
-                return self.make(choice, np.empty)
-            batch = self.make(choice, lambda shape, dtype: self.slots.array(slot, shape, dtype))
-            return Parcel.of(batch, self.slots, slot)
+            worker = get_worker_info()
+            return self.make(choice, np.empty) if worker is None else self._parcel(choice, worker.id)
         except InputError as error:
             return error
+
+    def _parcel(self, choice: Any, worker: int) -> "Parcel":
+        slot = None if self.slots is None else self.slots.take(worker)
+        if slot is None:
+            batch = self.make(choice, np.empty)
+            return Parcel(pickled(replace(batch, features=None)), batch.features)
+        batch = self.make(choice, lambda shape, dtype: self.slots.array(slot, shape, dtype))
+        values = batch.features.numpy()
+        return Parcel(pickled(replace(batch, features=None)), InSlot(self.slots, slot, values.shape, values.dtype))
 
 
 @dataclass(frozen=True)
@@ -146,29 +155,51 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A batch on its way from a worker, its features in a slot."""
+class InSlot:
+    """An array in a slot, on its way from a worker."""
 
-    batch: Any
     slots: Slots
     slot: int
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    @staticmethod
-    def of(batch: Any, slots: Slots, slot: int) -> "Parcel":
-        """The parcel of a batch whose features are in that slot."""
-        features = batch.features.numpy()
-        return Parcel(replace(batch, features=None), slots, slot, features.shape, features.dtype)
+    def tensor(self) -> torch.Tensor:
+        """The slot is taken for as long as anything holds the memory of this tensor."""
+        held = _Held(self.slots, self.slot, self.slots.array(self.slot, self.shape, self.dtype))
+        return torch.from_numpy(np.asarray(held))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A batch on its way from a worker: pickled without its features, and these."""
+
+    content: bytes
+    features: InSlot | torch.Tensor | None
 
     def opened(self) -> Any:
-        """The batch. The slot is taken for as long as anything holds the memory of its features."""
-        held = _Held(self.slots, self.slot, self.slots.array(self.slot, self.shape, self.dtype))
-        return replace(self.batch, features=torch.from_numpy(np.asarray(held)))
+        """The batch."""
+        features = self.features.tensor() if isinstance(self.features, InSlot) else self.features
+        return replace(pickle.loads(self.content), features=features)
 
     def pin_memory(self) -> Any:
         """The batch in page-locked memory; the data loader calls this, in a thread of its own."""
         return self.opened().pin_memory()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes small tensors as arrays: by way of a file for each, as torch sends them, they would take far longer."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor:
+            return torch.from_numpy, (value.numpy(),)
+        return NotImplemented
+
+
+def pickled(value: Any) -> bytes:
+    """`value`, which holds CPU tensors, as bytes for `pickle.loads`."""
+    content = io.BytesIO()
+    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
+    return content.getvalue()
 
 
 class _Held:
