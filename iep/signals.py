@@ -1,22 +1,27 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, never in the middle of what must be done whole.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, wherever that is; inside of `deferred()` it
-waits for the block's end. A second signal ends the process at once, which is what the system does by default. Saying
-the line and exiting is `cli/common.py`; what a stopped training run saves, `training/loop.py`.
+waits for the block's end, and in `waited_for` for what comes next. A second signal ends the process at once, which is
+what the system does by default. Saying the line and exiting is `cli/common.py`; what a stopped training run saves,
+`training/loop.py`.
 """
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PATIENCE = 2.0
+"""Seconds that an item may still take to come after a signal."""
 
+T = TypeVar("T")
 _asked: signal.Signals | None = None
-_depth = 0
+_depth = _waiting = 0
 _process: int | None = None
 
 
@@ -104,6 +109,28 @@ def unanswered() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def waited_for(items: Iterable[T]) -> Iterator[T]:
+    """The items, from worker processes say. A signal lets the next one come, so that nobody's talk is cut short, but
+    waits no longer than `PATIENCE`.
+
+    Raises:
+        Stopped: instead of yielding the next item.
+    """
+    global _waiting
+    iterator, end = iter(items), object()
+    while True:
+        _waiting += 1
+        try:
+            item = next(iterator, end)
+        finally:
+            _waiting -= 1
+        if _asked is not None and not _depth and not _waiting:
+            raise Stopped(_asked)
+        if item is end:
+            return
+        yield item
+
+
 def asked() -> signal.Signals | None:
     """The signal that has asked this process to stop, if one has."""
     return _asked
@@ -119,7 +146,9 @@ def _answer(number: int, frame: FrameType | None) -> None:
     # From torchrun a process gets SIGTERM soon after the terminal's SIGINT: there that is not yet the second signal.
     for again in (_asked,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
         signal.signal(again, signal.SIG_DFL)
-    if not _depth:
+    if _waiting and not _depth:
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    elif not _depth:
         raise Stopped(_asked)
 
 

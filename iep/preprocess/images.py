@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from iep.errors import InputError
 from iep.loader import leave_signals_to_parent
+from iep.signals import waited_for
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
@@ -65,7 +66,7 @@ def image_batches(
     loader = DataLoader(
         batches, batch_size=None, sampler=numbers, num_workers=workers, worker_init_fn=leave_signals_to_parent
     )
-    for batch in loader:
+    for batch in waited_for(loader):
         if isinstance(batch, InputError):
             raise batch
         yield batch
