@@ -124,6 +124,7 @@ class FeatureRows:
         self.count = count if first is None else first[0]
         self._record()
         if first is not None:
+            barrier()  # torchrun stops the main process soon after another has ended
             end_with(first[1])
 
     def flush(self) -> None:
