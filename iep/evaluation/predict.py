@@ -18,7 +18,7 @@ from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
 from iep.distributed import barrier, gather, is_main, rank, world_size
 from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
-from iep.loader import Loading
+from iep.loader import Loading, on_device
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import NULL
@@ -103,13 +103,12 @@ def predict(
             disable=not is_main(),
         ) as bar,
     ):
-        for batch in batches:
-            parts["index"].append(batch.index)
-            on_device = batch.to(device)
-            programs_BL = predictor.programs(on_device)
+        for batch in on_device(batches, device):
+            parts["index"].append(batch.index.cpu())
+            programs_BL = predictor.programs(batch)
             if programs_BL is not None:
                 parts["programs"].append(programs_BL.cpu())
-            logits_BA = predictor.logits(on_device, programs_BL)
+            logits_BA = predictor.logits(batch, programs_BL)
             if logits_BA is not None:
                 probability_B, answer_B = logits_BA.float().softmax(1).max(1)
                 parts["answers"].append(answer_B.cpu())

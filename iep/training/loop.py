@@ -24,6 +24,7 @@ from iep.datasets import Batch
 from iep.devices import autocast, is_out_of_memory, peak_memory
 from iep.distributed import gather, is_main, rank, total, world_size
 from iep.errors import InputError
+from iep.loader import on_device
 from iep.networks import pack
 from iep.ordering import step_seed
 from iep.signals import Stopped, deferred
@@ -117,7 +118,7 @@ class Trainer:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
-            loss, metrics = self.replicas.loss(batch.to(self.device))
+            loss, metrics = self.replicas.loss(batch)
         agreed = self.replicas.agree(batch, loss.item())
         if not math.isfinite(agreed.loss):
             self._refuse(batch, agreed.loss)
@@ -134,7 +135,7 @@ class Trainer:
         """Share of examples that the task gets right."""
         self._train_mode(False)
         with autocast(self.device, self.config.precision):
-            correct = [self.task.correct(batch.to(self.device)) for batch in in_step(batches)]
+            correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
         self._train_mode(True)
         counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
         right, questions = total(counts).tolist()
@@ -184,7 +185,7 @@ class Trainer:
                 self._validate_and_save(validation, records, bar)
             self._train_mode(True)
             clock, examples = time.perf_counter(), 0
-            for batch in itertools.islice(training, config.iterations - self.step):
+            for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
                 with deferred():  # a signal stops the run between two steps
                     metrics, agreed = self.train_step(batch)
                     examples += len(batch.index)
