@@ -236,7 +236,7 @@ class Trainer:
 
     def _refuse(self, batch: Batch, loss: float) -> NoReturn:
         """End the run before a step whose loss is not finite."""
-        gathered = gather(batch.index.numpy())
+        gathered = gather(batch.index.cpu().numpy())
         if gathered is None:
             raise InputError(f"{self.out}: the loss is {loss} at iteration {self.step + 1}")
         positions = np.concatenate(gathered)
