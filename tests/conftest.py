@@ -3,10 +3,12 @@
 They are made once and only read; a test that damages something works on a copy.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fork_server import Server
 from tiny_data import TINY, newest, tiny_config, write_data
 
 from iep.cli.train import main as train_main
@@ -48,3 +50,10 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
     return {model: newest(root / model) for model in ("pg", "ee", "lstm", "joint")}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What begins real processes of the commands quickly."""
+    with Server(tmp_path_factory.mktemp("server") / "log") as server:
+        yield server

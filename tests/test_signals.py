@@ -1,0 +1,197 @@
+"""Ctrl-C and SIGTERM: one line and 130 or 143, at once or between two steps; what was going on when is not lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from fork_server import Server
+from tiny_data import TINY
+
+from iep.cli.common import Command
+from iep.signals import Stopped, deferred, handled, waited_for
+
+BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+def ask(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals mean afterwards what they meant before."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+
+
+@BOTH
+def test_a_command_ends_with_a_line_and_the_code_of_its_signal(handlers, number: int, code: int):
+    cleaned = []
+
+    @click.command(cls=Command)
+    def main() -> None:
+        try:
+            ask(number)
+            time.sleep(5)
+        finally:
+            cleaned.append(True)
+
+    result = CliRunner().invoke(main)
+    assert result.output == f"Stopped by {signal.Signals(number).name}\n"
+    assert result.exit_code == code
+    assert cleaned
+
+
+def test_a_deferred_block_is_done_whole_and_nested_ones_to_the_end_of_the_outermost(handlers):
+    done = []
+
+    def work() -> None:
+        with deferred():
+            with deferred():
+                ask()
+                done.append("inner")
+            done.append("outer")
+        done.append("after")
+
+    with handled(), pytest.raises(Stopped):
+        work()
+    assert done == ["inner", "outer"]
+
+
+def test_an_error_in_a_deferred_block_is_not_hidden_by_a_signal(handlers):
+    def fail() -> None:
+        with deferred():
+            ask()
+            raise ValueError("first")
+
+    with handled(), pytest.raises(ValueError, match="first"):
+        fail()
+
+
+def test_a_signal_lets_the_item_come_that_is_waited_for_but_not_the_next(handlers):
+    def slow() -> Iterator[int]:
+        yield 0
+        ask()
+        came.append("whole")
+        yield 1
+
+    came, got = [], []
+    with handled(), pytest.raises(Stopped):
+        got.extend(waited_for(slow()))
+    assert came == ["whole"]
+    assert got == [] or got == [0]
+
+
+def test_an_item_that_does_not_come_is_not_waited_for(handlers, monkeypatch):
+    monkeypatch.setattr("iep.signals.PATIENCE", 0.05)
+
+    def stuck() -> Iterator[int]:
+        ask()
+        time.sleep(20)
+        yield 0
+
+    start = time.monotonic()
+    with handled(), pytest.raises(Stopped):
+        list(waited_for(stuck()))
+    assert time.monotonic() - start < 10
+
+
+def test_a_stop_that_a_destructor_swallows_is_asked_for_again(handlers, capfd):
+    class Finished:
+        def __del__(self) -> None:
+            ask()
+            time.sleep(0.01)
+
+    def work() -> None:
+        Finished()
+        time.sleep(5)
+
+    with handled(), pytest.raises(Stopped):
+        work()
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_only_the_main_thread_has_handlers(handlers):
+    entered = []
+
+    def enter() -> None:
+        with handled():
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [before]
+
+
+def in_a_child(body: str) -> int:
+    """Minus the signal that ended a process which ran `body`, or its exit code."""
+    code = f"import os, signal, time\nfrom iep.signals import *\nask = lambda n: os.kill(os.getpid(), n)\n{body}"
+    return subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode
+
+
+@BOTH
+def test_a_second_signal_ends_the_process_at_once(number: int, code: int):
+    other = signal.SIGINT if number == signal.SIGTERM else signal.SIGTERM
+    twice = "with handled(), deferred():\n    ask({})\n    ask({})\n    time.sleep(30)"
+    assert in_a_child(twice.format(int(number), int(number))) == -number
+    assert in_a_child(twice.format(int(other), int(number))) == -number
+
+
+def test_under_torchrun_a_sigterm_after_a_sigint_is_not_yet_the_second():
+    body = "os.environ['TORCHELASTIC_RUN_ID'] = '1'\nwith handled():\n    try:\n        with deferred():\n"
+    body += "            ask(2); ask(15)\n    except Stopped as stop:\n        os._exit(stop.exit_code)"
+    assert in_a_child(body) == 130
+
+
+# Real processes of the commands
+
+
+@BOTH
+@pytest.mark.parametrize("after", [0.1, 0.5])
+def test_a_command_that_is_only_starting_ends_with_a_line(tmp_path: Path, number: int, code: int, after: float):
+    """0.1 s is among the first imports."""
+    waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
+    waits += "import iep.training.run as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
+    arguments = ["--model", "ee", "--data", str(tmp_path), "--out", str(tmp_path / "run")]
+    starts = {0.1: ["-m", "iep.cli.train"], 0.5: ["-c", f"import sys; sys.argv[0] = 'iep-train'\n{waits}"]}
+    process = subprocess.Popen([sys.executable, *starts[after], *arguments], stderr=subprocess.PIPE, text=True)
+    while not _handles(process.pid):
+        time.sleep(0.002)
+    if after > 0.1:
+        time.sleep(after)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (code, f"Stopped by {signal.Signals(number).name}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def _handles(pid: int) -> bool:
+    """Has the process `pid` a handler for SIGTERM? Python has none of its own."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def test_synth_and_training_stop_with_a_line_and_leave_nothing_half_written(server: Server, data, tmp_path: Path):
+    commands = [
+        ("synth", [tmp_path / "clevr", "--preset", "mini", "--train", 100], 0.3),
+        ("train", ["--data", data, "--out", tmp_path / "run", *TINY, "model=ee", "iterations=5000", "workers=1"], 0.7),
+    ]
+    for command, arguments, after in commands:
+        ended = server.run(command, arguments, [after], signal.SIGTERM)
+        assert ended.returncode == 143, ended.output
+        assert ended.output.splitlines()[-1].startswith("Stopped by SIGTERM")
+        assert ended.output.count("Stopped by") == 1
+        assert "Traceback" not in ended.output
+    assert not list(tmp_path.rglob(".*"))
