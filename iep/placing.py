@@ -7,17 +7,19 @@ Shapes: Q programs, L tokens of them.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
 
+from iep.batching.placed import least_time
 from iep.devices import resolve_device
 from iep.distributed import world_size
 from iep.errors import InputError, nearest
-from iep.execution_engine.engine import ExecutionEngine, Planner, graph_of
+from iep.execution_engine.engine import ExecutionEngine, Plan, Planner, graph_of
 from iep.execution_engine.placement import (
     BALANCED,
     NONE,
@@ -52,8 +54,10 @@ class Costs:
 
     map_size: int
     """Numbers of a map between modules."""
+    flops: Mapping[str, float]
+    """Floating-point operations of each part for a question, or of a function for one call's row, forward."""
     work: Mapping[str, float] | None
-    """Floating-point operations of each part for a question, forward."""
+    """Floating-point operations of each part for a question, forward: those of its calls."""
 
 
 def check_options(placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True) -> None:
@@ -61,7 +65,7 @@ def check_options(placement: str, devices: Sequence[str], device: str = "auto", 
 
     Raises:
         InputError: devices without a placement or the other way round, both --device and --devices, no engine to
-            place, several processes, or neither a known placement nor a file.
+            place, several processes, no name of a device, or neither a known placement nor a file.
     """
     if placement == NONE:
         if devices:
@@ -75,9 +79,18 @@ def check_options(placement: str, devices: Sequence[str], device: str = "auto", 
         raise InputError(f"--device {device} together with --devices {','.join(devices)}; give one of them")
     if world_size() > 1:
         raise InputError(f"--placement {placement} is for one process, and there are {world_size()}")
+    for name in devices:
+        _check_name(name)
     if placement not in (ROUND_ROBIN, BALANCED) and not Path(placement).is_file():
         names = (NONE, ROUND_ROBIN, BALANCED)
         raise InputError(f"{placement}: no such file, nor one of {', '.join(names)}{nearest(placement, names)}")
+
+
+def _check_name(device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise InputError(f"--devices: {device!r} is no device, expected names such as cpu or cuda:0") from None
 
 
 def resolve_home(placement: str, devices: Sequence[str], device: str) -> torch.device:
@@ -96,11 +109,11 @@ def costs_of(engine: ExecutionEngine, sample: Sample) -> Costs:
         alike = build("engine", engine.kwargs)
     flops, map_size = flops_of_parts(alike, [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")])
     if sample.programs_QL is None:
-        return Costs(map_size, None)
+        return Costs(map_size, flops, None)
     rows = _spread(len(sample.programs_QL), MOST_PROGRAMS)
     graph = graph_of(sample.programs_QL[rows], engine.program_tokens, engine.scene_kind)
     calls = calls_of_parts(engine.parts, graph.op, engine.program_tokens, len(rows))
-    return Costs(map_size, {part: calls[part] * flops[part] for part in engine.parts})
+    return Costs(map_size, flops, {part: calls[part] * flops[part] for part in engine.parts})
 
 
 def make_placement(
@@ -153,11 +166,11 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
     return "\n".join(lines)
 
 
-def describe_moves(rows: float, map_bytes: int, what: str) -> str:
-    """What crosses on the way forward of `what`, `rows` values of `map_bytes` bytes."""
+def describe_moves(rows: float, map_bytes: int, share: float, what: str) -> str:
+    """What crosses on the way forward of `what`, `rows` values of `map_bytes` bytes; and what the devices can gain."""
     return (
         f"  {rows:.4g} maps of {map_bytes:,} bytes, {rows * map_bytes / 1e6:.4g} MB, cross {what} on the way forward, "
-        "as much on the way back"
+        f"as much on the way back\n  side by side, the modules take {100 * share:.0f}% of one device's time at best"
     )
 
 
@@ -174,22 +187,27 @@ def describe_engine(
     text = describe_placement(option, engine.placement, costs.work)
     if sample.programs_QL is None or not len(sample.programs_QL):
         return f"{text}\n  how much crosses depends on programs that are not known yet"
-    rows = _mean_rows(sample, planner, batch_size)
+    plans = [planner(programs_BL, image_rows_B=rows_B) for programs_BL, rows_B in _minibatches(sample, batch_size)]
+    rows, share = mean(plan.layout.rows_moved for plan in plans), mean(share_of_time(plan, costs) for plan in plans)
     map_bytes = costs.map_size * (2 if precision == "bfloat16" else 4)
     size = min(batch_size, len(sample.programs_QL))
-    return f"{text}\n{describe_moves(rows, map_bytes, f'in a minibatch of {size} questions')}"
+    return f"{text}\n{describe_moves(rows, map_bytes, share, f'in a minibatch of {size} questions')}"
 
 
-def _mean_rows(sample: Sample, planner: Planner, batch_size: int) -> float:
-    """The rows that cross in a minibatch, over several made of questions from all over the sample."""
+def share_of_time(plan: Plan, costs: Costs) -> float:
+    """The least time of a placed plan's calls over the time that one device takes for them; 1 where there are none."""
+    cost_of_op = {op: costs.flops[plan.program_tokens[op]] for op in plan.graph.op.tolist()}
+    alone = sum(len(group.nodes) * cost_of_op[group.op] for group in plan.schedule)
+    return least_time(plan.layout, cost_of_op) / alone if alone else 1.0
+
+
+def _minibatches(sample: Sample, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Programs and image rows of several minibatches, of questions from all over the sample."""
     rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
     count = max(1, len(rows) // batch_size)
-    moved = []
     for number in range(count):
         batch = rows[number::count][:batch_size]
-        image_rows_B = np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
-        moved.append(planner(sample.programs_QL[batch], image_rows_B=image_rows_B).layout.rows_moved)
-    return float(np.mean(moved))
+        yield sample.programs_QL[batch], np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
 
 
 def _spread(count: int, most: int) -> np.ndarray:

@@ -38,6 +38,7 @@ from iep.batching import (
     graph_from_prefix,
     lay_out,
     lay_out_placed,
+    least_time,
     make_schedule,
     share,
 )
@@ -179,6 +180,18 @@ def test_on_cpus_every_run_gives_the_same_bits():
     runs = [results(lambda x: run_placed(graph, schedule, modules, homes, x), modules, inputs) for _ in range(5)]
     for again in runs[1:]:
         assert_same(again, runs[0], 0.0)
+
+
+def test_the_least_time_is_that_of_devices_which_wait_for_each_other_only():
+    apart = tree_graph([[UNARY_A, LEAF], [UNARY_B, LEAF], [UNARY_B, LEAF]])
+    homes = Homes(CPUS[:2], {LEAF: 0, UNARY_A: 0, UNARY_B: 1}, inputs=0, roots=0)
+    costs = {LEAF: 1.0, UNARY_A: 10.0, UNARY_B: 4.0}
+    layout = lay_out_placed(apart, make_schedule(apart, "improved"), homes)
+    assert least_time(layout, costs) == 3 * 1.0 + max(10.0, 2 * 4.0)
+    layout = lay_out_placed(CHAIN, make_schedule(CHAIN, "improved"), APART)
+    assert least_time(layout, costs) == 2 * 10.0 + 2 * 4.0
+    layout = lay_out_placed(CHAIN, make_schedule(CHAIN, "vanilla"), APART)  # the second example's while the first's
+    assert least_time(layout, costs) == 4.0 + 2 * 10.0
 
 
 CHAIN = images_graph([[UNARY_A, UNARY_B, LEAF]] * 2)

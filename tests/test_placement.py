@@ -160,6 +160,7 @@ def test_what_crosses_is_said_in_maps_and_bytes() -> None:
     ("options", "words"),
     [
         (("none", ("cpu",)), "--devices cpu is for --placement"),
+        (("balanced", ("cpu", "auto")), "'auto' is no device, expected names such as cpu or cuda:0"),
         (("round-robin", ()), "needs two devices or more"),
         (("round-robin", ("cpu",)), "needs two devices or more"),
         (("balanced", ("cpu", "cpu"), "cpu"), "--device cpu together with --devices cpu,cpu"),

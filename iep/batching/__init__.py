@@ -7,7 +7,7 @@ from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.execute import execute
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.layout import Layout, lay_out
-from iep.batching.placed import Homes, PlacedLayout, lay_out_placed
+from iep.batching.placed import Homes, PlacedLayout, lay_out_placed, least_time
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, Schedule, make_schedule
 from iep.batching.sharing import share
@@ -25,6 +25,7 @@ __all__ = [
     "graph_from_prefix",
     "lay_out",
     "lay_out_placed",
+    "least_time",
     "make_schedule",
     "run_prefix",
     "share",

@@ -114,6 +114,26 @@ def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes) -> PlacedLayo
     )
 
 
+def least_time(layout: PlacedLayout, cost_of_row: Mapping[int, float]) -> float:
+    """How long a run takes at least, where a call takes its rows times its op's `cost_of_row`, and moves take no time.
+
+    By how much it is less than the sum over all calls is what devices gain by working at the same time.
+    """
+    clocks, departures = [0.0] * len(layout.layouts), dict[int, float]()
+    left = [list(reversed(part.calls[1:-1])) for part in layout.layouts]
+    while any(left):
+        for at, calls in enumerate(left):
+            while calls and not (isinstance(calls[-1].op, Arrival) and calls[-1].op.move not in departures):
+                call = calls.pop()
+                if isinstance(call.op, Arrival):
+                    clocks[at] = max(clocks[at], departures[call.op.move])
+                elif isinstance(call.op, Departure):
+                    departures[call.op.move] = clocks[at]
+                else:
+                    clocks[at] += call.rows * cost_of_row[call.op]
+    return max(clocks)
+
+
 class _Crossing(NamedTuple):
     maker: int
     """The call that makes the slots."""

@@ -16,7 +16,16 @@ from iep.execution_engine.engine import plan_programs
 from iep.execution_engine.placement import NONE, Placement
 from iep.files import check_writable
 from iep.networks import build, engine_kwargs
-from iep.placing import Sample, check_options, costs_of, describe_moves, describe_placement, make_placement
+from iep.placing import (
+    Costs,
+    Sample,
+    check_options,
+    costs_of,
+    describe_moves,
+    describe_placement,
+    make_placement,
+    share_of_time,
+)
 from iep.vocab import Vocab
 
 FULL_SIZE = (1024, 14, 14)
@@ -53,10 +62,10 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
         pictures = {batching: out.with_stem(f"{out.stem}-{batching}") for batching in request.batching}
     check_writable(path for path in pictures.values() if path is not None)
     vocab, programs_BL, image_idxs_B = _programs(request)
-    placement, map_size = None, 0
+    placement = costs = None
     if request.placement != NONE:
-        placement, map_size, text = _placement(request, vocab, Sample(programs_BL, image_idxs_B, "these programs"))
-        say(f"{text}\n")
+        placement, costs = _placement(request, vocab, Sample(programs_BL, image_idxs_B, "these programs"))
+        say(f"{describe_placement(request.placement, placement, costs.work)}\n")
     _, image_rows_B = np.unique(image_idxs_B, return_inverse=True)
     for number, batching in enumerate(request.batching):
         how = (request.scene, batching, request.sharing, placement)
@@ -67,19 +76,18 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
         text = describe_schedule(batching, plan, examples)
         say(f"\n{text}")
         if placement is not None:
-            say(describe_moves(plan.layout.rows_moved, 4 * map_size, "at full size"))
+            say(describe_moves(plan.layout.rows_moved, 4 * costs.map_size, share_of_time(plan, costs), "at full size"))
         if (path := pictures[batching]) is not None:
             draw_schedule(path, text.splitlines()[0], plan.schedule, examples)
             say(f"Wrote {path}")
 
 
-def _placement(request: PlanRequest, vocab: Vocab, sample: Sample) -> tuple[Placement, int, str]:
-    """The placement of an engine of full size, numbers of its maps, and a text that says what is where."""
+def _placement(request: PlanRequest, vocab: Vocab, sample: Sample) -> tuple[Placement, Costs]:
+    """The placement of an engine of full size, and what its parts cost."""
     with torch.device("meta"):
         engine = build("engine", engine_kwargs(EngineConfig(scene=request.scene), vocab, FULL_SIZE))
     costs = costs_of(engine, sample)
-    placement = make_placement(request.placement, request.devices, engine.parts, costs.work, sample.source)
-    return placement, costs.map_size, describe_placement(request.placement, placement, costs.work)
+    return make_placement(request.placement, request.devices, engine.parts, costs.work, sample.source), costs
 
 
 def _programs(request: PlanRequest) -> tuple[Vocab, np.ndarray, np.ndarray]:
