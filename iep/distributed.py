@@ -8,16 +8,13 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-
-PATIENCE = timedelta(hours=2)
-"""How long a process waits for the others, which may be making something for all; torchrun ends those of a dead one."""
+from iep.signals import unanswered
 
 T = TypeVar("T")
 
@@ -32,9 +29,9 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         yield
         return
-    on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=PATIENCE)
+        with unanswered():  # inside it no handler would be heard
+            _join()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]
         raise InputError(f"the processes of torchrun cannot reach each other: {what}") from None
@@ -49,6 +46,14 @@ def joined() -> Iterator[None]:
         raise InputError(f"process {rank()} of {world_size()}: stopped, for another process of the job ended") from None
     finally:
         dist.destroy_process_group()
+
+
+def _join() -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    store, number, size = next(dist.rendezvous("env://"))
+    # torchrun may keep its store over restarts, and with it the addresses of processes that are dead.
+    store = dist.PrefixStore(f"attempt {_attempt()}", store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=size)
 
 
 def _let_the_first_speak() -> None:
@@ -85,7 +90,11 @@ def local_rank() -> int:
 
 def was_restarted() -> bool:
     """Has torchrun (`--max-restarts`) started these processes anew after some of them failed?"""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return _attempt() > 0
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def barrier() -> None:
