@@ -64,7 +64,8 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 @pytest.mark.parametrize("placement", ["round-robin", "balanced"])
-def test_training_on_several_devices_is_training_on_one(data, alone, devices, placement, tmp_path) -> None:
+def test_training_on_several_devices_is_training_on_one(data, alone, devices, placement, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     out = train(tmp_path / "run", "--model", "ee", "--data", data, "--placement", placement, "--devices", devices)
     assert_same_run(out, alone)
 
@@ -138,7 +139,7 @@ def test_a_split_without_programs_can_be_dealt_but_not_balanced(data, run) -> No
 
 
 def test_a_benchmark_of_a_placed_engine_says_so(tmp_path) -> None:
-    given = ["--repeat", 1, "--batch-sizes", 4, "--batching", "improved,lookahead+sharing", "--out", tmp_path]
+    given = ["--repeat", 1, "--batch-sizes", 64, "--batching", "lookahead+sharing", "--out", tmp_path]
     result = iep_bench("engine", *PLACED, *given, *TINY_DATA, *TINY_ENGINE)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("placed on cpu#0, cpu#1; milliseconds") == 2

@@ -40,7 +40,7 @@ def on_cpu(values: dict) -> dict:
 @pytest.mark.parametrize("scene", ["module", "stem"])
 @given(programs_BL=any_programs, seed=st.integers(0, 2**16))
 @example(programs_BL=PROGRAMS_BL, seed=0)
-@settings(quick, max_examples=3)
+@settings(quick, max_examples=2)
 def test_on_any_placement_logits_and_all_gradients_are_the_references(scene, devices, programs_BL, seed):
     engine = small_engine(scene)
     placed = placed_copy(engine, devices, seed)
@@ -51,7 +51,7 @@ def test_on_any_placement_logits_and_all_gradients_are_the_references(scene, dev
     assert_same(results(lambda x: engine(x, alone), engine, features_NCHW), expected, 1e-9)
     home = torch.device(devices[0])
     for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, name, sharing).to(home)
+        plan = placed.plan(programs_BL, rows_B, name, sharing)
 
         def run(x, plan=plan, defer=defer):
             return placed(x.to(home), plan, defer).cpu()
@@ -62,7 +62,7 @@ def test_on_any_placement_logits_and_all_gradients_are_the_references(scene, dev
 @pytest.mark.parametrize("devices", DEVICE_LISTS)
 def test_what_crosses_is_what_the_plan_says_and_as_much_comes_back(devices):
     placed, home = placed_copy(small_engine(), devices), torch.device(devices[0])
-    plan = placed.plan(PROGRAMS_BL, ROWS_B).to(home)
+    plan = placed.plan(PROGRAMS_BL, ROWS_B)
     returned = []
     with pytest.MonkeyPatch.context() as patch:
         moved = CountedMoves(patch)
@@ -89,7 +89,7 @@ def test_in_bfloat16_all_devices_compute_in_it(devices, defer):
     kinds = []
     for part in placed.parts:
         getattr(placed, part).register_forward_hook(lambda module, arguments, result: kinds.append(result.dtype))
-    alone, plan = engine.plan(PROGRAMS_BL), placed.plan(PROGRAMS_BL).to(home)
+    alone, plan = engine.plan(PROGRAMS_BL), placed.plan(PROGRAMS_BL)
     with torch.autocast("cpu", torch.bfloat16):
         expected = results(lambda x: engine(x, alone, defer).float(), engine, features_BCHW)
     with torch.autocast(home.type, torch.bfloat16):
@@ -107,7 +107,7 @@ def test_a_step_of_the_optimiser_leaves_the_weights_that_one_device_has(devices)
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, fused=True)
         for _ in range(2):
             optimizer.zero_grad()
-            each(features_BCHW.to(device), each.plan(PROGRAMS_BL).to(device)).pow(2).sum().backward()
+            each(features_BCHW.to(device), each.plan(PROGRAMS_BL)).pow(2).sum().backward()
             nn.utils.clip_grad_norm_(list(each.parameters()), 0.1)
             optimizer.step()
     weights = {name: weight.cpu() for name, weight in placed.state_dict().items()}

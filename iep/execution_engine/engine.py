@@ -217,9 +217,9 @@ class ExecutionEngine(nn.Module):
             classifier_hidden,
             num_answers,
         )
-        self._runs = self._add_modules(module_dim)
         self.placement: Placement | None = None
         """Where each part lives, where they do not all live on one device; see `iep.networks.place_parts`."""
+        self._runs = self._add_modules(module_dim)
         if initialization == "kaiming":
             kaiming_normal(self)
 
@@ -284,7 +284,7 @@ class ExecutionEngine(nn.Module):
         if len(features_NCHW) != plan.num_images:
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
-            features_NCHW = features_NCHW[plan.image_rows]
+            features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         if self.placement is not None:
             return self._forward_placed(features_NCHW, plan.layout, defer_weight_grads)
         stems_NCHW = self.stem(features_NCHW)
