@@ -200,7 +200,6 @@ class Features:
                 raise InputError(f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
-            self._source = self.path
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
         self._memory: SharedMemory | None = None
@@ -232,7 +231,7 @@ class Features:
         for row, values_CHW in zip(rows.tolist(), values_NCHW, strict=True):
             try:
                 self._read_row(row, values_CHW)
-            except OSError as error:
+            except HDF5_ERRORS as error:
                 what = " ".join(str(error).split())
                 raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
             if self._checksums_N is not None and row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
@@ -263,7 +262,7 @@ class Features:
         memory = memory or attach(*shared[node])
         barrier()  # all have it open now, and it lasts until the last is gone
         other = copy(self)
-        other._memory, other._source, other._offset, other._checksums_N = memory, Path(memory.path), 0, None
+        other._memory, other._offset, other._checksums_N = memory, 0, None
         other._bytes = other._dataset = None
         return other
 
@@ -286,11 +285,11 @@ class Features:
 
     def _announce(self, rows: np.ndarray) -> None:
         """Have the disk fetch all rows at once, rather than one after the other."""
-        if self._offset is not None and len(rows) > 1:
-            file = self._open_bytes()
+        if self._offset is not None and self._memory is None and len(rows) > 1:
+            descriptor = self._descriptor()
             for row in rows.tolist():
                 where = self._offset + row * self.row_bytes
-                os.posix_fadvise(file.fileno(), where, self.row_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(descriptor, where, self.row_bytes, os.POSIX_FADV_WILLNEED)
 
     def _read_row(self, row: int, values_CHW: np.ndarray) -> None:
         if self._offset is None:
@@ -298,18 +297,21 @@ class Features:
                 self._dataset = open_hdf5(self.path)["features"]
             self._dataset.read_direct(values_CHW, np.s_[row])
             return
-        file, place = self._open_bytes(), self._offset + row * self.row_bytes
+        descriptor, place = self._descriptor(), self._offset + row * self.row_bytes
         left = memoryview(values_CHW).cast("B")
         while left:
-            count = os.preadv(file.fileno(), [left], place)
+            count = os.preadv(descriptor, [left], place)
             if not count:
                 raise OSError("the file ends before it")
             left, place = left[count:], place + count
 
-    def _open_bytes(self) -> FileIO:
+    def _descriptor(self) -> int:
+        """Of the open file that rows are read from without HDF5."""
+        if self._memory is not None:
+            return self._memory.descriptor
         if self._bytes is None:
-            self._bytes = open(self._source, "rb", buffering=0)  # noqa: SIM115 - for as long as this object lives
-        return self._bytes
+            self._bytes = open(self.path, "rb", buffering=0)  # noqa: SIM115 - for as long as this object lives
+        return self._bytes.fileno()
 
 
 LOAD_BYTES = 2**25

@@ -67,10 +67,8 @@ class Batches:
             _Items(self._make, slots),
             sampler=self._choices,
             batch_size=None,
-            num_workers=loading.workers,
-            prefetch_factor=loading.prefetch if loading.workers else None,
+            **worker_options(loading.workers, loading.prefetch),
             pin_memory=loading.pin,
-            worker_init_fn=leave_signals_to_parent,
             # Its own generator: otherwise it would draw a seed for its workers from the one that training uses.
             generator=torch.Generator(),
         )
@@ -213,7 +211,20 @@ class _Held:
         self._slots.release(self._slot)
 
 
-def leave_signals_to_parent(worker: int = 0) -> None:
+def worker_options(workers: int, prefetch: int) -> dict[str, Any]:
+    """What a `DataLoader` is told of its worker processes."""
+    if not workers:
+        return {}
+    # Forked, whatever Python's default: they are there at once, share what the parent has read, and are its children.
+    return {
+        "num_workers": workers,
+        "prefetch_factor": prefetch,
+        "multiprocessing_context": "fork",
+        "worker_init_fn": _leave_signals_to_parent,
+    }
+
+
+def _leave_signals_to_parent(worker: int) -> None:
     """In a worker process: a Ctrl-C or a batch system's SIGTERM goes to all processes of a job, and it is the parent's
     to decide what follows. When the parent is gone, so is the worker, at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

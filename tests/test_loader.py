@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, write_data
+from processes import together
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, write_data, write_h5
 
 import iep.data_files
 from iep.data_files import Features, read_questions
@@ -66,36 +67,32 @@ def test_shared_memory_is_the_same_after_pickling_and_takes_room_only_where_writ
 # Signals and deaths
 
 
-LOADING = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_loader import open_train
-from iep.datasets import sequential_batches
-from iep.loader import Loading
-for number, batch in enumerate(sequential_batches(open_train(Path(sys.argv[1])), 1, Loading(workers=2))):
-    if number == 3:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        print(*children, flush=True)
-        sys.stdin.readline()
-print("all", number + 1, flush=True)
-"""
+def workers_of_this_process() -> list[int]:
+    return [int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def start_loading(data: Path) -> tuple[subprocess.Popen, list[int]]:
-    """A process of its own that waits in the middle of a pass, and its workers."""
-    command = [sys.executable, "-c", LOADING, str(data), str(Path(__file__).parent)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    workers = [int(number) for number in process.stdout.readline().split()]
-    assert len(workers) == 2
-    return process, workers
+def load_and_signal_workers(data: Path) -> int:
+    """How many questions come though the workers are told to stop after the first."""
+    count = 0
+    for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):
+        for worker in workers_of_this_process() if not count else ():
+            os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGTERM)
+        count += len(batch.index)
+    return count
+
+
+def load_and_die(data: Path, note: Path) -> None:
+    for _ in sequential_batches(open_train(data), 1, Loading(workers=2)):
+        note.write_text(" ".join(map(str, workers_of_this_process())))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_running(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def wait_for_end(processes: list[int]) -> None:
@@ -105,19 +102,16 @@ def wait_for_end(processes: list[int]) -> None:
         time.sleep(0.01)
 
 
-def test_workers_go_on_when_told_to_stop_and_end_with_a_parent_that_is_killed(data: Path):
-    process, workers = start_loading(data)
-    with process:
-        for worker in workers:
-            os.kill(worker, signal.SIGINT)
-            os.kill(worker, signal.SIGTERM)
-        assert process.communicate("\n")[0] == f"all {TRAIN}\n"
-        assert process.returncode == 0
-    process, workers = start_loading(data)
-    with process:
-        process.kill()
-        process.wait()
-        wait_for_end(workers)
+def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
+    assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
+
+
+def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):
+    with pytest.raises(EOFError):
+        together(load_and_die, data, tmp_path / "note", world_size=1)
+    workers = [int(number) for number in (tmp_path / "note").read_text().split()]
+    assert len(workers) == 2
+    wait_for_end(workers)
 
 
 # In memory
@@ -133,6 +127,33 @@ def test_features_in_memory_are_those_of_the_file_which_is_read_no_more(tmp_path
         assert batch.features.dtype == torch.float16
         images = dataset.questions.image_idxs[batch.index]
         np.testing.assert_array_equal(batch.features[batch.image_rows], features(0, "float16")[images])
+
+
+def read_in_memory(path: Path) -> tuple[str, bytes]:
+    """What one process of a job reads from memory that all share, and where that is."""
+    shared = Features(path).in_memory()
+    return shared._memory.path, shared.read(np.arange(IMAGES)).numpy().tobytes()
+
+
+def refused_in_memory(path: Path) -> str:
+    try:
+        Features(path).in_memory()
+    except InputError as error:
+        return str(error)
+    except SystemExit as stop:
+        return f"exit {stop.code}"
+    return "nothing is wrong"
+
+
+def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_path: Path):
+    path = data / "train_features.h5"
+    first, second = together(read_in_memory, path)
+    assert first == second
+    assert first[1] == features(0).tobytes()
+    damaged = write_h5(tmp_path / "f.h5", {"features": features(0), "checksums": np.zeros(IMAGES, np.uint32)})
+    first, second = together(refused_in_memory, damaged)
+    assert first.startswith(f"{damaged}: features, row 0 is damaged")
+    assert second == "exit 1"
 
 
 def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, monkeypatch):

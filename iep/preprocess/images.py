@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from iep.errors import InputError
-from iep.loader import leave_signals_to_parent
+from iep.loader import worker_options
 from iep.signals import waited_for
 
 
@@ -63,9 +63,7 @@ def image_batches(
     batches = _Batches(paths, size, batch_size)
     numbers = range(first, len(batches), step)
     # batch_size=None: the data set's items are batches already.
-    loader = DataLoader(
-        batches, batch_size=None, sampler=numbers, num_workers=workers, worker_init_fn=leave_signals_to_parent
-    )
+    loader = DataLoader(batches, batch_size=None, sampler=numbers, **worker_options(workers, prefetch=2))
     for batch in waited_for(loader):
         if isinstance(batch, InputError):
             raise batch
