@@ -1,0 +1,81 @@
+"""Two processes under the real torchrun: stopped or killed, they go on to the weights of an unbroken run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from processes import together
+from tiny_data import TINY, tiny_config
+
+from iep.config import Config
+from iep.training.checkpoint import load_checkpoint, step_checkpoints, step_name
+from iep.training.run import train
+
+ITERATIONS = 150
+SETTINGS = (*TINY, f"iterations={ITERATIONS}", "validate_every=20", "num_val_samples=1", "workers=1")
+
+
+def command(data: Path, out: Path) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    return [*torchrun, "-m", "iep.cli.train", "--model=pg", f"--data={data}", f"--out={out}", *SETTINGS]
+
+
+@contextmanager
+def training(data: Path, out: Path) -> Iterator[subprocess.Popen]:
+    """torchrun while it trains, some checkpoints being written."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command(data, out), env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
+        deadline = time.monotonic() + 120
+        while not step_checkpoints(out):
+            assert torchrun.poll() is None, "it has ended"
+            assert time.monotonic() < deadline, "no checkpoint is written"
+            time.sleep(0.05)
+        yield torchrun
+
+
+def workers(torchrun: subprocess.Popen) -> list[int]:
+    """The processes that it has started, by rank."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    ranked = {}
+    for child in map(int, children):
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranked |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
+    return [ranked[rank] for rank in sorted(ranked)]
+
+
+def _train(config: Config, out: Path) -> None:
+    train(config, out, resume=False)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(out / step_name(ITERATIONS))["networks"]["generator"]["weights"]
+
+
+def test_a_run_stopped_by_a_signal_and_one_whose_process_is_killed_end_as_an_unbroken_one(data: Path, tmp_path: Path):
+    whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
+    together(_train, tiny_config(data, "pg", *SETTINGS), whole)
+
+    with training(data, stopped) as torchrun:
+        torchrun.send_signal(signal.SIGTERM)
+        _, said = torchrun.communicate(timeout=120)
+    newest = step_checkpoints(stopped)[0]
+    assert f"Stopped by SIGTERM after iteration {load_checkpoint(newest)['step']}, which is saved" in said
+    assert newest.name != step_name(ITERATIONS)
+    subprocess.run([*command(data, stopped), "--resume"], check=True, capture_output=True, timeout=240)
+
+    with training(data, killed) as torchrun:
+        first, second = workers(torchrun)
+        os.kill(second, signal.SIGKILL)
+        _, said = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, said
+    assert not Path(f"/proc/{first}").exists()
+
+    for out in (stopped, killed):
+        for name, weight in weights(whole).items():
+            assert torch.equal(weights(out)[name], weight)
