@@ -47,6 +47,11 @@ class Sample:
     source: object
     """Where they are from, or would be."""
 
+    @property
+    def is_known(self) -> bool:
+        """There are programs."""
+        return self.programs_QL is not None and len(self.programs_QL) > 0
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -108,7 +113,7 @@ def costs_of(engine: ExecutionEngine, sample: Sample) -> Costs:
     with torch.device("meta"):
         alike = build("engine", engine.kwargs)
     flops, map_size = flops_of_parts(alike, [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")])
-    if sample.programs_QL is None:
+    if not sample.is_known:
         return Costs(map_size, flops, None)
     rows = _spread(len(sample.programs_QL), MOST_PROGRAMS)
     graph = graph_of(sample.programs_QL[rows], engine.program_tokens, engine.scene_kind)
@@ -185,7 +190,7 @@ def describe_engine(
 ) -> str:
     """The placement of `engine`, and what crosses in a minibatch of the sample's questions under `planner`."""
     text = describe_placement(option, engine.placement, costs.work)
-    if sample.programs_QL is None or not len(sample.programs_QL):
+    if not sample.is_known:
         return f"{text}\n  how much crosses depends on programs that are not known yet"
     plans = [planner(programs_BL, image_rows_B=rows_B) for programs_BL, rows_B in _minibatches(sample, batch_size)]
     rows, share = mean(plan.layout.rows_moved for plan in plans), mean(share_of_time(plan, costs) for plan in plans)

@@ -9,8 +9,10 @@ never wait for each other in a circle. Running it is `threads.py`.
 Shapes: K calls, U uses, as in `layout.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -101,16 +103,16 @@ def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes) -> PlacedLayo
     homeless = {op for op in steps.ops[1:-1] if op not in homes.ops}
     if homeless:
         raise ValueError(f"op {min(homeless)} is to run, but is placed on no device")
-    home_K = np.array([homes.inputs, *(homes.ops[op] for op in steps.ops[1:-1]), homes.roots])
-    crossings = _crossings(steps, home_K)
-    leads = leads_to_root(graph, steps)
+    home_K = [homes.inputs, *(homes.ops[op] for op in steps.ops[1:-1]), homes.roots]
+    crossings = _crossings(steps, np.array(home_K))
+    each, leads = _each(steps), leads_to_root(graph, steps)
     return PlacedLayout(
         homes=homes,
         layouts=tuple(
-            lay_out_steps(_steps_at(position, steps, home_K, crossings), leads)
+            lay_out_steps(_steps_at(position, each, home_K, crossings, steps.num_slots), leads)
             for position in range(len(homes.devices))
         ),
-        moves=tuple(Move(c.maker, int(home_K[c.maker]), c.destination, len(c.slots)) for c in crossings),
+        moves=tuple(Move(c.maker, home_K[c.maker], c.destination, len(c.slots)) for c in crossings),
     )
 
 
@@ -153,41 +155,44 @@ def _crossings(steps: Steps, home_K: np.ndarray) -> list[_Crossing]:
     uses = crossing[first]
     cuts = np.flatnonzero(np.diff(keys // steps.num_slots)) + 1
     return [
-        _Crossing(
-            int(maker_U[part[0]]),
-            int(home_U[part[0]]),
-            int(steps.call_of_use[part].min()),
-            steps.taken[part],
-        )
+        _Crossing(int(maker_U[part[0]]), int(home_U[part[0]]), int(steps.call_of_use[part].min()), steps.taken[part])
         for part in np.split(uses, cuts)
         if len(part)
     ]
 
 
-def _steps_at(position: int, steps: Steps, home_K: np.ndarray, crossings: list[_Crossing]) -> Steps:
+class _Step(NamedTuple):
+    """One call of `Steps`."""
+
+    op: Hashable
+    rows: int
+    arity: int
+    made: np.ndarray
+    taken: np.ndarray
+
+
+def _each(steps: Steps) -> list[_Step]:
+    """The steps one by one."""
+    ends_R, ends_U = np.cumsum(steps.makes).tolist(), np.cumsum(steps.rows * steps.arity).tolist()
+    made = [steps.made[start:end] for start, end in pairwise([0, *ends_R])]
+    taken = [steps.taken[start:end] for start, end in pairwise([0, *ends_U])]
+    return list(map(_Step, steps.ops, steps.rows.tolist(), steps.arity.tolist(), made, taken))
+
+
+def _steps_at(position: int, each: list[_Step], home_K: list[int], crossings: list[_Crossing], num_slots: int) -> Steps:
     """What one device does."""
-    made = np.split(steps.made, np.cumsum(steps.makes)[:-1])
-    taken = np.split(steps.taken, np.cumsum(steps.rows * steps.arity)[:-1])
-    nothing, last = steps.made[:0], len(home_K) - 1
+    nothing, last = np.empty(0, dtype=np.int64), len(each) - 1
     # By time: call k at 3k + 1, after what arrives for it and before what departs.
-    timed = [
-        (3 * call + 1, (steps.ops[call], steps.rows[call], steps.arity[call], made[call], taken[call]))
-        for call in np.flatnonzero(home_K == position).tolist()
-    ]
-    timed += [
-        (time, (None, 0, 0, nothing, nothing))
-        for time, call in ((0, 0), (3 * last + 1, last))
-        if home_K[call] != position
-    ]
+    timed = [(3 * call + 1, step) for call, step in enumerate(each) if home_K[call] == position]
+    timed += [(3 * end + 1, _Step(None, 0, 0, nothing, nothing)) for end in (0, last) if home_K[end] != position]
     for move, (maker, destination, taker, slots) in enumerate(crossings):
         if home_K[maker] == position:
-            timed.append((3 * maker + 2, (Departure(move), len(slots), 1, nothing, slots)))
+            timed.append((3 * maker + 2, _Step(Departure(move), len(slots), 1, nothing, slots)))
         if destination == position:
-            timed.append((3 * taker, (Arrival(move), len(slots), 0, slots, nothing)))
-    ordered = [step for _, step in sorted(timed, key=lambda each: each[0])]
-    ops, rows, arity, made_K, taken_K = zip(*ordered, strict=True)
+            timed.append((3 * taker, _Step(Arrival(move), len(slots), 0, slots, nothing)))
+    ops, rows, arity, made_K, taken_K = zip(*(step for _, step in sorted(timed, key=itemgetter(0))), strict=True)
     return Steps(
-        num_slots=steps.num_slots,
+        num_slots=num_slots,
         ops=ops,
         rows=np.array(rows),
         arity=np.array(arity),

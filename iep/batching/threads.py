@@ -110,7 +110,8 @@ def autocast_like(here: torch.device, there: torch.device) -> torch.autocast:
 
 @dataclass(frozen=True)
 class _Modes:
-    """What PyTorch keeps for each thread: gradients or not, precision, streams."""
+    """What PyTorch keeps for each thread: gradients or not, precision, streams. Other modes that the caller may be in,
+    a profiler's for instance, do not reach the devices' threads."""
 
     inference: bool
     grad: bool
