@@ -3,11 +3,12 @@
 Each process must call these at the same places; with one process they do nothing but raise.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from iep.distributed import any_rank, broadcast, gather, is_main
+from iep.distributed import any_rank, broadcast, gather, is_main, world_size
 from iep.errors import InputError
 
 T = TypeVar("T")
@@ -76,3 +77,8 @@ def by_main(make: Callable[[], T]) -> T:
     made, error = attempt(make) if is_main() else (None, None)
     raise_any(error)
     return broadcast(made)
+
+
+def on_one_machine() -> bool:
+    """Whether all processes of the job see the same disk cache."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size()

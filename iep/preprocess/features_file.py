@@ -27,11 +27,11 @@ import numpy as np
 
 from iep.checksums import row_checksums
 from iep.data_files import Features, read_attributes
-from iep.distributed import any_rank, barrier, is_main, world_size
+from iep.distributed import any_rank, barrier, is_main
 from iep.errors import InputError
 from iep.files import os_errors_name, read_json, write_json
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
-from iep.together import Trouble, by_main, end_with, first_trouble
+from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
 
 _DATASET, _CHECKSUMS = "features", "checksums"
 _IMAGES = "images_digest"
@@ -178,7 +178,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         try:
             yield rows
         except BaseException:
-            if world_size() == 1:  # what other processes have on disk is known only where all meet
+            if on_one_machine():  # else what the others have put on disk is known only where all meet
                 with suppress(OSError):
                     rows.flush()
             raise
