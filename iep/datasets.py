@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from iep.data_files import Features, Questions
+from iep.data_files import Questions
 from iep.errors import InputError
 from iep.execution_engine.engine import Plan, Planner
+from iep.features import Features
 from iep.loader import HERE, Batches, Loading
 from iep.ordering import Order, deal, step_numbers
 

@@ -11,7 +11,7 @@ from tiny_data import IMAGES, TRAIN, arrays, assert_one_error, write_data
 from iep.bench.loader import drop_pages, order_rows, resident_share, touch_pages
 from iep.bench.loader_run import write_random_features
 from iep.cli.bench import main
-from iep.data_files import Features
+from iep.features import Features
 
 
 def run(*arguments: object):

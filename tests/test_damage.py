@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from tiny_data import assert_one_error
 
 from iep.cli.preprocess import main
-from iep.data_files import Features, Questions, read_questions
+from iep.data_files import Questions, read_questions
 from iep.errors import InputError
+from iep.features import Features
 from iep.vocab import Vocab
 
 

@@ -13,10 +13,11 @@ import torch
 from processes import together
 from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, write_data, write_h5
 
-import iep.data_files
-from iep.data_files import Features, read_questions
+import iep.features
+from iep.data_files import read_questions
 from iep.datasets import ClevrDataset, sequential_batches
 from iep.errors import InputError
+from iep.features import Features
 from iep.loader import Loading, Slots, _Held, on_device
 from iep.memory import SharedMemory, _left_in_groups, attach
 
@@ -157,12 +158,12 @@ def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_pat
 
 
 def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, monkeypatch):
-    monkeypatch.setattr(iep.data_files, "available_memory", lambda: 959)
+    monkeypatch.setattr(iep.features, "available_memory", lambda: 959)
     path = data / "train_features.h5"
     with pytest.raises(InputError) as caught:
         Features(path).in_memory()
     assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
-    monkeypatch.setattr(iep.data_files, "available_memory", lambda: 960)
+    monkeypatch.setattr(iep.features, "available_memory", lambda: 960)
     assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
 
 

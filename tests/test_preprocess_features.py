@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
-from iep.data_files import read_attributes
 from iep.files import read_json
+from iep.hdf5 import read_attributes
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
 

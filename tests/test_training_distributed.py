@@ -12,10 +12,11 @@ from processes import together
 from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
 from iep.config import Config
-from iep.data_files import Features, read_questions
+from iep.data_files import read_questions
 from iep.datasets import ClevrDataset
 from iep.distributed import rank, world_size
 from iep.errors import InputError
+from iep.features import Features
 from iep.networks import build, engine_kwargs
 from iep.ordering import deal
 from iep.training.checkpoint import BEST, load_checkpoint, step_name

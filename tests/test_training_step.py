@@ -12,8 +12,9 @@ from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, tiny_config
 from torch import nn
 
 from iep.config import read_config
-from iep.data_files import Features, read_questions
+from iep.data_files import read_questions
 from iep.datasets import Batch, ClevrDataset
+from iep.features import Features
 from iep.networks import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
 from iep.training.loop import Trainer, learning_rate

@@ -26,10 +26,11 @@ import h5py
 import numpy as np
 
 from iep.checksums import row_checksums
-from iep.data_files import Features, read_attributes
 from iep.distributed import any_rank, barrier, is_main
 from iep.errors import InputError
+from iep.features import Features
 from iep.files import os_errors_name, read_json, write_json
+from iep.hdf5 import read_attributes
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
 from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
 
