@@ -1,10 +1,11 @@
-# `make demo` runs the main job on a small data set of its own; `make check` is what CI runs. Both make .venv first.
+# `make demo` runs the main job on a small data set of its own; `make check` is what CI runs; `make soak` kills every job a
+# hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). All make .venv first.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= runs/demo
 
-.PHONY: demo check lint format test clean
+.PHONY: demo check lint format test soak clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh $(DEMO)
@@ -21,6 +22,9 @@ format: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+soak: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py $(SOAK)
 
 .venv/installed: setup.cfg pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "iep needs Python 3.11 or newer; set PYTHON=")'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import Server
-from killing import Job, evaluation, kill_and_resume, preprocessing, synthesis, training
+from killing import Job, checkpointing, evaluation, kill_and_resume, preprocessing, synthesis, training
 from tiny_data import TINY
 
 KILL = (signal.SIGKILL,)
@@ -18,7 +18,6 @@ MODELS = {
     "lstm": ("iterations=12", "validate_every=5"),
     "ee": ("iterations=8", "validate_every=3", "engine.stem_norm=true", "warmup=3", "decay=cosine"),
 }
-CHECKPOINTING = ("model=lstm", "iterations=10", "validate_every=1", "keep=1", "lstm.hidden_dim=200")
 
 
 def check(server: Server, job: Job, root: Path, kills: int, seed: int, signals: tuple[int, ...]) -> None:
@@ -49,7 +48,7 @@ def test_training_with_workers(server: Server, data: Path, tmp_path: Path):
 
 
 def test_checkpointing(server: Server, data: Path, tmp_path: Path):
-    check(server, training(data, *TINY, *CHECKPOINTING), tmp_path, kills=8, seed=3, signals=KILL)
+    check(server, checkpointing(data, *TINY), tmp_path, kills=8, seed=3, signals=KILL)
 
 
 @pytest.mark.parametrize("signals", [KILL, ASK])
@@ -69,13 +68,13 @@ def test_evaluation(server: Server, data: Path, runs: dict[str, Path], tmp_path:
 
 
 def test_checkpoints_written_in_place_are_found_out(server: Server, data: Path, tmp_path: Path):
-    job = training(data, *TINY, *CHECKPOINTING, setup="write in place")
+    job = checkpointing(data, *TINY, setup="write in place")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=60, seed=7).mismatches
     assert "not a whole checkpoint file" in problem
 
 
 def test_a_run_that_resumes_to_other_weights_is_found_out(server: Server, data: Path, tmp_path: Path):
-    job = training(data, *TINY, *CHECKPOINTING, setup="forget the optimizer")
+    job = checkpointing(data, *TINY, setup="forget the optimizer")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=60, seed=8).mismatches
     assert "other than in the whole job: ['last'" in problem
 

@@ -134,3 +134,11 @@ def test_a_run_that_is_training_refuses_another_and_goes_on(server: Server, data
         assert second.returncode == 1
         assert second.output.startswith(f"Error: {tmp_path / 'run'}: in use by process {os.getpid()} on ")
     assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_a_data_set_that_was_killed_before_its_first_file_is_begun_again(tmp_path: Path):
+    (tmp_path / ".synth.json.123.tmp").write_text('{"gen')
+    arguments = ["--preset", "mini", "--train", "1", "--val", "0", "--test", "0"]
+    result = CliRunner().invoke(iep_synth, [str(tmp_path), *arguments])
+    assert result.exit_code == 0, result.output
+    assert not list(tmp_path.rglob(".*"))

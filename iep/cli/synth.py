@@ -10,7 +10,7 @@ from tqdm import tqdm
 from iep.cli.common import Command
 from iep.locks import alone_in
 from iep.synth.balance import table
-from iep.synth.dataset import synthesize
+from iep.synth.dataset import RECORD, synthesize
 from iep.synth.options import PRESETS, SPLITS, resolve
 
 COUNT = click.IntRange(min=0)
@@ -65,7 +65,7 @@ def main(
     if dry_run:
         click.echo(json.dumps(asdict(options), indent=2))
         return
-    with alone_in(out), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
+    with alone_in(out, RECORD), tqdm(total=total, unit=" images", smoothing=0.05, delay=0.5) as bar:
 
         def progress(split: str, images: int) -> None:
             bar.set_description(split, refresh=False)
