@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -107,8 +107,8 @@ def _measure(setting: Setting, way: Way, number: int) -> tuple[float, float, flo
     batches = _batches(setting, way, number)
     if setting.device.type == "cuda":
         batches = on_device(batches, setting.device)
-    for first in islice(batches, _warm_up(setting, way)):  # the workers begin, and touch the memory that they share
-        pass
+    for _ in range(_warm_up(setting, way)):  # the workers begin, and touch the memory that they share
+        next(batches)
     start = time.perf_counter()
     questions = images = 0
     for batch in batches:
@@ -119,15 +119,13 @@ def _measure(setting: Setting, way: Way, number: int) -> tuple[float, float, flo
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
     elapsed = time.perf_counter() - start
-    if not questions:  # a single batch, of a small file
-        questions, images = len(first.index), len(first.features)
     return questions / elapsed, images * setting.features.row_bytes / elapsed, resident
 
 
 def _warm_up(setting: Setting, way: Way) -> int:
-    """Batches before the clock starts: two a worker and one, but of a small file no more than half."""
+    """Batches before the clock starts: two a worker and one, but no more than half of a small file's."""
     rows = len(order_rows(setting.questions.image_idxs, way.order, [0]))
-    return max(1, min(1 + 2 * way.workers, -(-rows // setting.batch_size) // 2))
+    return min(1 + 2 * way.workers, -(-rows // setting.batch_size) // 2)
 
 
 def _batches(setting: Setting, way: Way, number: int) -> Iterator[Batch]:
