@@ -1,4 +1,5 @@
-"""Two processes under the real torchrun: stopped or killed, they go on to the weights of an unbroken run."""
+"""Two processes under the real torchrun, by the script for several machines: stopped or killed, they go on to the
+weights of an unbroken run."""
 
 import os
 import signal
@@ -10,27 +11,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from processes import together
+from processes import free_port, together
 from tiny_data import TINY, tiny_config
 
 from iep.config import Config
 from iep.training.checkpoint import load_checkpoint, step_checkpoints, step_name
 from iep.training.run import train
 
+SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
 ITERATIONS = 150
 SETTINGS = (*TINY, f"iterations={ITERATIONS}", "validate_every=20", "num_val_samples=1", "workers=1")
 
 
-def command(data: Path, out: Path) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    return [*torchrun, "-m", "iep.cli.train", "--model=pg", f"--data={data}", f"--out={out}", *SETTINGS]
+def start(data: Path, out: Path) -> subprocess.Popen:
+    """torchrun, which is to train two processes of one machine from where they are."""
+    train = ["--model=pg", f"--data={data}", f"--out={out}", *SETTINGS]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", SCRIPT, "1", f"127.0.0.1:{free_port()}", *train],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PROCESSES": "2", "PATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @contextmanager
 def training(data: Path, out: Path) -> Iterator[subprocess.Popen]:
     """torchrun while it trains, some checkpoints being written."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command(data, out), env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
+    with start(data, out) as torchrun:
         deadline = time.monotonic() + 120
         while not step_checkpoints(out):
             assert torchrun.poll() is None, "it has ended"
@@ -67,7 +76,9 @@ def test_a_run_stopped_by_a_signal_and_one_whose_process_is_killed_end_as_an_unb
     newest = step_checkpoints(stopped)[0]
     assert f"Stopped by SIGTERM after iteration {load_checkpoint(newest)['step']}, which is saved" in said
     assert newest.name != step_name(ITERATIONS)
-    subprocess.run([*command(data, stopped), "--resume"], check=True, capture_output=True, timeout=240)
+    with start(data, stopped) as torchrun:
+        _, said = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, said
 
     with training(data, killed) as torchrun:
         first, second = workers(torchrun)

@@ -275,6 +275,38 @@ def loader(ctx: click.Context, planning: str, out: Path | None, **options: Any) 
         click.echo(f"\nWrote {out / REPORT} and {out / TABLE}")
 
 
+@main.command(cls=RecordedCommand)
+@click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
+@click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), required=True, help="What to train: YAML."
+)
+@click.option(
+    "--processes", type=CommaList(click.IntRange(min=1)), help="How many, on this machine; comma list.  [default: 1,2]"
+)
+@click.option("--iterations", type=click.IntRange(min=2), help="Of each run.  [default: 100]")
+@click.option("--repeat", type=click.IntRange(min=1), help="Runs of each.  [default: 3]")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Directory for processes.json and processes.txt."
+)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def processes(ctx: click.Context, out: Path | None, **options: Any) -> None:
+    """Time training by one process and by several, and compare their losses."""
+    given = {name: value for name, value in options.items() if value is not None}
+    from iep.bench.processes import REPORT, TABLE, ProcessesBenchmark, run_processes_benchmark
+
+    with tqdm(unit=" runs", leave=False, mininterval=1.0) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_description_str(what)
+            bar.update()
+
+        benchmark = ProcessesBenchmark(**given)
+        run_processes_benchmark(benchmark, ctx.meta["command"], out, say=bar.write, progress=progress)
+    if out is not None:
+        click.echo(f"\nWrote {out / REPORT} and {out / TABLE}")
+
+
 def _schedulers(text: str) -> tuple[str, ...]:
     items = [name.strip() for name in text.split(",")]
     names = tuple(dict.fromkeys(name for item in items for name in (BATCHING if item == ALL else [item])))
