@@ -1,13 +1,8 @@
-"""Images -> features.h5: what the rows hold, being killed and started again, and what is said about bad input."""
+"""Images -> features.h5: what the rows hold, and what is said about bad input."""
 
 import os
-import random
-import resource
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -16,12 +11,12 @@ import pytest
 import torch
 from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
+from features_cases import PATCHES, RESNET, features, run
 from PIL import Image
 from torch.nn import functional
 
 import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
-from iep.files import read_json
 from iep.hdf5 import read_attributes
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
@@ -36,28 +31,6 @@ def clevr(tmp_path):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "data"
-
-
-PATCHES = ("--backbone", "patches", "--patch-size", 2)
-RESNET = ("--backbone", "resnet18", "--image-size", 64)
-
-
-def run(*arguments, code=0) -> str:
-    """The lines that `iep-preprocess --only features` writes, besides the progress bar; it must end with `code`."""
-    flags = ("--only", "features", "--workers", 0, "--device", "cpu", "--batch-size", 2)
-    result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *flags)])
-    assert result.exit_code == code, result.output
-    if code == 1:
-        errors = [line for line in result.stderr.splitlines() if line and "image/s" not in line]
-        assert len(errors) == 1, result.stderr
-        assert errors[0].startswith("Error: ")
-        return errors[0]
-    return result.output
-
-
-def features(path: Path) -> np.ndarray:
-    with h5py.File(path) as file:
-        return file["features"][()]
 
 
 def resized(path: Path, size: int) -> torch.Tensor:
@@ -178,160 +151,6 @@ def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tm
 def test_a_later_stage_has_more_channels_on_a_coarser_grid(clevr, out):
     run(clevr, "--out", out, *RESNET, "--weights", "random", "--stage", 4)
     assert features(out / "val_features.h5").shape == (7, 512, 2, 2)
-
-
-KILLED_RUN = """
-import sys, time
-from pathlib import Path
-import iep.preprocess.features as features
-from iep.preprocess.backbones import Patches
-from iep.preprocess.clevr_files import image_paths
-
-def slowly(extract, pixels, run=features._run):
-    time.sleep(0.02)
-    return run(extract, pixels)
-
-features._run = slowly
-images, out = map(Path, sys.argv[1:])
-features.preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, workers=1, flush_seconds=0)
-"""
-
-
-def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
-    """SIGKILL `process`, and its workers, at an arbitrary moment after the journal says that `rows` are complete."""
-    deadline = time.monotonic() + 60
-    while not journal.exists() or read_json(journal)["rows"] < rows:
-        assert process.poll() is None, "the process ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    time.sleep(random.Random(rows).uniform(0, 0.03))
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-
-
-def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_path, out):
-    images = write_images(tmp_path / "CLEVR", "val", 151)
-    run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
-    expected = (tmp_path / "whole" / "val_features.h5").read_bytes()
-    journal = out / "val_features.h5.progress"
-    for rows in (9, 60):
-        command = [sys.executable, "-c", KILLED_RUN, str(images[0].parent), str(out)]
-        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as process:
-            kill_when(process, journal, rows)
-        assert not (out / "val_features.h5").exists()
-        assert read_json(journal)["rows"] >= rows
-    # Were it read again, this image (of the same size, so that it counts as unchanged) would be an error.
-    images[59].write_bytes(b"\0" * images[59].stat().st_size)
-    run(tmp_path / "CLEVR", "--out", out, *PATCHES)
-    assert (out / "val_features.h5").read_bytes() == expected
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
-
-
-def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
-    broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
-    sound = broken.read_bytes()
-    broken.write_bytes(sound[:200])
-    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
-    assert read_json(out / "val_features.h5.progress")["rows"] == 4
-    broken.write_bytes(sound)
-    run(clevr, "--out", out, *PATCHES)
-    assert "already done" in run(clevr, "--out", out, *PATCHES)
-    assert len(features(out / "val_features.h5")) == 7
-
-
-def interrupt(clevr: Path, out: Path) -> Path:
-    """Leave a run that stopped at image 4, and mend the image. Returns the unfinished file."""
-    image = clevr / "images" / "val" / "CLEVR_val_000004.png"
-    sound = image.read_bytes()
-    image.write_bytes(b"")
-    run(clevr, "--out", out, *PATCHES, code=1)
-    image.write_bytes(sound)
-    return out / "val_features.h5.partial"
-
-
-def test_an_interrupted_run_with_other_options_is_refused_unless_overwritten(clevr, out):
-    partial = interrupt(clevr, out)
-    line = run(clevr, "--out", out, "--backbone", "patches", code=1)
-    assert f"{partial}: was made with patch_size 2, now it is 8" in line
-    run(clevr, "--out", out, "--backbone", "patches", "--overwrite")
-    assert features(out / "val_features.h5").shape == (7, 192, 14, 14)
-
-
-def test_an_interrupted_run_whose_first_images_changed_is_refused(clevr, out):
-    interrupt(clevr, out)
-    with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
-        file.write(b"more")
-    assert "the images of its 4 rows have changed" in run(clevr, "--out", out, *PATCHES, code=1)
-
-
-def test_a_truncated_unfinished_file_is_named(clevr, out):
-    partial = interrupt(clevr, out)
-    os.truncate(partial, 5000)
-    assert f"{partial}: cannot be read as HDF5" in run(clevr, "--out", out, *PATCHES, code=1)
-    run(clevr, "--out", out, *PATCHES, "--overwrite")
-    assert len(features(out / "val_features.h5")) == 7
-
-
-def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    os.truncate(out / "val_features.h5", 5000)
-    line = run(clevr, "--out", out, *PATCHES, code=1)
-    assert f"{out / 'val_features.h5'}: cannot be read as HDF5" in line
-    assert (out / "val_features.h5").stat().st_size == 5000
-
-
-def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    path = out / "val_features.h5"
-    before = path.read_bytes()
-    assert f"{path}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
-    for options, difference in (
-        (RESNET, "backbone patches, now it is resnet18"),
-        ((*PATCHES, "--dtype", "float16"), "dtype float32, now it is float16"),
-    ):
-        assert f"{path}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
-        assert path.read_bytes() == before
-    run(clevr, "--out", out, *PATCHES, "--dtype", "float16", "--overwrite")
-    assert features(path).dtype == np.float16
-
-
-def test_every_file_is_checked_before_any_is_made(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    write_images(clevr, "train", 2)
-    run(clevr, "--out", out, "--backbone", "patches", code=1)
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
-
-
-def test_a_new_image_makes_a_done_file_differ(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    write_images(clevr, "val", 8)
-    assert "was made with images 7, now it is 8" in run(clevr, "--out", out, *PATCHES, code=1)
-
-
-def test_two_processes_do_not_write_the_same_file(clevr, out):
-    out.mkdir()
-    locking = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    command = [sys.executable, "-c", locking, str(out / "val_features.h5.partial")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        assert "another process is writing it" in run(clevr, "--out", out, *PATCHES, code=1)
-        other.communicate(b"\n")
-
-
-def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    before = (out / "val_features.h5").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    try:
-        line = run(clevr, "--out", out, "--backbone", "patches", "--overwrite", code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "val_features.h5.partial: no room for the features: needs 0.001 GB" in line
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
-    assert (out / "val_features.h5").read_bytes() == before
 
 
 @pytest.mark.parametrize(
