@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_the_target_holds_its_old_content_until_the_block_ends(tmp_path: Path):
         assert target.read_text() == "old"
         assert temporary.parent == target.parent
     assert target.read_text() == "new"
+
+
+def test_a_file_is_on_disk_before_it_takes_its_name_and_then_its_name_too(tmp_path: Path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: done.append(stat.S_ISDIR(os.fstat(handle).st_mode)) or fsync(handle)
+    )
+    monkeypatch.setattr(os, "replace", lambda old, new: done.append("named") or replace(old, new))
+    write_bytes(tmp_path / "file", b"new")
+    assert done == [False, "named", True]
 
 
 @pytest.mark.parametrize("failure", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])

@@ -142,3 +142,16 @@ def test_a_data_set_that_was_killed_before_its_first_file_is_begun_again(tmp_pat
     result = CliRunner().invoke(iep_synth, [str(tmp_path), *arguments])
     assert result.exit_code == 0, result.output
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_features_killed_just_after_they_took_their_name_leave_nothing(tmp_path: Path):
+    clevr, out = tmp_path / "clevr", tmp_path / "data"
+    sizes = ["--preset", "mini", "--train", "2", "--val", "0", "--test", "0"]
+    assert CliRunner().invoke(iep_synth, [str(clevr), *sizes]).exit_code == 0
+    arguments = [str(clevr), "--out", str(out), "--backbone", "patches", "--workers", "0"]
+    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
+    names = {path.name for path in out.iterdir()}
+    (out / "train_features.h5.progress").write_text("{}")
+    (out / ".train_features.h5.progress.7.tmp").write_text("{")
+    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
+    assert {path.name for path in out.iterdir()} == names == {"vocab.json", "train_questions.h5", "train_features.h5"}

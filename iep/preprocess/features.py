@@ -14,7 +14,7 @@ from tqdm import tqdm
 from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
-from iep.preprocess.features_file import FeatureRows, FeaturesSpec, feature_rows, is_done
+from iep.preprocess.features_file import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
 from iep.preprocess.images import image_batches
 from iep.preprocess.recipe import listing
 from iep.together import by_main, main_first
@@ -62,7 +62,10 @@ def preprocess_features(
 
     def undone() -> dict[Path, tuple[str, ...]]:
         listings = {out / f"{split}_features.h5": listing(paths) for split, paths in images.items()}
-        return {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
+        todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
+        for path in listings.keys() - todo.keys():
+            clear_up(path)
+        return todo
 
     todo = by_main(undone)
     files = {out / f"{split}_features.h5": paths for split, paths in images.items()}

@@ -29,7 +29,7 @@ from iep.checksums import row_checksums
 from iep.distributed import any_rank, barrier, is_main
 from iep.errors import InputError
 from iep.features import Features
-from iep.files import os_errors_name, read_json, write_json
+from iep.files import os_errors_name, read_json, remove_temporaries, sync_directory, write_json
 from iep.hdf5 import read_attributes
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
 from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
@@ -161,7 +161,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
             job is at work on it; or the disk is too small for the whole file.
         OSError: the file cannot be written.
     """
-    partial, journal = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.progress")
+    partial, journal = path.with_name(f"{path.name}.partial"), _journal(path)
     with ExitStack() as stack:
         stack.enter_context(os_errors_name(partial))
 
@@ -188,8 +188,18 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         barrier()
         if is_main():
             os.replace(partial, path)
-            for left in (journal, *path.parent.glob(f".{journal.name}.*.tmp")):  # killed runs leave the latter
-                left.unlink()
+            sync_directory(path.parent)
+            clear_up(path)
+
+
+def _journal(path: Path) -> Path:
+    return path.with_name(f"{path.name}.progress")
+
+
+def clear_up(path: Path) -> None:
+    """Remove what lies beside the finished file `path`, perhaps left by a process that was killed just then."""
+    _journal(path).unlink(missing_ok=True)
+    remove_temporaries(path.parent, _journal(path).name)
 
 
 def _opened_to_write(partial: Path) -> FileIO:
