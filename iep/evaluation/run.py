@@ -21,7 +21,7 @@ from iep.evaluation.prediction_file import prediction_rows, write_predictions
 from iep.evaluation.report import Report, write_report
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
-from iep.files import check_writable
+from iep.files import atomic_path, check_writable
 from iep.loader import Loading
 from iep.networks import check_features, load_network
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
@@ -105,9 +105,10 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         baselines=_baselines(settings.data, vocab, questions, types),
     )
     if out is not None:
-        (out / REPORT).unlink(missing_ok=True)  # whoever is killed in between leaves no report beside other predictions
-        write_predictions(out / PREDICTIONS, _rows(vocab, questions, predictions, types))
-        write_report(out / REPORT, report)
+        with atomic_path(out / REPORT) as report_path, atomic_path(out / PREDICTIONS) as predictions_path:
+            write_predictions(predictions_path, _rows(vocab, questions, predictions, types))
+            write_report(report_path, report)
+            (out / REPORT).unlink(missing_ok=True)  # a kill from here on leaves no report beside other predictions
     return report
 
 
