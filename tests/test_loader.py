@@ -10,16 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from processes import together
-from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, write_data, write_h5
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, tiny_config, write_data, write_h5
 
 import iep.features
+from iep.cli.evaluate import main as evaluate
 from iep.data_files import read_questions
 from iep.datasets import ClevrDataset, sequential_batches
 from iep.errors import InputError
 from iep.features import Features
 from iep.loader import Loading, Slots, _Held, on_device
 from iep.memory import SharedMemory, _left_in_groups, attach
+from iep.training.checkpoint import load_checkpoint
+from iep.training.run import train
 
 SHAPE = (IMAGES, CHANNELS, GRID, GRID)
 
@@ -165,6 +169,26 @@ def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: 
     assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
     monkeypatch.setattr(iep.features, "available_memory", lambda: 960)
     assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    "settings", [("features_in_memory=true",), ("features_in_memory=true", "workers=2", "prefetch=1")]
+)
+def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(
+    data: Path, runs: dict[str, Path], tmp_path: Path, settings: tuple[str, ...]
+):
+    assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
+    ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
+    assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())
+
+
+def test_evaluation_is_the_same_with_features_in_memory(data: Path, runs: dict[str, Path], tmp_path: Path):
+    flags = ["--ee", str(runs["ee"]), "--data", str(data), "--device", "cpu", "--batch-size", "7"]
+    for name, more in (("file", []), ("memory", ["--features-in-memory", "--workers", "1"])):
+        result = CliRunner().invoke(evaluate, [*flags, "--out", str(tmp_path / name), *more])
+        assert result.exit_code == 0, result.output
+    ours, theirs = ((tmp_path / name / "predictions.jsonl").read_bytes() for name in ("memory", "file"))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(("limit", "left"), [("max", []), ("1000", [400 + 50])])
