@@ -74,7 +74,9 @@ def test_a_process_whose_peer_is_gone_knows_why_it_fails():
         )
         for rank in range(2)
     ]
-    assert [worker.communicate(timeout=120)[0] for worker in workers] == ["('done', None)\n", ""]
+    said = [worker.communicate(timeout=120)[0].splitlines() for worker in workers]
+    assert said[0][-1] == "('done', None)"  # gloo may have its own lines before
+    assert not any("done" in line or "failed" in line for line in said[1])
 
 
 # Batch norm
