@@ -12,6 +12,7 @@ import numpy as np
 from iep.bench.loader import Row, Setting, compare, ways
 from iep.bench.machine import describe_machine, machine_line
 from iep.bench.measure import Spread
+from iep.bench.table import format_table
 from iep.bench.workload import generated
 from iep.data_files import Questions, open_split
 from iep.devices import resolve_device
@@ -162,12 +163,7 @@ def _describe(benchmark: LoaderBenchmark, questions: Questions, features: Featur
 def format_rows(rows: Sequence[Row]) -> str:
     """A text table, one line a way."""
     headings = ("features", "order", "plans", "workers", "questions/s", "quartiles", "GB/s", "quartiles", "cached")
-    cells = [headings, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(c.ljust(w) if n < 3 else c.rjust(w) for n, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
-    )
+    return format_table([headings, *map(_cells, rows)], left=3)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from iep.bench.machine import describe_machine, machine_line
 from iep.bench.measure import Spread, spread
+from iep.bench.table import format_table
 from iep.errors import InputError
 from iep.files import check_writable, write_bytes, write_json
 
@@ -145,19 +145,17 @@ def _describe(benchmark: ProcessesBenchmark) -> str:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """A text table, one line a number of processes."""
-    cells: list[Sequence[Any]] = [
-        ("processes", "threads each", "questions/s", "quartiles", "speed-up", "loss differs by up to"),
-        *(
-            (
-                row.processes,
-                row.threads,
-                f"{row.questions_per_second.median:.4g}",
-                f"{row.questions_per_second.lower:.4g}-{row.questions_per_second.upper:.4g}",
-                f"{row.speedup:.2f}x",
-                f"{row.loss_difference:.1e}",
-            )
-            for row in rows
-        ),
-    ]
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(str(c).rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+    headings = ("processes", "threads each", "questions/s", "quartiles", "speed-up", "loss differs by up to")
+    return format_table([headings, *map(_cells, rows)])
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    speed = row.questions_per_second
+    return (
+        row.processes,
+        row.threads,
+        f"{speed.median:.4g}",
+        f"{speed.lower:.4g}-{speed.upper:.4g}",
+        f"{row.speedup:.2f}x",
+        f"{row.loss_difference:.1e}",
+    )

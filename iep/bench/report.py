@@ -7,6 +7,7 @@ from typing import Any
 
 from iep.bench.engine import PARTS, Comparison, Row
 from iep.bench.measure import Spread
+from iep.bench.table import format_table
 from iep.files import write_json
 
 FORMAT = "iep engine benchmark 1"
@@ -26,13 +27,7 @@ def write_report(path: Path, setting: Mapping[str, Any], comparisons: Sequence[C
 
 def format_comparison(comparison: Comparison) -> str:
     """A text table, one line a strategy; milliseconds are medians of a minibatch, MB are millions of bytes."""
-    cells = [list(HEADINGS), *map(_cells, comparison.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in cells
-    ]
-    return "\n".join([_title(comparison), *lines])
+    return f"{_title(comparison)}\n{format_table([HEADINGS, *map(_cells, comparison.rows)], left=1)}"
 
 
 def _title(comparison: Comparison) -> str:
