@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def remove_temporaries(directory: Path, name: str) -> None:
 
     Only for who knows that no other process is writing them.
     """
-    for left in directory.glob(f".{name}.*.tmp"):
-        left.unlink(missing_ok=True)
+    for left in directory.glob(".*.tmp"):
+        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have one of its own
+            left.unlink(missing_ok=True)
 
 
 def check_writable(targets: Iterable[Path]) -> None:

@@ -70,7 +70,7 @@ def test_directories_made_for_nothing_are_removed(tmp_path: Path):
 
 
 def test_what_killed_processes_left_of_the_targets_is_removed(tmp_path: Path):
-    for name in (".a.pt.123.tmp", ".b.pt.5.tmp", "c.pt", ".d"):
+    for name in (".a.pt.123.tmp", "..a.pt.123.tmp.123.tmp", ".b.pt.5.tmp", "c.pt", ".d"):
         (tmp_path / name).touch()
     with alone_in(tmp_path, "a.pt"):
         assert {path.name for path in tmp_path.iterdir()} == {".b.pt.5.tmp", "c.pt", ".d", LOCK}

@@ -132,7 +132,7 @@ def main(
             options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk)
 
             def encode() -> None:
-                with alone_in(out, "*vocab.json", "*_questions.h5"):  # features have a lock for each file
+                with alone_in(out, "vocab.json", "*_questions.h5"):  # features have a lock for each file
                     preprocess_questions(files, out, options, counts, overwrite, say, verify)
 
             by_main(encode)
