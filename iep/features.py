@@ -55,6 +55,8 @@ class Features:
             self.dtype = dataset.dtype.newbyteorder("=")
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
+        # One byte a row, shared with the processes that this object is handed to.
+        self._are_sound = None if self._checksums_N is None or not len(self) else SharedMemory(len(self))
         self._memory: SharedMemory | None = None
         self._bytes: FileIO | None = None
         self._dataset: h5py.Dataset | None = None
@@ -71,7 +73,8 @@ class Features:
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
-        """(N, C, H, W) features of the images `rows` (N,), of the file's dtype, checked where the file has checksums.
+        """(N, C, H, W) features of the images `rows` (N,), of the file's dtype. Where the file has checksums, a row is
+        checked when it is first read: later that would take longer than the reading.
 
         Args:
             allocate: (shape, dtype) -> the array to read into, C-contiguous.
@@ -87,9 +90,16 @@ class Features:
             except HDF5_ERRORS as error:
                 what = " ".join(str(error).split())
                 raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
-            if self._checksums_N is not None and row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
-                raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
+            self._check(row, values_CHW)
         return torch.from_numpy(values_NCHW)
+
+    def _check(self, row: int, values_CHW: np.ndarray) -> None:
+        if self._are_sound is None:
+            return
+        is_sound_N = self._are_sound.array(0, (len(self),), np.dtype(bool))
+        if not is_sound_N[row] and row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
+            raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
+        is_sound_N[row] = True
 
     def verify(self) -> None:
         """Read every row.
@@ -115,7 +125,7 @@ class Features:
         memory = memory or attach(*shared[node])
         barrier()  # all have it open now, and it lasts until the last is gone
         other = copy(self)
-        other._memory, other._offset, other._checksums_N = memory, 0, None
+        other._memory, other._offset, other._are_sound = memory, 0, None
         other._bytes = other._dataset = None
         return other
 

@@ -1,14 +1,17 @@
 """Bits flipped anywhere in preprocessed files: an error that names the file, or the values that were written."""
 
+import pickle
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from clevr_files import write_clevr
 from click.testing import CliRunner
 from tiny_data import assert_one_error
 
+import iep.features
 from iep.cli.preprocess import main
 from iep.data_files import Questions, read_questions
 from iep.errors import InputError
@@ -109,3 +112,14 @@ def test_verify_finds_damage_in_a_finished_file_and_overwrite_makes_it_anew(clev
     result = preprocess(clevr, out, "--verify", "--overwrite")
     assert result.exit_code == 0, result.output
     assert path.read_bytes() == sound
+
+
+def test_a_row_is_checked_once_by_all_processes_that_share_its_features(out: Path, monkeypatch: pytest.MonkeyPatch):
+    checked = []
+    original = iep.features.row_checksums
+    monkeypatch.setattr(iep.features, "row_checksums", lambda rows: checked.append(rows.copy()) or original(rows))
+    features = Features(out / "train_features.h5")
+    values = features.read(np.array([0, 2]))
+    elsewhere = pickle.loads(pickle.dumps(features))  # as a worker process gets it
+    assert torch.equal(elsewhere.read(np.array([2, 0, 1])), torch.cat([values.flip(0), features.read(np.array([1]))]))
+    assert [rows.tobytes() for rows in checked] == [row.numpy().tobytes() for row in features.read(np.array([0, 2, 1]))]
