@@ -53,6 +53,15 @@ def never_special(model: Seq2Seq) -> Seq2Seq:
     return model
 
 
+def test_programs_drawn_from_logits_that_are_no_numbers_are_tokens_of_probability_nan():
+    model = make_decoder()
+    with torch.no_grad():
+        model.decoder_linear.bias.fill_(torch.nan)
+    programs_BL, log_probs_B = sample(model, pad_rows(QUESTIONS), max_length=5)
+    assert ((programs_BL >= 0) & (programs_BL < NUM_TOKENS)).all()
+    assert log_probs_B.isnan().all()
+
+
 def unpadded(programs_BL: Tensor) -> list[list[int]]:
     return [[token for token in row if token != NULL] for row in programs_BL.tolist()]
 

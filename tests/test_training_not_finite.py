@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny_data import arrays, assert_one_error, features, newest, tiny_config, write_data, write_h5
+from tiny_data import (
+    TINY,
+    arrays,
+    assert_one_error,
+    features,
+    files_no_larger_than,
+    newest,
+    tiny_config,
+    write_data,
+    write_h5,
+)
 from torch import Tensor
 
 from iep.cli.train import main
+from iep.datasets import Batch
 from iep.errors import InputError
 from iep.training.checkpoint import load_checkpoint, load_newest
 from iep.training.loop import Trainer
@@ -51,7 +62,7 @@ def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
     questions = [int(arrays(39)["orig_idxs"][position]) for position in positions]
     assert str(caught.value) == (
         f"{tmp_path / 'run'}: the loss is {value} at iteration 4, on 8 questions (question_index "
-        f"{', '.join(map(str, questions))}); the state before it is in not-finite-4.pt; "
+        f"{', '.join(map(str, questions))}); the weights before it are in not-finite-4.pt; "
         "try a lower learning_rate or clip_gradients=1"
     )
     state = torch.load(tmp_path / "run" / "not-finite-4.pt", weights_only=True)
@@ -60,6 +71,35 @@ def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
         assert torch.equal(state["networks"]["lstm"]["weights"][name], weights)
     assert state["optimizer"]["state"][0]["step"] == 3
     assert load_newest(tmp_path / "run").content["step"] == 2
+
+
+def test_a_full_disk_does_not_hide_the_questions(data: Path, tmp_path: Path, failing_at):
+    failing_at(0, float("nan"))
+    out = tmp_path / "run"
+    with pytest.raises(InputError) as caught, files_no_larger_than(5000):
+        train(tiny_config(data, "lstm"), out, resume=False)
+    assert "at iteration 1, on 8 questions (question_index 10" in str(caught.value)
+    assert "; the state could not be saved: File too large; try" in str(caught.value)
+    assert not list(out.glob("*.pt"))
+
+
+def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_questions(data: Path, tmp_path: Path, runs):
+    """A generator gone wrong draws programs from numbers that are none."""
+    train_step = Trainer.train_step
+
+    def gone_wrong(self: Trainer, batch: Batch):
+        if self.step == 1:
+            with torch.no_grad():
+                next(self.task.generator.parameters()).fill_(float("nan"))
+        return train_step(self, batch)
+
+    parts = ["--pg", runs["pg"], "--ee", runs["ee"], *TINY, "log_every=9", "validate_every=9"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", gone_wrong)
+        arguments = ["--model", "joint", "--data", data, "--out", tmp_path / "run", *parts]
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    blame = "not to blame: weights were not finite already; the weights before it are in not-finite-2.pt"
+    assert_one_error(result, "the loss is nan at iteration 2, on 8 questions", blame)
 
 
 def test_the_saved_state_is_no_checkpoint(data: Path, tmp_path: Path, failing_at):

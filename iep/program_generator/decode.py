@@ -96,7 +96,8 @@ def sample(
         # In float64, where a number below 1 times the sum stays below it: the last token of probability 0 is safe.
         cumulative_BV = _program_log_softmax(logits_BV / temperature).double().exp().cumsum(1)
         drawn_B = next(columns).double() * cumulative_BV[:, -1]
-        return torch.searchsorted(cumulative_BV, drawn_B.unsqueeze(1), right=True).squeeze(1)
+        drawn_B = torch.searchsorted(cumulative_BV, drawn_B.unsqueeze(1), right=True).squeeze(1)
+        return drawn_B.clamp(max=logits_BV.shape[1] - 1)  # of logits that are no numbers some token, of probability nan
 
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():

@@ -111,7 +111,7 @@ class Trainer:
         """Differentiate the task's loss on `batch`, step the optimiser; returns the step's metrics.
 
         Raises:
-            InputError: the loss is not finite; nothing has changed, and the state is saved to be looked at.
+            InputError: the loss is not finite; no weight has changed, and they are saved to be looked at.
         """
         torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
         for group in self.optimizer.param_groups:
@@ -241,18 +241,22 @@ class Trainer:
             raise InputError(f"{self.out}: the loss is {loss} at iteration {self.step + 1}")
         positions = np.concatenate(gathered)
         questions = self.question_index[positions]
-        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt())
+        finite = self._weights_are_finite()
+        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt(), finite)
 
     def _learnt(self) -> dict[str, Any]:
         return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
 
     def _check_weights(self) -> None:
         """A finite loss may have had other gradients: such weights are never saved."""
-        if not all(p.isfinite().all() for p in self.parameters):
+        if not self._weights_are_finite():
             raise InputError(
                 f"{self.out}: weights are not finite after iteration {self.step}; nothing was saved since the last "
                 "checkpoint; try a lower learning_rate or clip_gradients=1"
             )
+
+    def _weights_are_finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for net in self.task.networks.values() for p in net.parameters())
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():

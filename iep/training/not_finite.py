@@ -1,5 +1,6 @@
 """A step whose loss is not finite -> a file to look at and one line; training on would only lose the run."""
 
+import io
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -7,23 +8,30 @@ import numpy as np
 import torch
 
 from iep.errors import InputError
-from iep.files import atomic_path
+from iep.files import write_bytes
 
 FORMAT = "iep-not-finite-1"
 SHOWN = 8
 
 
 def not_finite_name(iteration: int) -> str:
-    """The file name of the state in which `iteration` was computed."""
+    """The file name of the weights with which `iteration` was computed."""
     return f"not-finite-{iteration}.pt"
 
 
 def refuse_not_finite(
-    out: Path, iteration: int, loss: float, positions: np.ndarray, question_index: np.ndarray, state: dict[str, Any]
+    out: Path,
+    iteration: int,
+    loss: float,
+    positions: np.ndarray,
+    question_index: np.ndarray,
+    state: dict[str, Any],
+    were_finite: bool,
 ) -> NoReturn:
     """Save `state`, with which `iteration` gave this loss, and its batch; then end the run.
 
-    The file is plain data for `torch.load`, no checkpoint: nothing resumes or starts from it.
+    The file is plain data for `torch.load`, no checkpoint: nothing resumes or starts from it. Weights and optimiser are
+    as before the step; batch norms' running statistics have seen its batch already.
 
     Args:
         out: the run directory.
@@ -31,17 +39,26 @@ def refuse_not_finite(
         loss: inf or nan.
         positions: (B,) places of the batch's questions in the training file.
         question_index: (B,) CLEVR's numbers of them.
-        state: networks and optimiser before the step.
+        state: networks and optimiser.
+        were_finite: the weights are; if not, an earlier step is to blame, not this batch.
 
     Raises:
         InputError: always.
     """
     path = out / not_finite_name(iteration)
     batch = {"positions": positions.tolist(), "question_index": question_index.tolist()}
-    with atomic_path(path) as temporary:
-        torch.save({"format": FORMAT, "iteration": iteration, "loss": loss, **batch, **state}, temporary)
+    content = io.BytesIO()
+    torch.save({"format": FORMAT, "iteration": iteration, "loss": loss, **batch, **state}, content)
+    saved = f"the weights before it are in {path.name}"
+    try:
+        write_bytes(path, content.getvalue())
+    except OSError as error:
+        saved = f"the state could not be saved: {error.strerror or error}"
     first = ", ".join(map(str, question_index[:SHOWN])) + (", ..." if len(question_index) > SHOWN else "")
+    about = f"on {len(question_index)} questions (question_index {first})"
+    if not were_finite:
+        about += ", which are not to blame: weights were not finite already"
     raise InputError(
-        f"{out}: the loss is {loss} at iteration {iteration}, on {len(question_index)} questions (question_index "
-        f"{first}); the state before it is in {path.name}; try a lower learning_rate or clip_gradients=1"
+        f"{out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; "
+        "try a lower learning_rate or clip_gradients=1"
     )
