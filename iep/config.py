@@ -22,6 +22,8 @@ MODELS = ("pg", "ee", "joint", "lstm")
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
+PLACES = ("device", "devices", "placement")
+"""Settings that say where a run computes; checkpoints do not remember them."""
 LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
 

@@ -4,7 +4,7 @@ import resource
 
 import torch
 
-from iep.distributed import local_rank, world_size
+from iep.distributed import local_rank, local_world_size, world_size
 from iep.errors import InputError
 
 
@@ -17,13 +17,17 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and world_size() > 1:
+    if name.startswith("cuda") and local_world_size() > 1:
+        if name != "cuda":
+            raise InputError(f"device {name!r}: of a machine's processes each takes its own; give cuda, or nothing")
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r}: not available here ({str(error).splitlines()[0]})") from None
+    if world_size() > 1 and device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device of this process, which libraries take
     if device.type == "meta":
         raise InputError(f"device {name!r}: holds no values, nothing can be computed there")
     return device

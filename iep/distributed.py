@@ -6,8 +6,10 @@ inside `joined()`; what travels are small things on the CPU (gloo). Gradients ar
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +17,9 @@ import torch.distributed as dist
 
 from iep.errors import InputError
 from iep.signals import unanswered
+
+PATIENCE_SECONDS = 600
+"""How long the first process waits for the others to come."""
 
 T = TypeVar("T")
 
@@ -43,7 +48,10 @@ def joined() -> Iterator[None]:
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
-        raise InputError(f"process {rank()} of {world_size()}: stopped, for another process of the job ended") from None
+        what = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"process {rank()} of {world_size()}: stopped, most likely for another process of the job ended ({what})"
+        ) from None
     finally:
         dist.destroy_process_group()
 
@@ -52,8 +60,33 @@ def _join() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun may keep its store over restarts, and with it the addresses of processes that are dead.
-    store = dist.PrefixStore(f"attempt {_attempt()}", store)
+    store = dist.PrefixStore(_token(store, number, size), store)
     dist.init_process_group(backend, store=store, rank=number, world_size=size)
+
+
+def _token(store: dist.Store, number: int, size: int) -> str:
+    """A name for this meeting of `size` processes, made by the first: what earlier ones left in the store has others.
+
+    A process says hello under its number with a word of its own, and waits for the answer to that word. The first
+    answers every hello, those of dead processes too, until all have taken this meeting's name from it.
+    """
+    mine = uuid.uuid4().hex
+    if number:
+        store.set(f"hello {number}", mine)
+        token = store.get(f"answer to {mine}").decode()
+        store.set(f"taken {token} {number}", "")
+        return token
+    waiting, deadline = set(range(1, size)), time.monotonic() + PATIENCE_SECONDS
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"hello {other}"]):
+                store.set(f"answer to {store.get(f'hello {other}').decode()}", mine)
+            if store.check([f"taken {mine} {other}"]):
+                waiting.remove(other)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {sorted(waiting)} of {size} have not come in {PATIENCE_SECONDS} seconds")
+        time.sleep(0.02)
+    return mine
 
 
 def _let_the_first_speak() -> None:
@@ -88,13 +121,18 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
 
 
-def was_restarted() -> bool:
-    """Has torchrun (`--max-restarts`) started these processes anew after some of them failed?"""
-    return _attempt() > 0
+def local_world_size() -> int:
+    """Number of processes of the job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
 
 
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+def torchrun_identity() -> str | None:
+    """Which torchrun has started this process: the same over its restarts, and no other's. None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{boot} {os.getppid()} {started}"
 
 
 def barrier() -> None:

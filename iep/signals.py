@@ -96,6 +96,17 @@ def deferred() -> Iterator[None]:
 
 
 @contextmanager
+def answering() -> Iterator[None]:
+    """Do the block, which answers a `Stopped`, whole: no other is raised in it or at its end."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+@contextmanager
 def unanswered() -> Iterator[None]:
     """Within it, a signal ends the process at once, as the system does by default; only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
@@ -125,6 +136,7 @@ def waited_for(items: Iterable[T]) -> Iterator[T]:
         finally:
             _waiting -= 1
         if _asked is not None and not _depth and not _waiting:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             raise Stopped(_asked)
         if item is end:
             return
@@ -143,8 +155,9 @@ def _answer(number: int, frame: FrameType | None) -> None:
     if _asked is not None:
         return  # only under torchrun, see below
     _asked = signal.Signals(number)
-    # From torchrun a process gets SIGTERM soon after the terminal's SIGINT: there that is not yet the second signal.
-    for again in (_asked,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
+    # torchrun sends SIGTERM to its processes, after a SIGINT or SIGTERM that they had already, too: there
+    # only Ctrl-C is a second signal. What does not end in half a minute torchrun kills.
+    for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
         signal.signal(again, signal.SIG_DFL)
     if _waiting and not _depth:
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)

@@ -97,13 +97,21 @@ def test_a_run_goes_on_on_other_devices(data, alone, first, then, tmp_path) -> N
     assert config.devices == (("cpu", "cpu") if then == PLACED else ())
 
 
+def test_a_checkpoint_does_not_remember_devices(data, tmp_path) -> None:
+    out = train(tmp_path / "run", "--model", "ee", "--data", data, *PLACED)
+    assert not {"device", "devices", "placement"} & load_checkpoint(newest(out))["config"].keys()
+    dry = CliRunner().invoke(train_main, ["--out", str(tmp_path / "run"), "--resume", "--dry-run"])
+    assert "device: auto\n" in dry.output
+    assert "placement: none\n" in dry.output
+
+
 def test_a_placed_run_repeats_bit_for_bit_and_resumes_so(data, tmp_path) -> None:
     given = ("--model", "ee", "--data", data, "--placement", "round-robin", "--devices", "cpu,cpu,cpu")
     whole = train(tmp_path / "whole", *given)
     short = [each.replace("iterations=4", "iterations=2") for each in TINY if each != "device=cpu"]
     arguments = ["--out", tmp_path / "part", *given, *short]
     assert CliRunner().invoke(train_main, [str(each) for each in arguments]).exit_code == 0
-    part = train(tmp_path / "part", "--resume")
+    part = train(tmp_path / "part", "--resume", "--placement", "round-robin", "--devices", "cpu,cpu,cpu")
     ours, theirs = (load_checkpoint(newest(out))["networks"]["engine"]["weights"] for out in (part, whole))
     assert_same(ours, theirs, 0.0)
 

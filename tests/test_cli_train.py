@@ -30,6 +30,7 @@ from iep.config import Config, read_config
 from iep.files import write_json
 from iep.training.checkpoint import BEST, load_checkpoint
 from iep.training.records import METRICS, Records
+from iep.training.run import TORCHRUN
 
 
 @pytest.fixture
@@ -124,6 +125,21 @@ def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
 
 
 # Going on
+
+
+def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other_does(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    out = tmp_path / "run"
+    given = ("--out", out, "--model", "lstm", "--data", data, *TINY)
+    assert iep_train(*given, "iterations=2").exit_code == 0
+    went_on = iep_train(*given, "iterations=4")
+    assert went_on.exit_code == 0, went_on.output
+    assert step(out) == 4
+    (out / TORCHRUN).write_text("another")
+    for _ in range(2):  # a refused start is no beginning either
+        assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
 
 
 def test_resuming_nothing_is_a_fresh_start(data: Path, tmp_path: Path):

@@ -15,8 +15,9 @@ from click.testing import CliRunner
 from fork_server import Server
 from tiny_data import TINY
 
+from iep import signals
 from iep.cli.common import Command
-from iep.signals import Stopped, deferred, handled, waited_for
+from iep.signals import Stopped, answering, deferred, handled, waited_for
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -148,10 +149,34 @@ def test_a_second_signal_ends_the_process_at_once(number: int, code: int):
     assert in_a_child(twice.format(int(other), int(number))) == -number
 
 
-def test_under_torchrun_a_sigterm_after_a_sigint_is_not_yet_the_second():
+@pytest.mark.parametrize(("asked", "code"), [((2, 15), 130), ((15, 15), 143), ((15, 15, 15), 143), ((2, 2), -2)])
+def test_under_torchrun_which_repeats_signals_only_ctrl_c_ends_the_process_at_once(asked: tuple[int, ...], code: int):
     body = "os.environ['TORCHELASTIC_RUN_ID'] = '1'\nwith handled():\n    try:\n        with deferred():\n"
-    body += "            ask(2); ask(15)\n    except Stopped as stop:\n        os._exit(stop.exit_code)"
-    assert in_a_child(body) == 130
+    body += f"            [ask(n) for n in {asked}]\n    except Stopped as stop:\n        os._exit(stop.exit_code)"
+    assert in_a_child(body) == code
+
+
+def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(signals, "PATIENCE", 0.1)
+
+    def slow() -> Iterator[int]:
+        yield 1
+        ask()
+        time.sleep(0.05)
+        yield 2
+
+    answered = []
+    with handled():
+        try:
+            for item in waited_for(slow()):
+                answered.append(item)
+        except Stopped:
+            time.sleep(0.3)  # longer than the patience that the wait began
+            with answering():
+                signal.setitimer(signal.ITIMER_REAL, 0.01)  # as when an exception was lost
+                time.sleep(0.1)
+                answered.append("saved")
+    assert answered == [1, "saved"]
 
 
 # Real processes of the commands

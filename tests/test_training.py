@@ -323,6 +323,12 @@ def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: l
     assert rows(tmp_path / "resumed") == rows(tmp_path / "long")
 
 
+def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm", "iterations=2"), tmp_path, resume=False)
+    train(tiny_config(data, "lstm", "weight_decay=0.5"), tmp_path, resume=True)
+    assert load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_starts_afresh(data: Path, tmp_path: Path, interrupted_at):
     config = tiny_config(data, "lstm")
     interrupted_at(1)

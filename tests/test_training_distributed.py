@@ -11,6 +11,8 @@ import torch
 from processes import together
 from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
+import iep.training.checkpoint
+import iep.training.run
 from iep.config import Config
 from iep.data_files import read_questions
 from iep.datasets import ClevrDataset
@@ -21,7 +23,7 @@ from iep.networks import build, engine_kwargs
 from iep.ordering import deal
 from iep.training.checkpoint import BEST, load_checkpoint, step_name
 from iep.training.parallel import Replicas
-from iep.training.run import train
+from iep.training.run import load_start, train
 from iep.training.tasks import EngineTask, Execution
 
 MEASURED = {"questions_per_second", "peak_memory_gb"}
@@ -112,7 +114,7 @@ def _gradients(dtype: torch.dtype, defer: bool, data: Path) -> list[torch.Tensor
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(sharing=True, training=True))
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
-    batch = dataset[rows[deal(questions.image_idxs[rows], world_size())[rank()]]]
+    batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.to(dtype))
     loss, _ = replicas.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
@@ -175,6 +177,32 @@ def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
     whole, resumed = (load_checkpoint(tmp_path / out / step_name(4)) for out in ("whole", "resumed"))
     for name, weight in whole["networks"]["generator"]["weights"].items():
         assert torch.equal(resumed["networks"]["generator"]["weights"][name], weight)
+
+
+def _load_where_one_process_sees_an_older_run(out: Path) -> int:
+    if rank() == 1:
+        iep.training.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
+    return load_start(out).content["step"]
+
+
+def test_all_processes_go_on_from_the_checkpoint_that_the_first_has_found(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm", "keep=2"), tmp_path, resume=False)
+    assert together(_load_where_one_process_sees_an_older_run, tmp_path) == [4, 4]
+
+
+def _load_what_is_missing_for_one_process(out: Path) -> str:
+    if rank() == 1:
+        iep.training.run.load_checkpoint = lambda path, parts: load_checkpoint(out / "elsewhere.pt")
+    with pytest.raises((InputError, SystemExit)) as caught:
+        load_start(out)
+    return str(caught.value)
+
+
+def test_a_checkpoint_that_one_process_cannot_load_ends_all(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm"), tmp_path, resume=False)
+    first, second = together(_load_what_is_missing_for_one_process, tmp_path)
+    assert "elsewhere.pt: no such file" in first
+    assert second == "1"
 
 
 def _fail(config: Config, out: Path) -> str:

@@ -86,11 +86,11 @@ def main(
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
-    from iep.distributed import is_main, joined, was_restarted
-    from iep.training.run import train_from
+    from iep.distributed import is_main, joined
+    from iep.training.run import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = _resolve(out, resume or was_restarted(), config_file, settings, overrides)
+        config, start = _resolve(out, resume or was_restarted(out), config_file, settings, overrides)
         trained = train_from(start, config, out)
         if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
@@ -102,15 +102,15 @@ def _resolve(
     out: Path, resume: bool, config_file: Path | None, settings: tuple[str, ...], overrides: dict[str, Any]
 ) -> tuple[Config, "Saved | None"]:
     """The settings of the run, and the checkpoint that it goes on from if it is to and has one."""
-    start = _newest(out) if resume else None
+    start = _start(out) if resume else None
     saved = None if start is None else update(Config(), start.content["config"], source=str(start.path))
     return read_config(config_file, settings, overrides, base=saved), start
 
 
-def _newest(out: Path) -> "Saved | None":
-    from iep.training.checkpoint import load_newest
+def _start(out: Path) -> "Saved | None":
+    from iep.training.run import load_start
 
-    return load_newest(out)
+    return load_start(out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.config import Config, to_dict
+from iep.config import PLACES, Config, to_dict
 from iep.datasets import Batch
 from iep.devices import autocast, is_out_of_memory, peak_memory
 from iep.distributed import gather, is_main, rank, total, world_size
@@ -27,7 +27,7 @@ from iep.errors import InputError
 from iep.loader import on_device
 from iep.networks import pack
 from iep.ordering import step_seed
-from iep.signals import Stopped, deferred
+from iep.signals import Stopped, answering, deferred
 from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
 from iep.training.not_finite import refuse_not_finite
 from iep.training.parallel import Agreement, Replicas, in_step
@@ -86,7 +86,7 @@ class Trainer:
             "best": self.best,
             "validation_due": self.validation_due,
             "task": self.task.state,
-            "config": to_dict(self.config),
+            "config": {key: value for key, value in to_dict(self.config).items() if key not in PLACES},
             "vocab": self.vocab.to_json(),
             **self._learnt(),
         }
@@ -102,6 +102,8 @@ class Trainer:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Go on from a checkpoint whose networks are already loaded into the task."""
         self.optimizer.load_state_dict(checkpoint["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.config.weight_decay  # may have been set anew
         self.step, self.best = checkpoint["step"], checkpoint["best"]
         self.validation_due = checkpoint["validation_due"]
         self.task.state.update(checkpoint["task"])
@@ -163,8 +165,9 @@ class Trainer:
             ) from None
         except Stopped as stop:
             if self.step > self._saved_step:
-                self._check_weights()
-                self.save_step()
+                with answering():
+                    self._check_weights()
+                    self.save_step()
             outcome = f"after iteration {self.step}, which is saved; --resume goes on from there"
             raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from iep.config import Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
-from iep.distributed import is_main, rank, world_size
+from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_size
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
@@ -33,17 +33,41 @@ from iep.networks import (
 )
 from iep.ordering import Order, make_order, program_lengths
 from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
-from iep.training.checkpoint import Saved, checkpoints, load_newest
+from iep.together import attempt, raise_any
+from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.training.loop import Trainer
 from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
 from iep.vocab import Vocab
 
 VALIDATION_BATCH_SIZE = 256
+TORCHRUN = ".torchrun"
+"""Says which torchrun has begun the run or gone on with it."""
 
 
 def train(config: Config, out: Path, resume: bool) -> bool:
     """As `train_from` the newest checkpoint of `out`, if there is one and `resume` is set."""
-    return train_from(load_newest(out) if resume else None, config, out)
+    return train_from(load_start(out) if resume else None, config, out)
+
+
+def load_start(out: Path) -> Saved | None:
+    """As `load_newest`; of several processes all load the one that the first has found.
+
+    Raises:
+        InputError: as `load_newest`, or another process cannot load it.
+    """
+    start, error = attempt(lambda: load_newest(out)) if is_main() else (None, None)
+    raise_any(error)
+    path = broadcast(None if start is None else start.path)
+    if path is not None and not is_main():
+        start, error = attempt(lambda: Saved(path, load_checkpoint(path, PARTS_OF_A_RUN)))
+    raise_any(error)
+    return start
+
+
+def was_restarted(out: Path) -> bool:
+    """Is this torchrun's second start of the run in `out`, after some process failed (`--max-restarts`)?"""
+    mine, path = torchrun_identity(), out / TORCHRUN
+    return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def train_from(start: Saved | None, config: Config, out: Path) -> bool:
@@ -88,6 +112,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / "config.yaml", to_yaml(config).encode())
+        if (torchrun := torchrun_identity()) is not None:
+            write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, task.engine.placement.to_yaml().encode())
     trainer.fit(batches, validation_batches)
