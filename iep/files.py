@@ -56,10 +56,14 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 def sync_directory(directory: Path) -> None:
-    """See to it that the names of the files in `directory`, new or removed, survive a power cut."""
+    """See to it that the names of the files in `directory`, new or removed, survive a power cut, where the file system
+    can do that for a directory."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)
 

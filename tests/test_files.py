@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_a_file_is_on_disk_before_it_takes_its_name_and_then_its_name_too(tmp_pa
     monkeypatch.setattr(os, "replace", lambda old, new: done.append("named") or replace(old, new))
     write_bytes(tmp_path / "file", b"new")
     assert done == [False, "named", True]
+
+
+@pytest.mark.parametrize(("error", "matters"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_flush_directories_is_no_error(
+    tmp_path: Path, monkeypatch, error: int, matters: bool
+):
+    fsync = os.fsync
+
+    def of_files_only(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(error, os.strerror(error))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files_only)
+    with pytest.raises(OSError, match="error") if matters else nullcontext():
+        write_bytes(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("failure", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])

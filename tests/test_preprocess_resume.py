@@ -1,5 +1,6 @@
 """Features files that are done, interrupted, killed or damaged, or that have no room: what another run does."""
 
+import fcntl
 import os
 import random
 import resource
@@ -87,12 +88,12 @@ def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
     assert len(features(out / "val_features.h5")) == 7
 
 
-def interrupt(clevr: Path, out: Path) -> Path:
+def interrupt(clevr: Path, out: Path, *options: str) -> Path:
     """Leave a run that stopped at image 4, and mend the image. Returns the unfinished file."""
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
-    run(clevr, "--out", out, *PATCHES, code=1)
+    run(clevr, "--out", out, *PATCHES, *options, code=1)
     image.write_bytes(sound)
     return out / "val_features.h5.partial"
 
@@ -141,6 +142,34 @@ def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritte
         assert path.read_bytes() == before
     run(clevr, "--out", out, *PATCHES, "--dtype", "float16", "--overwrite")
     assert features(path).dtype == np.float16
+
+
+def test_a_file_that_is_done_leaves_the_journal_of_the_one_that_is_to_replace_it(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    other = ("--dtype", "float16", "--overwrite")
+    partial = interrupt(clevr, out, *other)
+    journal = out / "val_features.h5.progress"
+    before = journal.read_bytes(), partial.read_bytes()
+    assert "already done" in run(clevr, "--out", out, *PATCHES)
+    assert (journal.read_bytes(), partial.read_bytes()) == before
+    run(clevr, "--out", out, *PATCHES, *other)
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+
+
+def test_a_file_that_takes_its_name_while_its_lock_is_asked_for_is_not_written_into(clevr, out, monkeypatch):
+    """The first process ends just after the second has opened its unfinished file."""
+    partial, finished, lockf = out / "val_features.h5.partial", [], fcntl.lockf
+
+    def late(file, how: int) -> None:
+        if not finished:
+            os.write(file.fileno(), b"whole")
+            finished.append(partial.rename(out / "finished"))
+        lockf(file, how)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    run(clevr, "--out", out, *PATCHES)
+    assert (out / "finished").read_bytes() == b"whole"
+    assert len(features(out / "val_features.h5")) == 7
 
 
 def test_every_file_is_checked_before_any_is_made(clevr, out):

@@ -10,7 +10,6 @@ Shapes: N images, C H W features.
 """
 
 import errno
-import fcntl
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from iep.errors import InputError
 from iep.features import Features
 from iep.files import os_errors_name, read_json, remove_temporaries, sync_directory, write_json
 from iep.hdf5 import read_attributes
+from iep.locks import take
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
 from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
 
@@ -161,14 +161,13 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
             job is at work on it; or the disk is too small for the whole file.
         OSError: the file cannot be written.
     """
-    partial, journal = path.with_name(f"{path.name}.partial"), _journal(path)
+    partial, journal = _partial(path), _journal(path)
     with ExitStack() as stack:
         stack.enter_context(os_errors_name(partial))
 
         def start() -> _Begun:
             path.parent.mkdir(parents=True, exist_ok=True)
-            files.append(stack.enter_context(_opened_to_write(partial)))
-            _lock(files[0], partial)
+            files.append(stack.enter_context(_opened_alone(partial)))
             return _resume(files[0], partial, journal, spec, overwrite) or _begin(files[0], partial, journal, spec)
 
         files: list[FileIO] = []
@@ -192,12 +191,21 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
             clear_up(path)
 
 
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
 def _journal(path: Path) -> Path:
     return path.with_name(f"{path.name}.progress")
 
 
 def clear_up(path: Path) -> None:
-    """Remove what lies beside the finished file `path`, perhaps left by a process that was killed just then."""
+    """Remove what lies beside the finished file `path`, perhaps left by a process that was killed just then.
+
+    Unless there is an unfinished file, which is to take its place: the journal is that one's.
+    """
+    if _partial(path).exists():
+        return
     _journal(path).unlink(missing_ok=True)
     remove_temporaries(path.parent, _journal(path).name)
 
@@ -206,15 +214,18 @@ def _opened_to_write(partial: Path) -> FileIO:
     return open(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
 
 
-def _lock(file: FileIO, partial: Path) -> None:
-    # A record lock belongs to this process alone: worker processes that outlive it by moments do not hold it. It is
-    # lost when the process closes any other handle of the file, so that HDF5 too must use this one.
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
-        raise InputError(f"{partial}: another process is writing it") from None
+def _opened_alone(partial: Path) -> FileIO:
+    """The file, locked. HDF5 too must use this handle: closing another one would unlock it."""
+    while True:
+        with ExitStack() as closing:
+            file = closing.enter_context(_opened_to_write(partial))
+            try:
+                if take(file, partial):
+                    closing.pop_all()
+                    return file
+            except BlockingIOError:
+                raise InputError(f"{partial}: another process is writing it") from None
+        # The process before has just finished it, and it has its name: not this one's to write.
 
 
 def _buffered(file: FileIO) -> BinaryIO:
