@@ -30,7 +30,8 @@ FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
 class Features:
-    """Rows of a features file, read on demand; safe to hand to worker processes (each opens its own handle).
+    """Rows of a features file, read on demand. While the process that made this lives, it may be handed to worker
+    processes; each opens its own handle.
 
     Attributes:
         path: the file.
@@ -136,7 +137,7 @@ class Features:
                 f"{self.path}: its features take {need:,} bytes of memory, and {there:,} are available; without "
                 "features_in_memory they are read from the file as they are needed"
             )
-        memory = SharedMemory(need)
+        memory = SharedMemory(max(1, need))  # of no bytes there is no memory
         step = max(1, LOAD_BYTES // self.row_bytes)
         for start in range(0, len(self), step):
             rows = self.read(np.arange(start, min(start + step, len(self))))

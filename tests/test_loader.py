@@ -12,10 +12,24 @@ import pytest
 import torch
 from click.testing import CliRunner
 from processes import together
-from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, features, tiny_config, write_data, write_h5
+from tiny_data import (
+    CHANNELS,
+    GRID,
+    IMAGES,
+    TINY,
+    TRAIN,
+    VOCAB,
+    assert_one_error,
+    features,
+    tiny_config,
+    write_data,
+    write_h5,
+)
+from torch.utils.data import get_worker_info
 
 import iep.features
 from iep.cli.evaluate import main as evaluate
+from iep.cli.train import main as train_main
 from iep.data_files import read_questions
 from iep.datasets import ClevrDataset, sequential_batches
 from iep.errors import InputError
@@ -119,6 +133,24 @@ def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):
     wait_for_end(workers)
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_worker_that_the_system_kills_is_one_line(
+    data: Path, runs: dict[str, Path], tmp_path: Path, monkeypatch, command
+):
+    def die_of_hunger(self: Features, *_: object) -> None:
+        assert get_worker_info() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Features, "read", die_of_hunger)
+    if command == "train":
+        arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+    else:
+        arguments = ["--ee", runs["ee"], "--data", data, "--out", tmp_path / "eval", "--workers", 1]
+        result = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
+    assert_one_error(result, "a process that loads data was lost", "(DataLoader worker (pid", "lower workers")
+
+
 # In memory
 
 
@@ -132,6 +164,11 @@ def test_features_in_memory_are_those_of_the_file_which_is_read_no_more(tmp_path
         assert batch.features.dtype == torch.float16
         images = dataset.questions.image_idxs[batch.index]
         np.testing.assert_array_equal(batch.features[batch.image_rows], features(0, "float16")[images])
+
+
+def test_no_features_at_all_fit_into_memory(tmp_path: Path):
+    path = write_h5(tmp_path / "f.h5", {"features": features(0)[:0]})
+    assert Features(path).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
 def read_in_memory(path: Path) -> tuple[str, bytes]:

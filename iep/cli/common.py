@@ -17,6 +17,10 @@ FULL_DISK = {
 }
 
 
+LOST_WORKER = "DataLoader worker (pid"
+"""How torch begins its error, wherever the main process is, when the system has killed one that loads data."""
+
+
 def describe_os_error(error: OSError) -> str:
     """One line for an operating system error: what happened, and to which file when that is known."""
     what = FULL_DISK.get(error.errno) or error.strerror or str(error)
@@ -42,7 +46,7 @@ class Group(_Stoppable, click.Group):
 
 
 class Command(_Stoppable):
-    """A click command that reports `InputError` and `OSError` as `Error: ...` with exit code 1."""
+    """A click command that reports `InputError`, `OSError` and a loader's death as `Error: ...` with exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -51,3 +55,11 @@ class Command(_Stoppable):
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
             raise click.ClickException(describe_os_error(error)) from error
+        except RuntimeError as error:
+            if not str(error).startswith(LOST_WORKER):
+                raise
+            what = str(error).splitlines()[0].strip().rstrip(".")
+            raise click.ClickException(
+                f"a process that loads data was lost, perhaps because memory ran out ({what}): lower workers, prefetch "
+                "or the batch size; training goes on with --resume"
+            ) from error
