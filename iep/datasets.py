@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from iep.data_files import Questions
 from iep.errors import InputError
@@ -75,8 +74,8 @@ Choice = tuple[np.ndarray, np.ndarray | None]
 """What a batch is made of: positions of its examples, and its `draws`."""
 
 
-class ClevrDataset(Dataset):
-    """Questions with their images' features; an item is a `Batch`, indexed by an array of positions."""
+class ClevrDataset:
+    """Questions with their images' features, of which batches are made."""
 
     def __init__(
         self,
@@ -101,9 +100,6 @@ class ClevrDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self.questions)
-
-    def __getitem__(self, rows: np.ndarray) -> Batch:
-        return self.batch((rows, None))
 
     @property
     def bytes_an_image(self) -> int:

@@ -62,7 +62,7 @@ def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:
 
 
 def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: Path):
-    batch = open_train(data)[np.array([7, 3, 20])]
+    batch = open_train(data).batch((np.array([7, 3, 20]), None))
     written, maps = arrays(TRAIN), features(seed=0)
     assert batch.index.tolist() == [7, 3, 20]
     assert batch.questions.tolist() == written["questions"][[7, 3, 20]].tolist()
@@ -75,13 +75,13 @@ def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: 
 
 def test_a_batch_without_programs_or_answers_says_none(data: Path):
     questions_path, features_path = split_files(data, "test")
-    batch = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path))[np.arange(2)]
+    batch = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path)).batch((np.arange(2), None))
     assert (batch.programs, batch.answers) == (None, None)
     assert by_question(batch).shape == (2, CHANNELS, GRID, GRID)
 
 
 def test_moving_a_batch_keeps_what_it_holds(data: Path):
-    batch = open_train(data, make_plan=plan)[np.arange(3)]
+    batch = open_train(data, make_plan=plan).batch((np.arange(3), None))
     assert_same_batches([batch.to(torch.device("cpu"))], [batch])
 
 
@@ -116,7 +116,7 @@ def test_questions_encoded_with_another_vocabulary_of_the_same_size_are_refused(
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_features_keep_the_files_dtype_until_they_are_moved_and_are_float32_then(tmp_path: Path, dtype: str):
-    batch = open_train(write_data(tmp_path, dtype=dtype))[np.arange(3)]
+    batch = open_train(write_data(tmp_path, dtype=dtype)).batch((np.arange(3), None))
     assert batch.features.dtype == getattr(torch, dtype)
     moved = batch.to(torch.device("cpu"))
     assert moved.features.dtype == torch.float32
@@ -158,7 +158,7 @@ def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pyt
 
     dataset = open_train(data)
     monkeypatch.setattr(Features, "_read_row", counted)
-    batch = dataset[np.arange(TRAIN)]
+    batch = dataset.batch((np.arange(TRAIN), None))
     assert reads == dict.fromkeys(dataset.questions.image_idxs.tolist(), 1)
     assert len(batch.features) == len(reads) < TRAIN
 
@@ -189,7 +189,7 @@ def test_loading_draws_nothing_from_the_generator_that_training_uses(data: Path)
 
 def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
     dataset = open_train(data, make_plan=plan)
-    here = dataset[np.arange(8)]
+    here = dataset.batch((np.arange(8), None))
     order = Order([(0, np.arange(8))], dataset.questions.image_idxs, batch_size=8, seed=0)
     for batch in training_batches(dataset, order, range(4), Loading(2)):
         np.testing.assert_array_equal(by_question(batch), by_question(here)[batch.index])

@@ -34,7 +34,7 @@ def small_joint(**kwargs: Any) -> JointTask:
 @pytest.fixture
 def batch(data: Path) -> Batch:
     questions = read_questions(data / "train_questions.h5", VOCAB)
-    return ClevrDataset(questions, Features(data / "train_features.h5"))[np.arange(8)]
+    return ClevrDataset(questions, Features(data / "train_features.h5")).batch((np.arange(8), None))
 
 
 def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
