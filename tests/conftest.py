@@ -1,12 +1,13 @@
 """What several test files share: the tiny data set, and finished runs.
 
-They are made once and only read; a test that damages something works on a copy.
+Those of a session are made once and only read; a test that damages something works on a copy.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clevr_files import write_images
 from click.testing import CliRunner
 from fork_server import Server
 from tiny_data import TINY, newest, tiny_config, write_data
@@ -50,6 +51,19 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
     return {model: newest(root / model) for model in ("pg", "ee", "lstm", "joint")}
+
+
+@pytest.fixture
+def clevr(tmp_path: Path) -> Path:
+    """A directory like CLEVR's, with the images of a small split."""
+    write_images(tmp_path / "CLEVR", "val", 7)
+    return tmp_path / "CLEVR"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a command writes, not yet there."""
+    return tmp_path / "data"
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from random import Random
 
 import numpy as np
-from batching_cases import ARITY_V, LEAF, PAD, SKIP, matrix
+from batching_cases import ARITY_V, MEANING, matrix
 
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.schedulers import Schedule
@@ -17,8 +17,7 @@ from iep.synth.options import PRESETS
 def tree_graph(rows, leaf_is_input=False, input_B=None) -> Graph:
     """The graph of toy programs."""
     tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
-    meaning = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
-    return graph_from_prefix(tokens_BL, ARITY_V, **meaning, leaf_is_input=leaf_is_input, input_B=input_B)
+    return graph_from_prefix(tokens_BL, ARITY_V, **MEANING, leaf_is_input=leaf_is_input, input_B=input_B)
 
 
 def images_graph(rows, input_B=None) -> Graph:

@@ -7,8 +7,7 @@ from batching_cases import (
     ARITY_V,
     BINARY_A,
     LEAF,
-    PAD,
-    SKIP,
+    MEANING,
     UNARY_A,
     UNARY_B,
     ToyModule,
@@ -21,12 +20,10 @@ from batching_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import random_dag
+from schedule_cases import images_graph, random_dag, tree_graph
 from torch import nn
 
-from iep.batching import SCHEDULERS, Graph, Group, execute, graph_from_prefix, lay_out, make_schedule, run_prefix, share
-
-MEANING = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
+from iep.batching import SCHEDULERS, Graph, Group, execute, lay_out, make_schedule, run_prefix, share
 
 
 def run_graph(graph, scheduler, modules, inputs, defer=False):
@@ -34,7 +31,7 @@ def run_graph(graph, scheduler, modules, inputs, defer=False):
 
 
 def batched(tokens_BL, modules, inputs, scheduler, leaf_is_input=False, sharing=False, input_B=None, defer=False):
-    graph = graph_from_prefix(tokens_BL, ARITY_V, leaf_is_input=leaf_is_input, input_B=input_B, **MEANING)
+    graph = tree_graph(tokens_BL, leaf_is_input, input_B)
     return run_graph(share(graph) if sharing else graph, scheduler, modules, inputs, defer)
 
 
@@ -227,7 +224,7 @@ def test_a_module_that_returns_another_shape_is_named(module, shape):
 
 
 def test_a_schedule_can_be_written_by_hand():
-    graph = graph_from_prefix(matrix([[UNARY_A, LEAF]] * 2), ARITY_V, leaf_is_input=True, **MEANING)
+    graph = images_graph([[UNARY_A, LEAF]] * 2)
     schedule = (Group(UNARY_A, np.array([1])), Group(UNARY_A, np.array([0])))
     out = execute(lay_out(graph, schedule), {UNARY_A: lambda x: -x}, torch.tensor([[1.0], [2.0]]))
     assert out.tolist() == [[-1.0], [-2.0]]

@@ -12,8 +12,6 @@ from batching_cases import (
     ARITY_V,
     BINARY_A,
     LEAF,
-    PAD,
-    SKIP,
     UNARY_A,
     UNARY_B,
     ToyModule,
@@ -35,7 +33,6 @@ from iep.batching import (
     Group,
     Homes,
     execute,
-    graph_from_prefix,
     lay_out,
     lay_out_placed,
     least_time,
@@ -44,7 +41,6 @@ from iep.batching import (
 )
 from iep.batching.placed import Arrival, Departure
 
-MEANING = {"leaf": LEAF, "skip": SKIP, "pad": PAD}
 CPUS = (torch.device("cpu"),) * 3
 few_programs = toy_programs.map(lambda tokens_BL: tokens_BL[:8, :30])
 homes_of_ops = st.lists(st.integers(0, 2), min_size=len(ARITY_V) + 2, max_size=len(ARITY_V) + 2)
@@ -90,7 +86,7 @@ def test_on_any_placement_results_and_all_gradients_are_those_of_one_device(
     modules, homes = toy_modules(dtype=dtype), make_homes(devices, positions)
     input_B = np.arange(len(tokens_BL)) // examples_an_input
     inputs = torch.randn(input_B[-1] + 1, 3, dtype=dtype)
-    tree = graph_from_prefix(tokens_BL, ARITY_V, leaf_is_input=leaf_is_input, input_B=input_B, **MEANING)
+    tree = tree_graph(tokens_BL, leaf_is_input, input_B)
     placed = placed_copy(modules, homes)
     for graph in (tree, share(tree)):
         alone = lay_out(graph, make_schedule(graph, "improved"))

@@ -28,7 +28,16 @@ def test_a_pass_in_image_order_hands_out_every_question_and_one_at_random_every_
     assert rows.tolist() != order_rows(images, "random", [1]).tolist()
 
 
+def in_memory(directory: Path) -> bool:
+    """Are the files of `directory` nowhere but in memory?"""
+    kinds = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    places = {fields[4]: fields[fields.index("-") + 1] for fields in kinds}
+    return next(places[str(path)] for path in (directory, *directory.parents) if str(path) in places) == "tmpfs"
+
+
 def test_dropped_pages_are_gone_and_touched_ones_are_there(tmp_path: Path):
+    if in_memory(tmp_path):
+        pytest.skip("pages of a file in memory cannot be dropped")
     path = tmp_path / "file"
     path.write_bytes(bytes(2**22))
     touch_pages(path)

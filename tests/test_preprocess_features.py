@@ -22,17 +22,6 @@ from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
 
 
-@pytest.fixture
-def clevr(tmp_path):
-    write_images(tmp_path / "CLEVR", "val", 7)
-    return tmp_path / "CLEVR"
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "data"
-
-
 def resized(path: Path, size: int) -> torch.Tensor:
     """(3, size, size) values 0 to 255 of an image, read without the code under test."""
     pixels = Image.open(path).convert("RGB").resize((size, size), Image.BICUBIC)

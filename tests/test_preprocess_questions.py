@@ -20,11 +20,6 @@ def clevr(tmp_path):
     return write_clevr(tmp_path / "CLEVR")
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "data"
-
-
 def run(*arguments, code=0) -> str:
     """The output of `iep-preprocess --only questions`, which must end with the exit code `code`."""
     only = [] if "--questions" in arguments else ["--only", "questions"]

@@ -11,23 +11,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
 from iep.files import read_json
-
-
-@pytest.fixture
-def clevr(tmp_path):
-    write_images(tmp_path / "CLEVR", "val", 7)
-    return tmp_path / "CLEVR"
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "data"
-
 
 KILLED_RUN = """
 import sys, time
