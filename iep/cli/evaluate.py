@@ -48,7 +48,11 @@ from iep.locks import alone_in
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes that read batches; 0: this one.  [default: 0]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    help=f"Processes that read and plan batches; 0: this one.  [default: {Config.workers}]",
+)
 @click.option(
     "--features-in-memory",
     is_flag=True,

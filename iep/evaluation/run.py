@@ -50,7 +50,7 @@ class Evaluation:
     batch_size: int = 256
     order_by_image: bool = False
     num_samples: int | None = None
-    workers: int = 0
+    workers: int = Config.workers
     features_in_memory: bool = Config.features_in_memory
     device: str = Config.device
     placement: str = Config.placement

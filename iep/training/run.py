@@ -155,7 +155,7 @@ def _batches(
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
-    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, replace(loading, workers=0), **ranks)
+    return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, loading, **ranks)
 
 
 def _check_enough(order: Order) -> None:
