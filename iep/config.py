@@ -22,6 +22,8 @@ MODELS = ("pg", "ee", "joint", "lstm")
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
+CONFIG = "config.yaml"
+"""The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """Settings that say where a run computes; checkpoints do not remember them."""
 LARGEST = 2**53

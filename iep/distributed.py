@@ -5,6 +5,7 @@ inside `joined()`; what travels are small things on the CPU (gloo). Gradients ar
 """
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-from iep.signals import unanswered
+from iep.signals import end_with_parent, unanswered
 
 PATIENCE_SECONDS = 600
 """How long the first process waits for the others to come."""
@@ -34,12 +35,14 @@ def joined() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         yield
         return
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # torchrun itself may be killed: then this process stops and saves
     try:
         with unanswered():  # inside it no handler would be heard
             _join()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]
-        raise InputError(f"the processes of torchrun cannot reach each other: {what}") from None
+        raise InputError(f"WORLD_SIZE is set, as by torchrun, but the processes cannot meet: {what}") from None
     try:
         yield
     except InputError:
@@ -58,6 +61,9 @@ def joined() -> Iterator[None]:
 
 def _join() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    number, size = int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
+    if not 0 <= number < size:
+        raise ValueError(f"RANK is {os.environ.get('RANK')}, expected 0 to {size - 1}")
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun may keep its store over restarts, and with it the addresses of processes that are dead.
     store = dist.PrefixStore(_token(store, number, size), store)

@@ -5,7 +5,6 @@ slots of memory that the processes share: the first touch of a page costs severa
 so slots are used again and again, and nothing but a slot's number goes through the pipe.
 """
 
-import ctypes
 import io
 import pickle
 import signal
@@ -19,12 +18,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from iep.errors import InputError
 from iep.memory import SharedMemory
-from iep.signals import waited_for
+from iep.signals import end_with_parent, waited_for
 
 Make = Callable[..., Any]
 """(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` gave."""
 _PAGE = 4096
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ def _leave_signals_to_parent(worker: int) -> None:
     to decide what follows. When the parent is gone, so is the worker, at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

@@ -6,6 +6,7 @@ what the system does by default. Saying the line and exiting is `cli/common.py`;
 `training/loop.py`.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from typing import TypeVar
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 2.0
 """Seconds that an item may still take to come after a signal."""
+
+_PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 _asked: signal.Signals | None = None
@@ -161,8 +164,8 @@ def _answer(number: int, frame: FrameType | None) -> None:
         signal.signal(again, signal.SIG_DFL)
     if _waiting and not _depth:
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    elif not _depth:
-        raise Stopped(_asked)
+    else:
+        _ask_again(number, frame)
 
 
 def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
@@ -174,5 +177,23 @@ def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
 
 
 def _ask_again(number: int, frame: FrameType | None) -> None:
-    if _asked is not None and not _depth and os.getpid() == _process:
-        raise Stopped(_asked)
+    if _asked is None or _depth or os.getpid() != _process:
+        return
+    if _is_importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return
+    raise Stopped(_asked)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Is a module being imported? Libraries that try an import and go on without it would swallow the exception."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def end_with_parent(number: int) -> None:
+    """Have the system send this process the signal `number` when its parent ends, in whatever way. Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

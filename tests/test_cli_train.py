@@ -27,8 +27,10 @@ from tiny_data import (
 
 from iep.cli.train import main
 from iep.config import Config, read_config
+from iep.errors import InputError
 from iep.files import write_json
 from iep.training.checkpoint import BEST, load_checkpoint
+from iep.training.loop import Trainer
 from iep.training.records import METRICS, Records
 from iep.training.run import TORCHRUN
 
@@ -150,11 +152,46 @@ def test_resuming_nothing_is_a_fresh_start(data: Path, tmp_path: Path):
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     before = read_config(run / "config.yaml")
-    result = iep_train("--resume", "--out", run, "iterations=6")
+    result = iep_train("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
     assert result.exit_code == 0
+    assert f"{run}: goes on with batch_size 4 instead of 8\n" in result.stdout
     assert result.stdout.splitlines()[-1] == f"{run}: trained lstm to iteration 6"
     assert step(run) == 6
-    assert read_config(run / "config.yaml") == read_config(None, ["iterations=6"], base=before)
+    assert read_config(run / "config.yaml") == read_config(None, ["iterations=6", "batch_size=4"], base=before)
+
+
+def test_a_run_without_a_checkpoint_is_begun_anew_with_its_settings(data: Path, tmp_path: Path):
+    given = ("--out", tmp_path / "run", "--model", "lstm", "--data", data, *TINY)
+    assert iep_train(*given, "learning_rate=1e30").exit_code == 1
+    begun = read_config(tmp_path / "run" / "config.yaml")
+    result = iep_train("--out", tmp_path / "run", "--resume", "learning_rate=0.01", "device=cpu")
+    assert result.exit_code == 0, result.output
+    assert read_config(tmp_path / "run" / "config.yaml") == read_config(None, ["learning_rate=0.01"], base=begun)
+
+
+def test_a_damaged_best_checkpoint_is_named_by_resuming_and_by_evaluation(data: Path, run: Path):
+    damaged = run / BEST
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert_one_error(iep_train("--resume", "--out", run, "iterations=6"), f"{damaged}: not a whole checkpoint file")
+    with pytest.raises(InputError, match=rf"{BEST}: not a whole .*; {run}/step-4.pt is good"):
+        load_checkpoint(run)
+    damaged.unlink()
+    assert iep_train("--resume", "--out", run, "iterations=6", "device=cpu").exit_code == 0
+    assert load_checkpoint(damaged)["step"] == 6
+
+
+def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path, monkeypatch):
+    def gone(self, name: str) -> None:
+        shutil.rmtree(tmp_path / "run")
+        save(self, name)
+
+    save = Trainer.save
+    monkeypatch.setattr(Trainer, "save", gone)
+    result = iep_train("--out", tmp_path / "run", "--model", "lstm", "--data", data, *TINY)
+    assert_one_error(result, f"{tmp_path / 'run'}: the run directory is gone; nothing is saved of iteration 2")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("iterations", [2, 4])

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: one line and 130 or 143, at once or between two steps; what was going on when is not lost."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -119,6 +120,24 @@ def test_a_stop_that_a_destructor_swallows_is_asked_for_again(handlers, capfd):
     with handled(), pytest.raises(Stopped):
         work()
     assert "Exception ignored" not in capfd.readouterr().err
+
+
+def test_a_signal_in_the_middle_of_an_import_waits_for_its_end(handlers, tmp_path: Path, monkeypatch):
+    """Many a library tries an import, and goes on without it whatever that raises."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "outer_module.py").write_text(
+        "try:\n    import inner_module\nexcept BaseException:\n    inner_module = None\n"
+    )
+    inner = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.2)\nwhole = True\n"
+    (tmp_path / "inner_module.py").write_text(inner)
+
+    def work() -> None:
+        importlib.import_module("outer_module")
+        time.sleep(5)
+
+    with handled(), pytest.raises(Stopped):
+        work()
+    assert sys.modules["outer_module"].inner_module.whole
 
 
 def test_only_the_main_thread_has_handlers(handlers):

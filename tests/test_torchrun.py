@@ -38,12 +38,13 @@ def start(data: Path, out: Path) -> subprocess.Popen:
 
 @contextmanager
 def training(data: Path, out: Path) -> Iterator[subprocess.Popen]:
-    """torchrun while it trains, some checkpoints being written."""
+    """torchrun while it trains, another checkpoint being written."""
     with start(data, out) as torchrun:
         deadline = time.monotonic() + 120
-        while not step_checkpoints(out):
+        before = step_checkpoints(out)[:1]
+        while step_checkpoints(out)[:1] == before:
             assert torchrun.poll() is None, "it has ended"
-            assert time.monotonic() < deadline, "no checkpoint is written"
+            assert time.monotonic() < deadline, "no further checkpoint is written"
             time.sleep(0.05)
         yield torchrun
 
@@ -58,34 +59,52 @@ def workers(torchrun: subprocess.Popen) -> list[int]:
     return [ranked[rank] for rank in sorted(ranked)]
 
 
+def runs(process: int) -> bool:
+    """Does it run? One that has ended may stay listed until somebody asks how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def _train(config: Config, out: Path) -> None:
-    train(config, out, resume=False)
+    train(config, out, resume=True)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(out / step_name(ITERATIONS))["networks"]["generator"]["weights"]
 
 
-def test_a_run_stopped_by_a_signal_and_one_whose_process_is_killed_end_as_an_unbroken_one(data: Path, tmp_path: Path):
+def saved_step(out: Path) -> int:
+    return load_checkpoint(step_checkpoints(out)[0])["step"]
+
+
+def test_runs_stopped_or_killed_under_torchrun_or_with_it_end_as_an_unbroken_one(data: Path, tmp_path: Path):
     whole, stopped, killed = (tmp_path / name for name in ("whole", "stopped", "killed"))
-    together(_train, tiny_config(data, "pg", *SETTINGS), whole)
+    config = tiny_config(data, "pg", *SETTINGS)
+    together(_train, config, whole)
 
     with training(data, stopped) as torchrun:
         torchrun.send_signal(signal.SIGTERM)
         _, said = torchrun.communicate(timeout=120)
-    newest = step_checkpoints(stopped)[0]
-    assert f"Stopped by SIGTERM after iteration {load_checkpoint(newest)['step']}, which is saved" in said
-    assert newest.name != step_name(ITERATIONS)
-    with start(data, stopped) as torchrun:
-        _, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said
+    step = saved_step(stopped)
+    assert f"Stopped by SIGTERM after iteration {step}, which is saved" in said
+    assert step < ITERATIONS
+
+    with training(data, stopped) as torchrun:  # torchrun itself is killed: nobody is left to stop its processes
+        orphans = workers(torchrun)
+        torchrun.kill()
+        _, said = torchrun.communicate(timeout=120)  # until the last of them is gone
+    assert not any(map(runs, orphans))
+    assert f"Stopped by SIGTERM after iteration {saved_step(stopped)}, which is saved" in said
+    together(_train, config, stopped)
 
     with training(data, killed) as torchrun:
         first, second = workers(torchrun)
         os.kill(second, signal.SIGKILL)
         _, said = torchrun.communicate(timeout=120)
     assert torchrun.returncode == 0, said
-    assert not Path(f"/proc/{first}").exists()
+    assert not runs(first)
 
     for out in (stopped, killed):
         for name, weight in weights(whole).items():

@@ -52,6 +52,8 @@ class Command(_Stoppable):
         try:
             return super().invoke(ctx)
         except InputError as error:
+            if os.environ.get("RANK", "0") != "0":
+                click.echo(err=True)  # the first process may have a progress bar on this line
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
             raise click.ClickException(describe_os_error(error)) from error

@@ -1,5 +1,6 @@
 """`iep-train`: preprocessed data in, a run directory with checkpoints out."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,19 @@ import click
 
 from iep.cli.common import Command
 from iep.cli.options import placement_options, where
-from iep.config import BATCHING, MODELS, PRECISIONS, PROGRAM_SOURCES, Config, read_config, to_yaml, update
+from iep.config import (
+    BATCHING,
+    CONFIG,
+    MODELS,
+    PLACES,
+    PRECISIONS,
+    PROGRAM_SOURCES,
+    Config,
+    read_config,
+    to_dict,
+    to_yaml,
+    update,
+)
 from iep.locks import alone_in
 
 if TYPE_CHECKING:
@@ -91,6 +104,8 @@ def main(
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
         config, start = _resolve(out, resume or was_restarted(out), config_file, settings, overrides)
+        if is_main() and start is not None:
+            _tell_changes(out, start, config)
         trained = train_from(start, config, out)
         if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
@@ -102,9 +117,33 @@ def _resolve(
     out: Path, resume: bool, config_file: Path | None, settings: tuple[str, ...], overrides: dict[str, Any]
 ) -> tuple[Config, "Saved | None"]:
     """The settings of the run, and the checkpoint that it goes on from if it is to and has one."""
-    start = _start(out) if resume else None
-    saved = None if start is None else update(Config(), start.content["config"], source=str(start.path))
+    start, saved = _start(out) if resume else None, None
+    if start is not None:
+        saved = update(Config(), start.content["config"], source=str(start.path))
+    elif resume and (out / CONFIG).exists():  # a run that has not come to its first checkpoint
+        begun = to_dict(read_config(out / CONFIG))
+        saved = update(Config(), {key: begun[key] for key in begun if key not in PLACES}, source=str(out / CONFIG))
     return read_config(config_file, settings, overrides, base=saved), start
+
+
+def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
+    """Say which settings, but for its length, a run goes on with that are not those of its checkpoint."""
+    before, now = _flat(start.content["config"]), _flat(to_dict(config))
+    changes = [
+        f"{key} {now[key]} instead of {before[key]}"
+        for key in before
+        if before[key] != now[key] and key != "iterations"
+    ]
+    if changes:
+        click.echo(f"{out}: goes on with {', '.join(changes)}")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _start(out: Path) -> "Saved | None":

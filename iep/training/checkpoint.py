@@ -12,6 +12,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,18 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / BEST] if (path / BEST).exists() else step_checkpoints(path)
-        if not found:
-            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
-        path = found[0]
+        return _load_best(path, parts)
     if not path.is_file():
         raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
     _check_archive(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise InputError(f"{path}: holds more than plain tensors; not loaded ({_first_line(error)})") from None
+        found = re.search(r"GLOBAL \S+", str(error))
+        what = f" ({found[0]})" if found else ""
+        raise InputError(
+            f"{path}: holds more than plain tensors; not loaded, for that could execute code{what}"
+        ) from None
     except Exception as error:
         # An archive that is damaged outside of what its checksums cover can make torch fail in any way.
         raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
@@ -102,6 +104,24 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
         if not isinstance(content.get(part), kind):
             raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
     return content
+
+
+def _load_best(out: Path, parts: Mapping[str, type] | None) -> dict[str, Any]:
+    """The best checkpoint of the run in `out`, or else its newest."""
+    found = [path for path in (out / BEST, *step_checkpoints(out)) if path.exists()]
+    if not found:
+        raise InputError(f"{out}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
+    try:
+        return load_checkpoint(found[0], parts)
+    except InputError as error:
+        good = next((path for path in found[1:] if _is_good(path, parts)), None)
+        raise InputError(f"{error}{'' if good is None else f'; {good} is good'}") from None
+
+
+def _is_good(path: Path, parts: Mapping[str, type] | None) -> bool:
+    with suppress(InputError):
+        return bool(load_checkpoint(path, parts))
+    return False
 
 
 def load_newest(out: Path) -> Saved | None:
@@ -118,6 +138,7 @@ def load_newest(out: Path) -> Saved | None:
             problem, bad = problem or error, [*bad, path.name]
             continue
         if problem is None:
+            _check_best(out)
             return Saved(path, content)
         raise InputError(
             f"{problem}; the newest good checkpoint is {path.name}, of iteration {content['step']}: "
@@ -126,6 +147,15 @@ def load_newest(out: Path) -> Saved | None:
     if problem is not None:
         raise InputError(f"{problem}; {out} has no good checkpoint") from None
     return None
+
+
+def _check_best(out: Path) -> None:
+    """See that the best checkpoint, if there is one, is what was written: nothing may ever replace it."""
+    if (out / BEST).exists():
+        try:
+            _check_archive(out / BEST)
+        except InputError as error:
+            raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
 
 
 def remove_old(out: Path, keep: int) -> None:

@@ -80,6 +80,8 @@ class Trainer:
         """Write the checkpoint `name` into the run directory, whole or not at all; the first process does."""
         if not is_main():
             return
+        if not self.out.is_dir():
+            raise InputError(f"{self.out}: the run directory is gone; nothing is saved of iteration {self.step}")
         content = {
             "model": self.config.model,
             "step": self.step,
@@ -105,6 +107,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = self.config.weight_decay  # may have been set anew
         self.step, self.best = checkpoint["step"], checkpoint["best"]
+        if not (self.out / BEST).exists():
+            self.best = -1.0
         self.validation_due = checkpoint["validation_due"]
         self.task.state.update(checkpoint["task"])
         self._saved_step = self.step

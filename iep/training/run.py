@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.config import Config, to_dict, to_yaml, update
+from iep.config import CONFIG, Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_size
@@ -111,7 +111,7 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     batches, validation_batches = _batches(config, vocab, trainer, training, validation)
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
-        write_bytes(out / "config.yaml", to_yaml(config).encode())
+        write_bytes(out / CONFIG, to_yaml(config).encode())
         if (torchrun := torchrun_identity()) is not None:
             write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
