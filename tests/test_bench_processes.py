@@ -18,15 +18,16 @@ def run_of(losses: list[float], speeds: list[float]) -> list[dict[str, float]]:
 
 def test_speeds_are_medians_over_all_rows_but_the_first_of_each_run_and_losses_those_of_the_first_run():
     one = [run_of([4.0, 2.0, 1.0], [1, 100, 110]), run_of([4.0, 2.0, 1.0], [1, 90, 120])]
-    two = [run_of([4.0, 2.0, 1.1], [1, 150, 160]), run_of([4.0, 1.5, 1.0], [1, 170, 180])]
+    two = [run_of([4.2, 2.0, 1.1], [1, 150, 160]), run_of([4.0, 1.5, 1.0], [1, 170, 180])]
     first, second = _compare({1: one, 2: two})
     assert (first.questions_per_second.median, first.speedup, first.loss_difference) == (105, 1.0, 0.0)
     assert (second.questions_per_second.median, second.questions_per_second.repeats) == (165, 4)
     assert second.speedup == pytest.approx(165 / 105)
     assert second.loss_difference == pytest.approx(0.25)
+    assert (first.first_difference, second.first_difference) == (0.0, pytest.approx(0.05))
     lines = format_rows([first, second]).splitlines()
     assert lines[0].split("  ")[0].strip() == "processes"
-    assert lines[2].split() == ["2", str(second.threads), "165", "157.5-172.5", "1.57x", "2.5e-01"]
+    assert lines[2].split() == ["2", str(second.threads), "165", "157.5-172.5", "1.57x", "5.0e-02", "2.5e-01"]
 
 
 def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):

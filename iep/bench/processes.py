@@ -52,8 +52,10 @@ class Row:
     """Of the whole job, over all counted rows of all runs."""
     speedup: float
     """Of the medians, over the first row of the table."""
+    first_difference: float
+    """The greatest relative difference of the first loss logged from that of the first row's first run."""
     loss_difference: float
-    """The greatest relative difference of a logged loss from the first row's."""
+    """The same of all losses logged."""
 
 
 def run_processes_benchmark(
@@ -125,7 +127,14 @@ def _compare(runs: dict[int, list[list[dict[str, float]]]]) -> list[Row]:
     }
     first, baseline = next(iter(runs.values()))[0], next(iter(speeds.values())).median
     return [
-        Row(count, _threads(count), speeds[count], speeds[count].median / baseline, _difference(first, rows))
+        Row(
+            count,
+            _threads(count),
+            speeds[count],
+            speeds[count].median / baseline,
+            _difference(first[:1], [run[:1] for run in rows]),
+            _difference(first, rows),
+        )
         for count, rows in runs.items()
     ]
 
@@ -145,7 +154,15 @@ def _describe(benchmark: ProcessesBenchmark) -> str:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """A text table, one line a number of processes."""
-    headings = ("processes", "threads each", "questions/s", "quartiles", "speed-up", "loss differs by up to")
+    headings = (
+        "processes",
+        "threads each",
+        "questions/s",
+        "quartiles",
+        "speed-up",
+        "first loss differs",
+        "losses differ",
+    )
     return format_table([headings, *map(_cells, rows)])
 
 
@@ -157,5 +174,6 @@ def _cells(row: Row) -> tuple[object, ...]:
         f"{speed.median:.4g}",
         f"{speed.lower:.4g}-{speed.upper:.4g}",
         f"{row.speedup:.2f}x",
+        f"{row.first_difference:.1e}",
         f"{row.loss_difference:.1e}",
     )
