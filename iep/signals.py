@@ -131,7 +131,8 @@ def waited_for(items: Iterable[T]) -> Iterator[T]:
         Stopped: instead of yielding the next item.
     """
     global _waiting
-    iterator, end = iter(items), object()
+    with deferred():  # a loader that is half made, its workers half begun, could not be ended in peace
+        iterator, end = iter(items), object()
     while True:
         _waiting += 1
         try:

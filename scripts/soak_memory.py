@@ -59,7 +59,7 @@ def measure(work: Path, steps: int, say: Callable[[str], None]) -> Memory:
         while process.poll() is None:
             step = _last_step(out / "metrics.jsonl")
             family = [_resident(pid) for pid in _family(process.pid)]
-            if step and len(family) > 1:  # while its worker is there
+            if step and len(family) == 2:  # with its worker, and without those of validation
                 samples.append((step, family[0], sum(family)))
                 if len(samples) % 60 == 1:
                     say(f"  step {step}: {family[0]:.0f} MB, with workers {sum(family):.0f} MB")

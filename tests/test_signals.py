@@ -175,6 +175,21 @@ def test_under_torchrun_which_repeats_signals_only_ctrl_c_ends_the_process_at_on
     assert in_a_child(body) == code
 
 
+def test_a_loader_is_made_whole_before_a_signal_ends_the_wait_for_it(handlers):
+    made = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            ask()
+            time.sleep(0.05)
+            made.append(True)
+            return iter([1])
+
+    with handled(), pytest.raises(Stopped):
+        next(waited_for(Loader()))
+    assert made == [True]
+
+
 def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "PATIENCE", 0.1)
 
