@@ -82,23 +82,6 @@ def handled() -> Iterator[None]:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Do the block whole: a signal that arrives in it raises `Stopped` at its end, of nested blocks at the outermost's.
-
-    Raises:
-        Stopped: at the end of the block, unless it raises something else.
-    """
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-    if _asked is not None and not _depth:
-        raise Stopped(_asked)
-
-
-@contextmanager
 def answering() -> Iterator[None]:
     """Do the block, which answers a `Stopped`, whole: no other is raised in it or at its end."""
     global _depth
@@ -107,6 +90,19 @@ def answering() -> Iterator[None]:
         yield
     finally:
         _depth -= 1
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Do the block whole: a signal that arrives in it raises `Stopped` at its end, of nested blocks at the outermost's.
+
+    Raises:
+        Stopped: at the end of the block, unless it raises something else.
+    """
+    with answering():
+        yield
+    if _asked is not None and not _depth:
+        raise Stopped(_asked)
 
 
 @contextmanager

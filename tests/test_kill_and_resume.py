@@ -20,7 +20,9 @@ MODELS = {
 }
 
 
-def check(server: Server, job: Job, root: Path, kills: int, seed: int, signals: tuple[int, ...]) -> None:
+def assert_comes_to_the_same(
+    server: Server, job: Job, root: Path, kills: int, seed: int, signals: tuple[int, ...]
+) -> None:
     counts = kill_and_resume(server, job, root, kills, seed, signals)
     assert counts.mismatches == []
     assert counts.kills == kills
@@ -38,29 +40,29 @@ def clevr(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("model", "signals"), [("lstm", ASK), ("ee", KILL)])
 def test_training(server: Server, data: Path, tmp_path: Path, model: str, signals: tuple[int, ...]):
     job = training(data, *TINY, f"model={model}", *MODELS[model])
-    check(server, job, tmp_path, kills=4, seed=1, signals=signals)
+    assert_comes_to_the_same(server, job, tmp_path, kills=4, seed=1, signals=signals)
 
 
 def test_training_with_workers(server: Server, data: Path, tmp_path: Path):
     job = training(data, *TINY, "model=ee", "iterations=8", "validate_every=3", "workers=2")
-    check(server, job, tmp_path, kills=2, seed=2, signals=(*KILL, *ASK))
+    assert_comes_to_the_same(server, job, tmp_path, kills=2, seed=2, signals=(*KILL, *ASK))
 
 
 def test_checkpointing(server: Server, data: Path, tmp_path: Path):
-    check(server, checkpointing(data, *TINY), tmp_path, kills=6, seed=3, signals=KILL)
+    assert_comes_to_the_same(server, checkpointing(data, *TINY), tmp_path, kills=6, seed=3, signals=KILL)
 
 
 @pytest.mark.parametrize("signals", [KILL, ASK])
 def test_preprocessing(server: Server, clevr: Path, tmp_path: Path, signals: tuple[int, ...]):
-    check(server, preprocessing(clevr), tmp_path, kills=4, seed=4, signals=signals)
+    assert_comes_to_the_same(server, preprocessing(clevr), tmp_path, kills=4, seed=4, signals=signals)
 
 
 def test_synthesis(server: Server, tmp_path: Path):
-    check(server, synthesis(images=10), tmp_path, kills=4, seed=5, signals=(*KILL, *ASK))
+    assert_comes_to_the_same(server, synthesis(images=10), tmp_path, kills=4, seed=5, signals=(*KILL, *ASK))
 
 
 def test_evaluation(server: Server, data: Path, runs: dict[str, Path], tmp_path: Path):
-    check(server, evaluation(data, runs["ee"]), tmp_path, kills=4, seed=6, signals=(*KILL, *ASK))
+    assert_comes_to_the_same(server, evaluation(data, runs["ee"]), tmp_path, kills=4, seed=6, signals=(*KILL, *ASK))
 
 
 # Would it notice?

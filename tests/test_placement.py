@@ -24,7 +24,7 @@ from iep.execution_engine.placement import (
     round_robin,
 )
 from iep.networks import build, engine_kwargs
-from iep.placing import Sample, check_options, costs_of, describe_engine, make_placement, place_engine
+from iep.placing import Sample, check_options, costs_of, describe_engine, make_placement, place_engine, resolve_home
 from iep.vocab import NULL, Vocab, index_tokens
 
 PARTS = ("stem", "<END>", "count", "union", "classifier")
@@ -177,9 +177,11 @@ def test_options_that_make_no_sense_are_refused(options: tuple, words: str) -> N
     assert words in str(error.value)
 
 
-def test_options_that_make_sense_are_taken() -> None:
+def test_options_that_make_sense_are_taken_and_name_the_device_of_all_that_is_not_placed() -> None:
+    for options, home in ((("none", (), "cpu"), "cpu"), (("round-robin", ("cpu", "cpu"), "auto"), "cpu")):
+        check_options(*options)
+        assert resolve_home(*options) == torch.device(home)
     check_options("none", (), "cpu", has_engine=False)
-    check_options("round-robin", ("cpu", "cpu"))
 
 
 def test_equal_devices_are_told_apart_by_number() -> None:

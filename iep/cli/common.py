@@ -49,6 +49,11 @@ class Command(_Stoppable):
     """A click command that reports `InputError`, `OSError` and a loader's death as `Error: ...` with exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """What the command returns.
+
+        Raises:
+            click.ClickException: instead of an `InputError`, an `OSError` or a loader's death, with the line to show.
+        """
         try:
             return super().invoke(ctx)
         except InputError as error:

@@ -16,7 +16,7 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.features_file import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
 from iep.preprocess.images import image_batches
-from iep.preprocess.recipe import listing
+from iep.preprocess.recipe import Recipe, listing
 from iep.together import by_main, main_first
 
 
@@ -59,16 +59,8 @@ def preprocess_features(
         OSError: a file cannot be written (names it).
     """
     recipe = main_first(lambda: {**backbone.recipe(), "dtype": dtype})
-
-    def undone() -> dict[Path, tuple[str, ...]]:
-        listings = {out / f"{split}_features.h5": listing(paths) for split, paths in images.items()}
-        todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
-        for path in listings.keys() - todo.keys():
-            clear_up(path)
-        return todo
-
-    todo = by_main(undone)
     files = {out / f"{split}_features.h5": paths for split, paths in images.items()}
+    todo = by_main(lambda: _undone(files, recipe, overwrite, verify))
     for path in files:
         if path not in todo:
             say(f"{path}: already done{', and undamaged' if verify else ''}")
@@ -86,6 +78,17 @@ def preprocess_features(
             for end in _write_rows(rows, files[path], pixels, batch_size, extract, getattr(torch, dtype)):
                 bar.update(end - bar.n)
         say(f"{path}: {spec.shape} {dtype}")
+
+
+def _undone(
+    files: Mapping[Path, Sequence[Path]], recipe: Recipe, overwrite: bool, verify: bool
+) -> dict[Path, tuple[str, ...]]:
+    """The features files that are to be made, with the listing of their images; what is done is cleared up after."""
+    listings = {path: listing(images) for path, images in files.items()}
+    todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
+    for path in listings.keys() - todo.keys():
+        clear_up(path)
+    return todo
 
 
 def _write_rows(
