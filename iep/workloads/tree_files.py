@@ -1,0 +1,180 @@
+"""Files of the Stanford Sentiment Treebank and of SICK -> trees.
+
+The formats are those in which the two are handed round: bracketed constituency trees with a label on every vertex
+(Socher et al. 2013, Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank), and dependency
+trees as lists of parents (the preprocessed data of Tai et al. 2015, Improved Semantic Representations From
+Tree-Structured Long Short-Term Memory Networks, section 5.2). Parses no raw text.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from iep.errors import InputError
+from iep.workloads.trees import SENTIMENTS, Tree, TreePair, tree_from_parents
+
+UNKNOWN = "<unk>"
+
+
+def index_words(words: Iterable[str]) -> dict[str, int]:
+    """Index of every distinct word in the order of the alphabet, from 1; 0 is that of `UNKNOWN`."""
+    return {UNKNOWN: 0} | {word: n for n, word in enumerate(sorted(set(words) - {UNKNOWN}), start=1)}
+
+
+def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[list[Tree], Mapping[str, int]]:
+    """The trees of a file of bracketed trees, `(3 (2 It) (4 works))`, one a line; empty lines are skipped.
+
+    Args:
+        path: such as `train.txt` of the treebank's `trees` directory.
+        word_to_idx: index of every word, `UNKNOWN` for all others; None to number those of the file.
+
+    Returns:
+        The trees, binary ones, with `labels` of all vertices; and the words' indices.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no such tree (names line and token).
+    """
+    parsed = [_parse_sst(line, f"{path}, line {n}") for n, line in enumerate(_lines(path), start=1) if line.strip()]
+    if not parsed:
+        raise InputError(f"{path}: no trees, expected one a line, such as (3 (2 It) (4 works))")
+    if word_to_idx is None:
+        word_to_idx = index_words(word for _, words, _ in parsed for word in words if word is not None)
+    return [_sst_tree(*each, word_to_idx) for each in parsed], word_to_idx
+
+
+Bracketed = tuple[list[tuple[int, int]], list[str | None], list[int]]
+"""Children, word and label of every vertex, children first."""
+
+
+def _parse_sst(line: str, where: str) -> Bracketed:
+    tokens = line.replace("(", " ( ").replace(")", " ) ").split()
+    children, words, labels = [], [], []
+    open_labels: list[int] = []
+    open_parts: list[list[int | str]] = []
+    done: int | None = None
+    place = 0
+    while place < len(tokens):
+        token = tokens[place]
+        if done is not None:
+            raise InputError(f"{where}, token {place + 1}: {token!r} after the tree's end")
+        if token == "(":
+            open_labels.append(_sst_label(tokens[place + 1 : place + 2], f"{where}, token {place + 2}"))
+            open_parts.append([])
+            place += 2
+            continue
+        if not open_parts:
+            raise InputError(f"{where}, token {place + 1}: {token!r}, expected (")
+        if token != ")":
+            open_parts[-1].append(token)
+            place += 1
+            continue
+        label, parts = open_labels.pop(), open_parts.pop()
+        if len(parts) == 1 and isinstance(parts[0], str):
+            children.append((-1, -1))
+            words.append(parts[0])
+        elif len(parts) == 2 and all(isinstance(part, int) for part in parts):
+            children.append(tuple(parts))
+            words.append(None)
+        else:
+            raise InputError(
+                f"{where}, token {place + 1}: a vertex of {len(parts)} parts, expected a word or two vertices"
+            )
+        labels.append(label)
+        if open_parts:
+            open_parts[-1].append(len(labels) - 1)
+        else:
+            done = len(labels) - 1
+        place += 1
+    if done is None:
+        raise InputError(f"{where}: ends with {len(open_parts)} brackets open")
+    return children, words, labels
+
+
+def _sst_label(token: Sequence[str], where: str) -> int:
+    if not token or not token[0].isdigit() or int(token[0]) >= SENTIMENTS:
+        raise InputError(f"{where}: {token[0] if token else 'end of line'!r}, expected a label 0 to {SENTIMENTS - 1}")
+    return int(token[0])
+
+
+def _sst_tree(children: list, words: list, labels: list, word_to_idx: Mapping[str, int]) -> Tree:
+    unknown = word_to_idx[UNKNOWN]
+    indices = [-1 if word is None else word_to_idx.get(word, unknown) for word in words]
+    return Tree(np.array(children, dtype=np.int64), np.array(indices, dtype=np.int64), labels[-1], np.array(labels))
+
+
+def read_sick(
+    directory: Path, word_to_idx: Mapping[str, int] | None = None
+) -> tuple[list[TreePair], Mapping[str, int]]:
+    """The pairs of dependency trees of a directory with `a.toks`, `a.parents`, `b.toks`, `b.parents` and `sim.txt`.
+
+    Line n of every file is of pair n: words between spaces; for each word the place of its parent, from 1, 0 for the
+    root's and -1 for words that are in no tree; and the relatedness, a number. Every vertex has a word. A vertex's
+    children are in the order of the sentence.
+
+    Args:
+        directory: such as `train` of the data that Tree-LSTM implementations preprocess.
+        word_to_idx: as `read_sst`.
+
+    Raises:
+        InputError: a file cannot be read, files have different numbers of lines, or a line's parents are no tree
+            (names file, line and word).
+    """
+    parts = [directory / name for name in ("a.toks", "a.parents", "b.toks", "b.parents", "sim.txt")]
+    lines = [_lines(part) for part in parts]
+    for part, found in zip(parts, lines, strict=True):
+        if len(found) != len(lines[0]):
+            raise InputError(f"{part}: {len(found)} lines, expected {len(lines[0])} as in {parts[0].name}")
+    if not lines[0]:
+        raise InputError(f"{parts[0]}: empty, expected a sentence a line")
+    if word_to_idx is None:
+        word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in line.split())
+    pairs = []
+    for n, (a_words, a_parents, b_words, b_parents, similar) in enumerate(zip(*lines, strict=True), start=1):
+        relatedness = _number(similar, f"{parts[4]}, line {n}")
+        left = _sick_tree(a_words, a_parents, relatedness, word_to_idx, f"{parts[1]}, line {n}")
+        right = _sick_tree(b_words, b_parents, relatedness, word_to_idx, f"{parts[3]}, line {n}")
+        pairs.append(TreePair(left, right, relatedness))
+    return pairs, word_to_idx
+
+
+def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Mapping[str, int], where: str) -> Tree:
+    words, heads = sentence.split(), parents.split()
+    if len(words) != len(heads):
+        raise InputError(f"{where}: {len(heads)} parents, expected {len(words)}, one a word")
+    parent = np.empty(len(heads), dtype=np.int64)
+    for n, head in enumerate(heads):
+        if not head.removeprefix("-").isdigit() or not -1 <= int(head) <= len(heads):
+            raise InputError(f"{where}, word {n + 1}: {head!r}, expected a parent, -1 to {len(heads)}")
+        parent[n] = int(head)
+    used = np.flatnonzero(parent >= 0)
+    if (parent == 0).sum() != 1:
+        raise InputError(f"{where}: {(parent == 0).sum()} roots (parent 0), expected 1")
+    if (parent[parent[used][parent[used] > 0] - 1] < 0).any():
+        raise InputError(f"{where}: a parent is in no tree")
+    place = np.full(len(heads) + 1, -1)
+    place[used + 1] = np.arange(len(used))
+    unknown = word_to_idx[UNKNOWN]
+    indices = np.array([word_to_idx.get(words[n], unknown) for n in used], dtype=np.int64)
+    try:
+        return tree_from_parents(place[parent[used]], indices, relatedness)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, expected a file of text") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{where}: {text!r}, expected a number") from None
