@@ -35,17 +35,19 @@ def test_every_use_reads_the_place_of_its_result_before_another_is_written_there
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
     arrival, *calls, departure = layout.calls
-    places = [None] * layout.num_places
-    places[arrival.places] = range(graph.num_inputs)
+    (column,) = layout.columns
+    places = [None] * column.num_places
+    places[arrival.results[0].places] = range(graph.num_inputs)
     for call, group in zip(calls, schedule, strict=True):
         assert (call.op, call.rows) == (group.op, len(group.nodes))
-        assert len(call.argument_uses) == (graph.args[group.nodes[0]] >= 0).sum()
-        for position, uses in enumerate(call.argument_uses):
-            read = [places[place] for place in layout.sources[uses].tolist()]
+        assert len(call.arguments) == (graph.args[group.nodes[0]] >= 0).sum()
+        for position, argument in enumerate(call.arguments):
+            read = [places[place] for place in column.sources[argument.uses].tolist()]
             assert read == graph.args[group.nodes, position].tolist()
-        places[call.places] = (graph.num_inputs + group.nodes).tolist()
-    assert [places[place] for place in layout.sources[departure.argument_uses[0]].tolist()] == graph.roots.tolist()
-    assert len(places) == layout.num_places
+        places[call.results[0].places] = (graph.num_inputs + group.nodes).tolist()
+    roots = [places[place] for place in column.sources[departure.arguments[0].uses].tolist()]
+    assert roots == graph.roots.tolist()
+    assert len(places) == column.num_places
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -54,27 +56,29 @@ def test_every_use_reads_the_place_of_its_result_before_another_is_written_there
 def test_every_result_takes_its_gradient_from_all_its_uses(name, graph):
     schedule = make_schedule(graph, name)
     layout = lay_out(graph, schedule)
+    (column,) = layout.columns
     order = [
         *range(graph.num_inputs),
         *(graph.num_inputs + node for group in schedule for node in group.nodes.tolist()),
     ]
     used_by_slot = {slot: [] for slot in order}
     for call, group in zip(layout.calls[1:-1], schedule, strict=True):
-        for position, uses in enumerate(call.argument_uses):
+        for position, (_, uses, _) in enumerate(call.arguments):
             for use, slot in zip(range(uses.start, uses.stop), graph.args[group.nodes, position].tolist(), strict=True):
                 used_by_slot[slot].append(use)
-    roots = layout.calls[-1].argument_uses[0]
+    roots = layout.calls[-1].arguments[0].uses
     for use, slot in zip(range(roots.start, roots.stop), graph.roots.tolist(), strict=True):
         used_by_slot[slot].append(use)
 
     taken = {slot: [] for slot in order}
     for call in layout.calls[:-1]:
-        slots = order[call.results]
-        for slot, use in zip(slots, layout.takers[call.results].tolist(), strict=True):
-            taken[slot] += [use] if use < layout.num_uses else []
-        for row, use in zip(layout.extra_rows[call.extras], layout.extra_uses[call.extras].tolist(), strict=True):
+        (made,) = call.results
+        slots = order[made.results]
+        for slot, use in zip(slots, column.takers[made.results].tolist(), strict=True):
+            taken[slot] += [use] if use < column.num_uses else []
+        for row, use in zip(column.extra_rows[made.extras], column.extra_uses[made.extras].tolist(), strict=True):
             taken[slots[row]].append(use)
-        assert call.is_used == any(used_by_slot[slot] for slot in slots)
+        assert made.is_used == any(used_by_slot[slot] for slot in slots)
     assert {slot: sorted(uses) for slot, uses in taken.items()} == {k: sorted(v) for k, v in used_by_slot.items()}
 
 
@@ -84,12 +88,12 @@ def test_run_one_by_one_no_more_places_are_taken_than_values_wait(tokens_BL):
     graph = images_graph(tokens_BL)
     schedule = make_schedule(graph, "vanilla")
     # Inputs arrive together, and their places are free again together.
-    assert lay_out(graph, schedule).num_places <= graph.num_inputs + values_waiting(graph, schedule)
+    assert lay_out(graph, schedule).columns[0].num_places <= graph.num_inputs + values_waiting(graph, schedule)
 
 
 def test_a_chain_uses_the_same_places_again():
     graph = images_graph([[*[UNARY_A] * 50, LEAF]] * 4)
-    assert lay_out(graph, make_schedule(graph, "improved")).num_places == 4
+    assert lay_out(graph, make_schedule(graph, "improved")).columns[0].num_places == 4
 
 
 TWO = images_graph([[UNARY_A, UNARY_B, LEAF]])

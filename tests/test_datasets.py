@@ -46,7 +46,7 @@ def assert_same_plans(ours: Plan, theirs: Plan) -> None:
     for our_group, their_group in zip(ours.schedule, theirs.schedule, strict=True):
         np.testing.assert_array_equal(our_group.nodes, their_group.nodes)
     assert ours.layout.calls == theirs.layout.calls
-    assert ours.layout.sources.equal(theirs.layout.sources)
+    assert ours.layout.columns[0].sources.equal(theirs.layout.columns[0].sources)
 
 
 def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:

@@ -117,9 +117,9 @@ def test_steps_leave_nothing_behind():
 def test_the_values_of_a_run_are_gone_before_the_way_back():
     engine = small_engine(dtype=torch.float32)
     buffers = []
-    make = exchange.Run._buffer
+    make = exchange._Kind.buffer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
+        patch.setattr(exchange._Kind, "buffer", lambda kind, count: _remembered(make(kind, count), buffers))
         loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
         assert [buffer() for buffer in buffers] == [None]
         loss.backward()
@@ -130,9 +130,9 @@ def test_gradients_are_gone_with_the_way_back_though_the_stem_is_frozen_and_the_
     engine = small_engine(dtype=torch.float32)
     engine.stem.requires_grad_(False)
     buffers = []
-    make = exchange.Run._buffer
+    make = exchange._Kind.buffer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.Run, "_buffer", lambda run, count: _remembered(make(run, count), buffers))
+        patch.setattr(exchange._Kind, "buffer", lambda kind, count: _remembered(make(kind, count), buffers))
         loss = engine(torch.randn(4, 5, 3, 4), engine.plan(PROGRAMS_BL)).sum()
         loss.backward()
     assert len(buffers) == 2

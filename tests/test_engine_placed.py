@@ -136,7 +136,7 @@ def test_a_batch_takes_each_devices_indices_there():
     nothing = torch.zeros(4, dtype=torch.int64)
     batch = Batch(nothing, nothing, None, nothing, torch.randn(2, 5, 3, 4), ROWS_B, plan)
     there = batch.pin_memory().to(torch.device("cpu"))
-    assert [part.sources.device.type for part in there.plan.layout.layouts] == ["cpu", "cuda"]
+    assert [part.columns[0].sources.device.type for part in there.plan.layout.layouts] == ["cpu", "cuda"]
     assert placed(there.features, there.plan).device.type == "cpu"
 
 

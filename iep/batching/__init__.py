@@ -11,6 +11,7 @@ from iep.batching.placed import Homes, PlacedLayout, lay_out_placed, least_time
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, Schedule, make_schedule
 from iep.batching.sharing import share
+from iep.batching.types import Read, Signature, Types
 
 __all__ = [
     "SCHEDULERS",
@@ -20,7 +21,10 @@ __all__ = [
     "Homes",
     "Layout",
     "PlacedLayout",
+    "Read",
     "Schedule",
+    "Signature",
+    "Types",
     "execute",
     "graph_from_prefix",
     "lay_out",

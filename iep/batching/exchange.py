@@ -1,4 +1,4 @@
-"""A layout's calls, one after the other: values through a buffer, and on the way back their gradients through another.
+"""A layout's calls, one after the other: values through buffers, and on the way back their gradients through others.
 
 What runs on one device; which runs there are, and on which devices, is `execute.py`'s.
 
@@ -8,7 +8,7 @@ Shapes: G rows of a call, F numbers of a value.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.layout import Call, Layout
+from iep.batching.layout import Call, Layout, Result
 
-Module = Callable[..., Tensor | None]
+Module = Callable[..., Tensor | tuple[Tensor, ...] | None]
 Modules = Sequence[Module] | Mapping[Any, Module]
 
 
-def run_calls(run: "Run", modules: Modules, results: Tensor | None, defer: bool) -> tuple[Tensor, ...]:
+def run_calls(
+    run: "Run", modules: Modules, results: tuple[Tensor, ...], defer: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run a layout's calls; returns a token that the way back begins with, and what departs last.
 
     Args:
@@ -33,115 +35,183 @@ def run_calls(run: "Run", modules: Modules, results: Tensor | None, defer: bool)
     Raises:
         ValueError: as `execute`, of modules.
     """
-    token = torch.empty(0, **run.kind)
-    context = DeferredWeightGrads() if defer and torch.is_grad_enabled() else nullcontext()
+    token = torch.empty(0, device=run.device)
+    records = torch.is_grad_enabled()
+    context = DeferredWeightGrads() if defer and records else nullcontext()
     departure = run.layout.calls[-1]
     for before, call in pairwise(run.layout.calls):
-        token, *arguments = _Exchange.apply(token, results, run, before, call)
+        if records:
+            token, *arguments = _Exchange.apply(token, run, before, call, *results)
+        else:
+            arguments = run.exchange(before, call, results)
         if call is departure:
             break
         with context:
-            results = modules[call.op](*arguments)
-        run.check(call, results)
-    run.values = None  # arguments are copies, so that nothing reads it on the way back
-    return token, *arguments
+            returned = modules[call.op](*arguments)
+        results = run.checked(call, returned)
+    run.values = []  # arguments are copies, so that nothing reads it on the way back
+    return token, tuple(arguments)
+
+
+class _Kind(NamedTuple):
+    """What the values of a column have in common; each one's numbers lie in memory as those of the first did."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, values: Tensor, device: torch.device) -> "_Kind":
+        dense = values.is_contiguous() or values.is_contiguous(memory_format=torch.channels_last)
+        strides = (values if dense else values.contiguous()).stride()[1:]
+        return cls(values.shape[1:], strides, values.dtype, device)
+
+    def buffer_of(self, values: Tensor) -> "_Buffer":
+        """The values themselves, or a copy where they lie otherwise."""
+        size = self.shape.numel()
+        lie_well = values.stride()[1:] == self.strides and (len(values) < 2 or values.stride(0) == size)
+        dense = values if lie_well else values.new_empty_strided(values.shape, (size, *self.strides)).copy_(values)
+        return _Buffer(dense.as_strided((len(values), size), (size, 1)), self)
+
+    def buffer(self, count: int) -> "_Buffer":
+        return _Buffer(torch.empty(count, self.shape.numel(), dtype=self.dtype, device=self.device), self)
 
 
 class _Buffer:
-    """Rows of values of one shape, each in the order in which an input's numbers lie in memory, so that it is copied as
-    one piece."""
+    """Rows of values of one shape, each in the order in which its numbers lie in memory, so that it is copied as one
+    piece."""
 
-    def __init__(self, rows: Tensor, shape: torch.Size, strides: tuple[int, ...]):
-        """`rows` (count, F) for values of `shape`, each laid out by `strides`."""
-        self.rows, self.shape, self.strides = rows, shape, strides
+    def __init__(self, rows: Tensor, kind: _Kind):
+        """`rows` (count, F)."""
+        self.rows, self.kind = rows, kind
         self.values = self.shaped(rows)
 
     def write(self, rows: slice, values: Tensor | None) -> None:
-        """Copy (G, ...) values, or zeros, into G rows."""
-        self.values[rows].zero_() if values is None else self.values[rows].copy_(values)
+        """Copy values, or zeros, into rows."""
+        room = self.values[rows]
+        if values is None:
+            room.zero_()
+        else:
+            room.copy_(values if values.dim() == room.dim() else values.flatten(0, 1))
 
-    def read(self, index: Tensor) -> Tensor:
-        """(G, ...) copies of G rows: tensors of their own, which a module may change in place."""
-        count, size = len(index), self.rows.shape[1]
-        values = self.rows.new_empty_strided((count, *self.shape), (size, *self.strides))
-        flat = values.as_strided((count, size), (size, 1))
-        torch.index_select(self.rows, 0, index, out=flat)
+    def read(self, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """(*shape, ...) copies of rows: tensors of their own, which a module may change in place."""
+        size = self.rows.shape[1]
+        if len(self.kind.shape) == len(shape) == 1:
+            return self.rows.index_select(0, index)
+        strides = (size, *self.kind.strides) if len(shape) == 1 else (shape[1] * size, size, *self.kind.strides)
+        values = self.rows.new_empty_strided((*shape, *self.kind.shape), strides)
+        torch.index_select(self.rows, 0, index, out=values.as_strided((len(index), size), (size, 1)))
         return values
 
     def shaped(self, rows: Tensor) -> Tensor:
-        """A view of rows as (G, ...) values."""
-        return rows.as_strided((len(rows), *self.shape), (rows.shape[1], *self.strides))
+        """A view of rows as values."""
+        if len(self.kind.shape) == 1:
+            return rows
+        return rows.as_strided((len(rows), *self.kind.shape), (rows.shape[1], *self.kind.strides))
 
 
 class Run:
-    """What a layout's exchanges work on: values like `inputs` on a device, and on the way back their gradients."""
+    """What a layout's exchanges work on: the values of each column on a device, and on the way back their gradients.
 
-    def __init__(self, layout: Layout, inputs: Tensor, device: torch.device):
-        self.layout = layout
-        dense = inputs.is_contiguous() or inputs.is_contiguous(memory_format=torch.channels_last)
-        self.shape, self.strides = inputs.shape[1:], (inputs if dense else inputs.contiguous()).stride()[1:]
-        self.kind = {"dtype": inputs.dtype, "device": device}
-        self.values: _Buffer | None = self._buffer(layout.num_places)
-        self.gradients: _Buffer | None = None
+    A column takes its values' shape, dtype and memory format from the first that are written into it.
+    """
 
-    def _buffer(self, count: int) -> _Buffer:
-        return _Buffer(torch.empty(count, self.shape.numel(), **self.kind), self.shape, self.strides)
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self.device = layout, device
+        self.kinds: list[_Kind | None] = [None] * len(layout.columns)
+        self.values: list[_Buffer | None] = [None] * len(layout.columns)
+        self.gradients: list[_Buffer | None] = []
 
-    def check(self, call: Call, results: Tensor | None) -> None:
-        """Refuse results of another shape or type than the buffer holds."""
-        if results is None and call.results.start == call.results.stop:
-            return
-        expected = (call.rows, *self.shape)
-        if results.shape != expected:
-            raise ValueError(
-                f"op {call.op} returned {tuple(results.shape)} for a group of {call.rows}, expected {expected}"
-            )
-        if not torch.can_cast(results.dtype, self.kind["dtype"]):
-            raise ValueError(f"op {call.op} returned {results.dtype}, expected what {self.kind['dtype']} can hold")
+    def exchange(self, call: Call, following: Call, results: tuple[Tensor, ...]) -> list[Tensor]:
+        """Keep a call's results; returns the next call's arguments."""
+        for made, values in zip(call.results, results, strict=True):
+            self._write(made, values)
+        columns = self.layout.columns
+        return [self.values[at].read(columns[at].sources[uses], shape) for at, uses, shape in following.arguments]
 
-    def arguments(self, call: Call) -> list[Tensor]:
-        return [self.values.read(self.layout.sources[uses]) for uses in call.argument_uses]
+    def _write(self, made: Result, values: Tensor) -> None:
+        at = made.column
+        if self.kinds[at] is None:
+            kind = self.kinds[at] = _Kind.of(values, self.device)
+            column = self.layout.columns[at]
+            if column.only_arrives:
+                self.values[at] = kind.buffer_of(values)
+                return
+            self.values[at] = kind.buffer(column.num_places)
+        self.values[at].write(made.places, values)
+
+    def checked(self, call: Call, returned: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """What a module returned, one tensor for each that the call makes, which its column can hold."""
+        results = (returned,) if isinstance(returned, Tensor) else tuple(returned or ())
+        if len(results) != len(call.results):
+            raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
+        for made, values in zip(call.results, results, strict=True):
+            kind = self.kinds[made.column]
+            rows = made.results.stop - made.results.start
+            expected = (rows, *(values.shape[1:] if kind is None else kind.shape))
+            if values.shape != expected:
+                raise ValueError(
+                    f"op {call.op} returned {tuple(values.shape)} for a group of {rows}, expected {expected}"
+                )
+            if kind is not None and values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
+                raise ValueError(f"op {call.op} returned {values.dtype}, expected what {kind.dtype} can hold")
+        return results
 
     def take_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a call's arguments."""
-        if self.gradients is None:
-            self.gradients = self._buffer(self.layout.num_uses + 1)
-            self.gradients.write(slice(-1, None), None)  # what no use has made
-        for uses, gradient in zip(call.argument_uses, gradients, strict=True):
-            self.gradients.write(uses, gradient)
+        if not self.gradients:
+            self.gradients = [self._room(at) for at in range(len(self.kinds))]
+        for (at, uses, _), gradient in zip(call.arguments, gradients, strict=True):
+            if self.gradients[at] is not None:
+                self.gradients[at].write(uses, gradient)
 
-    def result_gradient(self, call: Call) -> Tensor | None:
-        """The gradient of a call's results, None where none of them leads to a root."""
-        if not call.is_used:
+    def _room(self, at: int) -> _Buffer | None:
+        """Room for the gradients of a column; None where it has none."""
+        kind, num_uses = self.kinds[at], self.layout.columns[at].num_uses
+        if kind is None or not (kind.dtype.is_floating_point or kind.dtype.is_complex):
             return None
-        rows = self.gradients.rows.index_select(0, self.layout.takers[call.results])
-        if call.extras.start < call.extras.stop:
-            further = self.gradients.rows.index_select(0, self.layout.extra_uses[call.extras])
-            rows.index_add_(0, self.layout.extra_rows[call.extras], further)
-        return self.gradients.shaped(rows)
+        buffer = kind.buffer(num_uses + 1)
+        buffer.write(slice(-1, None), None)  # what no use has made
+        return buffer
+
+    def result_gradients(self, call: Call) -> list[Tensor | None]:
+        """The gradients of a call's results, None for one of which nothing leads to a root."""
+        return [self._result_gradient(made) for made in call.results]
+
+    def _result_gradient(self, made: Result) -> Tensor | None:
+        buffer = self.gradients[made.column]
+        if buffer is None or not made.is_used:
+            return None
+        column = self.layout.columns[made.column]
+        rows = buffer.rows.index_select(0, column.takers[made.results])
+        if made.extras.start < made.extras.stop:
+            further = buffer.rows.index_select(0, column.extra_uses[made.extras])
+            rows.index_add_(0, column.extra_rows[made.extras], further)
+        return buffer.shaped(rows)
 
 
 class _Exchange(Function):
-    """A call's results into the buffer, and out of it the next call's arguments; on the way back their gradients.
+    """A call's results into the buffers, and out of them the next call's arguments; on the way back their gradients.
 
     The buffers are written and read outside autograd's sight. A token, passed from one exchange to the next, gives the
-    way back its order: a call's gradient is read when all calls that took its results have left theirs.
+    way back its order: a call's gradients are read when all calls that took its results have left theirs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, token: Tensor, results: Tensor | None, run: Run, call: Call, following: Call
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, run: Run, call: Call, following: Call, *results: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.call, ctx.following = run, call, following
         ctx.set_materialize_grads(False)
-        run.values.write(call.places, results)
-        return token.new_empty(0), *run.arguments(following)
+        arguments = run.exchange(call, following, results)
+        ctx.mark_non_differentiable(*(x for x in arguments if not (x.is_floating_point() or x.is_complex())))
+        return token.new_empty(0), *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.run.take_gradients(ctx.following, gradients)
-        gradient = ctx.run.result_gradient(ctx.call)
+        found = ctx.run.result_gradients(ctx.call)
         if not ctx.needs_input_grad[0]:  # the end of the way back: nothing before this call has a gradient
-            ctx.run.gradients = None
-        return None, gradient, None, None, None
+            ctx.run.gradients = []
+        return None, None, None, None, *found

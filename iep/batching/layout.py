@@ -1,54 +1,71 @@
 """Graph and schedule -> where every value lies while the schedule runs: the indices that gather and scatter need.
 
-Values live in one buffer, the results of a call side by side in *places*. A call's places are used again once all that
-takes its results has run, so the buffer is about as large as the most values that wait at any one time. On the way
-back gradients arrive in another order, by *use*: one row for each argument of each node in the order of the calls,
-then one for each root. Both ways, what is produced together is written with one contiguous copy, and what is consumed
-together is read with one indexed copy. The data loader's workers can make a layout: it holds no values.
+The tensors of a column (`types.py`) live in one buffer, those that a call makes side by side in *places*. A call's
+places are used again once all that takes its results has run, so the buffer is about as large as the most tensors that
+wait at any one time. On the way back gradients arrive in another order, by *use*: one row for each tensor that each
+call takes, in the order of the calls. Both ways, what is produced together is written with one contiguous copy, and
+what is consumed together is read with one indexed copy. A data loader's workers can make a layout: it holds no values.
 
-Shapes: K calls and the inputs' arrival, N nodes, R results (num_inputs + N, in the order of the calls), U uses.
+Shapes: K calls and the inputs' arrival and the roots' departure; of one column, R results (tensors made), in the order
+of the calls, and U uses.
 """
 
 import sys
 from bisect import bisect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from iep.batching.graph import Graph
 from iep.batching.schedulers import Schedule
+from iep.batching.steps import Steps, leads_to_root, steps_of
+from iep.batching.types import Types, one_column
 
 
-@dataclass(frozen=True)
-class Call:
+class Argument(NamedTuple):
+    """A tensor that a call takes."""
+
+    column: int
+    uses: slice
+    """Which uses of the column it is, one a row."""
+    shape: tuple[int, ...]
+    """(G,); or (G, count), where several rows are side by side."""
+
+
+class Result(NamedTuple):
+    """A tensor that a call makes."""
+
+    column: int
+    results: slice
+    """Which results of the column it is, one a row."""
+    places: slice
+    """Where they lie."""
+    is_used: bool
+    """Some of them lead to a root."""
+    extras: slice
+    """Which of the column's extra uses are of them."""
+
+
+class Call(NamedTuple):
     """One module call; or, with no arguments, what arrives; or, with no results, what departs."""
 
     op: Hashable
     """None for the inputs' arrival and the roots' departure."""
     rows: int
     """G."""
-    argument_uses: tuple[slice, ...]
-    """Which uses each of its arguments is, one a row."""
-    results: slice
-    """Which results it makes, one a row."""
-    places: slice
-    """Where they lie."""
-    is_used: bool
-    """Some of them lead to a root."""
-    extras: slice
-    """Which of the layout's extra uses are of them."""
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """Where values and gradients lie; integers only, cheap to pickle."""
+class Column:
+    """Where the tensors of one column lie, and their gradients."""
 
-    calls: tuple[Call, ...]
-    """The inputs' arrival, the schedule's groups, the roots' departure."""
     num_places: int
     """Places of the buffer."""
     num_uses: int
@@ -60,138 +77,131 @@ class Layout:
     """(X,) rows of their calls whose results have further uses, once for each of them."""
     extra_uses: torch.Tensor
     """(X,) these uses."""
+    only_arrives: bool
+    """No call makes any of it: what arrives is the buffer."""
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
-        """The same layout with `function` of its index tensors, such as copies on another device."""
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Column":
+        """The same with `function` of its index tensors."""
         names = ("sources", "takers", "extra_rows", "extra_uses")
         return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """Calls in their order, and the slots that they take and make; what a layout is made of."""
+class Layout:
+    """Where values and gradients lie; integers only, cheap to pickle."""
 
-    num_slots: int
-    ops: Sequence[Hashable]
-    """(K,) of the calls."""
-    rows: np.ndarray
-    """(K,) of each argument and of the results."""
-    arity: np.ndarray
-    """(K,) how many arguments; 0 for what arrives."""
-    makes: np.ndarray
-    """(K,) how many results: `rows`, or 0 for what departs."""
-    made: np.ndarray
-    """(R,) slots of the results."""
-    taken: np.ndarray
-    """(U,) slots of the uses: of each call one argument after the other."""
+    calls: tuple[Call, ...]
+    """The inputs' arrival, the schedule's groups, the roots' departure."""
+    columns: tuple[Column, ...]
 
-    @cached_property
-    def call_of_result(self) -> np.ndarray:
-        """(R,)"""
-        return np.repeat(np.arange(len(self.rows)), self.makes)
-
-    @cached_property
-    def call_of_use(self) -> np.ndarray:
-        """(U,)"""
-        return np.repeat(np.arange(len(self.rows)), self.rows * self.arity)
-
-    @cached_property
-    def call_of_slot(self) -> np.ndarray:
-        """(num_slots,) the call that makes each slot; the last call, which makes none, for those that none makes."""
-        call = np.full(self.num_slots, len(self.rows) - 1)
-        call[self.made] = self.call_of_result
-        return call
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
+        """The same layout with `function` of its index tensors, such as copies on another device."""
+        return replace(self, columns=tuple(column.map(function) for column in self.columns))
 
 
-def lay_out(graph: Graph, schedule: Schedule) -> Layout:
+def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None) -> Layout:
     """The layout of `schedule`, which runs every node of `graph` once, arguments first.
 
-    Raises:
-        ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments.
-    """
-    steps = steps_of(graph, schedule)
-    return lay_out_steps(steps, leads_to_root(graph, steps))
-
-
-def steps_of(graph: Graph, schedule: Schedule) -> Steps:
-    """The inputs' arrival, the schedule's groups, the roots' departure.
+    Args:
+        types: which tensors the values are; None where each is one tensor, and all have the inputs' shape.
 
     Raises:
-        ValueError: as `lay_out`.
+        ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
+            signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one.
     """
-    order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
-    if not np.array_equal(np.sort(order_N), np.arange(graph.num_nodes)):
-        raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
-    makes_K = np.array([graph.num_inputs, *(len(group.nodes) for group in schedule), 0])
-    rows_K = np.append(makes_K[:-1], len(graph.roots))
-    first_K = np.cumsum(makes_K) - makes_K
-    args_N = graph.args[order_N]
-    arity_K = np.concatenate([[0], (args_N[first_K[1:-1] - graph.num_inputs] >= 0).sum(axis=1), [1]])
-    steps = Steps(
-        num_slots=graph.num_inputs + graph.num_nodes,
-        ops=[None, *(group.op for group in schedule), None],
-        rows=rows_K,
-        arity=arity_K,
-        makes=makes_K,
-        made=np.append(np.arange(graph.num_inputs), graph.num_inputs + order_N),
-        taken=np.empty((rows_K * arity_K).sum(), dtype=np.int64),
-    )
-    first_use_K = np.cumsum(rows_K * arity_K) - rows_K * arity_K
-    taker, position = np.nonzero(args_N >= 0)
-    call = steps.call_of_result[graph.num_inputs + taker]
-    use = first_use_K[call] + position * rows_K[call] + graph.num_inputs + taker - first_K[call]
-    steps.taken[use] = args_N[taker, position]
-    steps.taken[len(taker) :] = graph.roots
-    if (steps.call_of_slot[steps.taken] >= steps.call_of_use).any():
-        raise ValueError("a schedule runs a node before its arguments")
-    return steps
+    types = types or one_column(graph)
+    return lay_out_steps(steps_of(graph, schedule, types), leads_to_root(graph, types))
 
 
 def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
-    """The layout of `steps`, in which what is taken has been made; `leads` says of each slot if it leads to a root."""
-    count_K, num_calls = steps.makes, len(steps.rows)
-    first_K, call_R = np.cumsum(count_K) - count_K, steps.call_of_result
-    result_of_slot = np.zeros(steps.num_slots, dtype=np.int64)
-    result_of_slot[steps.made] = np.arange(len(steps.made))
-    result_U = result_of_slot[steps.taken]
-    last_use_K = np.arange(num_calls)
-    np.maximum.at(last_use_K, call_R[result_U], steps.call_of_use)
-    places, num_places = _places(count_K.tolist(), last_use_K.tolist())
-    place_U = (np.array([place.start for place in places]) - first_K)[call_R[result_U]] + result_U
-    takers, extra_results, extra_uses = _takers(result_U, len(call_R))
-    is_used_K = np.bincount(call_R[leads[steps.made]], minlength=num_calls) > 0
-
-    rows, arity = steps.rows.tolist(), steps.arity.tolist()
-    starts = zip(rows, arity, (np.cumsum(steps.rows * steps.arity) - steps.rows * steps.arity).tolist(), strict=True)
-    arguments = [tuple(slice(use + i * size, use + (i + 1) * size) for i in range(many)) for size, many, use in starts]
-    bounds_K = np.append(first_K, len(call_R))
-    extras = _slices(np.searchsorted(extra_results, bounds_K))
-    columns = (steps.ops, rows, arguments, _slices(bounds_K), places, is_used_K.tolist(), extras)
+    """The layout of `steps`, in which what is taken has been made; `leads`: which tensors lead to a root."""
+    first_T = np.cumsum(steps.take_rows) - steps.take_rows
+    first_M = np.cumsum(steps.make_rows) - steps.make_rows
+    column_T = _column_of_blocks(steps, steps.taken, first_T, steps.take_rows)
+    column_M = _column_of_blocks(steps, steps.made, first_M, steps.make_rows)
+    arguments: list[Argument | None] = [None] * len(column_T)
+    results: list[Result | None] = [None] * len(column_M)
+    columns = []
+    for column in range(int(steps.column.max(initial=0)) + 1):
+        blocks_T, blocks_M = np.flatnonzero(column_T == column), np.flatnonzero(column_M == column)
+        laid = _lay_out_column(steps, leads, column, blocks_T, blocks_M)
+        columns.append(laid.column)
+        for block, argument in zip(blocks_T.tolist(), laid.arguments, strict=True):
+            arguments[block] = argument
+        for block, result in zip(blocks_M.tolist(), laid.results, strict=True):
+            results[block] = result
+    calls = np.arange(len(steps.rows) + 1)
+    cuts_T = pairwise(np.searchsorted(steps.take_call, calls).tolist())
+    cuts_M = pairwise(np.searchsorted(steps.make_call, calls).tolist())
+    each = zip(steps.ops, steps.rows.tolist(), cuts_T, cuts_M, strict=True)
     return Layout(
-        calls=tuple(Call(*fields) for fields in zip(*columns, strict=True)),
-        num_places=num_places,
-        num_uses=len(result_U),
-        sources=torch.from_numpy(place_U),
-        takers=torch.from_numpy(takers),
-        extra_rows=torch.from_numpy(extra_results - first_K[call_R[extra_results]]),
-        extra_uses=torch.from_numpy(extra_uses),
+        tuple(Call(op, rows, tuple(arguments[slice(*t)]), tuple(results[slice(*m)])) for op, rows, t, m in each),
+        tuple(columns),
     )
 
 
-def leads_to_root(graph: Graph, steps: Steps) -> np.ndarray:
-    """(num_inputs + N,) bool: the slots that a root's value depends on, roots included; `steps` are of `graph`."""
-    is_taken = np.zeros(steps.num_slots, dtype=bool)
-    is_taken[steps.taken] = True
-    if is_taken.all():  # and so all lead to a root
-        return is_taken
-    # One entry more than there are slots: -1, no argument, reads the last.
-    leads = np.arange(graph.num_inputs + graph.num_nodes + 1) == graph.num_inputs + graph.num_nodes
-    new = graph.roots
-    while len(new):
-        leads[new] = True
-        taken = graph.args[new[new >= graph.num_inputs] - graph.num_inputs]
-        new = np.unique(taken[~leads[taken]])
-    return leads[:-1]
+def _column_of_blocks(steps: Steps, tensors: np.ndarray, first: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Column of each block of tensors; 0 for an empty one."""
+    column = np.zeros(len(rows), dtype=np.int64)
+    column[rows > 0] = steps.column[tensors[first[rows > 0]]]
+    return column
+
+
+class _LaidOut(NamedTuple):
+    column: Column
+    arguments: list[Argument]
+    results: list[Result]
+
+
+def _lay_out_column(
+    steps: Steps, leads: np.ndarray, column: int, blocks_T: np.ndarray, blocks_M: np.ndarray
+) -> _LaidOut:
+    """One column: its buffer, and where the blocks of it that calls take and make lie."""
+    rows_T, rows_M, call_M = steps.take_rows[blocks_T], steps.make_rows[blocks_M], steps.make_call[blocks_M]
+    taken, made = _rows_of(steps.taken, steps.take_rows, blocks_T), _rows_of(steps.made, steps.make_rows, blocks_M)
+    block_R = np.repeat(np.arange(len(blocks_M)), rows_M)
+    result_of_tensor = np.zeros(len(steps.column), dtype=np.int64)
+    result_of_tensor[made] = np.arange(len(made))
+    result_U = result_of_tensor[taken]
+    last_use_M = call_M.copy()
+    np.maximum.at(last_use_M, block_R[result_U], np.repeat(steps.take_call[blocks_T], rows_T))
+    only_arrives = not call_M.any()
+    if only_arrives:  # the buffer is what is given: every row in its place, to the end
+        last_use_M[:] = len(steps.rows)
+    places, num_places = _places(call_M.tolist(), rows_M.tolist(), last_use_M.tolist())
+    first_M = np.cumsum(rows_M) - rows_M
+    place_U = (np.array([place.start for place in places], dtype=np.int64) - first_M)[block_R[result_U]] + result_U
+    takers, extra_results, extra_uses = _takers(result_U, len(made))
+    is_used_M = np.bincount(block_R[leads[made]], minlength=len(blocks_M)) > 0
+
+    bounds_M = np.append(first_M, len(made))
+    extras = _slices(np.searchsorted(extra_results, bounds_M))
+    uses = _slices(np.append(np.cumsum(rows_T) - rows_T, len(taken)))
+    counts = steps.take_count[blocks_T].tolist()
+    shapes = [(rows // count, count) if count else (rows,) for rows, count in zip(rows_T.tolist(), counts, strict=True)]
+    fields = zip(_slices(bounds_M), places, is_used_M.tolist(), extras, strict=True)
+    return _LaidOut(
+        Column(
+            num_places=num_places,
+            num_uses=len(taken),
+            sources=torch.from_numpy(place_U),
+            takers=torch.from_numpy(takers),
+            extra_rows=torch.from_numpy(extra_results - first_M[block_R[extra_results]]),
+            extra_uses=torch.from_numpy(extra_uses),
+            only_arrives=only_arrives,
+        ),
+        [Argument(column, *use_and_shape) for use_and_shape in zip(uses, shapes, strict=True)],
+        [Result(column, *result) for result in fields],
+    )
+
+
+def _rows_of(tensors: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """The tensors of some of the blocks, block after block."""
+    if len(blocks) == len(rows):
+        return tensors
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[blocks] = True
+    return tensors[np.repeat(chosen, rows)]
 
 
 def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -204,27 +214,28 @@ def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndar
     return takers, results[further], uses[further]
 
 
-def _places(rows_K: list[int], last_use_K: list[int]) -> tuple[list[slice], int]:
-    """Places of every call's results, such that those needed at one time do not overlap; and how many that takes.
+def _places(calls: list[int], rows: list[int], last_uses: list[int]) -> tuple[list[slice], int]:
+    """Places of the blocks that calls make, such that those needed at one time do not overlap; and how many that takes.
 
-    Each call takes the first gap that is wide enough (first fit: Wilson et al. 1995, Dynamic Storage Allocation).
+    Each block takes the first gap that is wide enough (first fit: Wilson et al. 1995, Dynamic Storage Allocation).
     """
     gaps = [(0, sys.maxsize)]  # rising
-    expiring: list[list[slice]] = [[] for _ in range(len(rows_K) + 1)]
+    waiting: list[tuple[int, int, int]] = []  # a heap of last use, start and end
     places, num_places = [], 0
-    for call, (rows, last_use) in enumerate(zip(rows_K, last_use_K, strict=True)):
+    for call, size, last_use in zip(calls, rows, last_uses, strict=True):
         # What this call itself takes has been read when its results are written.
-        for unused in expiring[call]:
-            _free(gaps, unused.start, unused.stop)
-        if not rows:
+        while waiting and waiting[0][0] <= call:
+            _, start, end = heappop(waiting)
+            _free(gaps, start, end)
+        if not size:
             places.append(slice(0, 0))
             continue
-        index = next(index for index, (first, end) in enumerate(gaps) if end - first >= rows)
+        index = next(index for index, (first, end) in enumerate(gaps) if end - first >= size)
         start, end = gaps[index]
-        gaps[index : index + 1] = [(start + rows, end)] if start + rows < end else []
-        places.append(slice(start, start + rows))
-        expiring[max(last_use, call + 1)].append(places[-1])
-        num_places = max(num_places, start + rows)
+        gaps[index : index + 1] = [(start + size, end)] if start + size < end else []
+        places.append(slice(start, start + size))
+        heappush(waiting, (max(last_use, call + 1), start, start + size))
+        num_places = max(num_places, start + size)
     return places, num_places
 
 

@@ -9,7 +9,7 @@ never wait for each other in a circle. Running it is `threads.py`.
 Shapes: K calls, U uses, as in `layout.py`.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -19,8 +19,10 @@ import numpy as np
 import torch
 
 from iep.batching.graph import Graph
-from iep.batching.layout import Call, Layout, Steps, lay_out_steps, leads_to_root, steps_of
+from iep.batching.layout import Call, Layout, lay_out_steps
 from iep.batching.schedulers import Schedule
+from iep.batching.steps import Steps, leads_to_root, steps_of
+from iep.batching.types import Types, one_column
 
 
 @dataclass(frozen=True)
@@ -93,26 +95,27 @@ class PlacedLayout:
         )
 
 
-def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes) -> PlacedLayout:
-    """The layout of `schedule` on several devices.
+def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes, types: Types | None = None) -> PlacedLayout:
+    """The layout of `schedule` on several devices; `types` as of `lay_out`.
 
     Raises:
         ValueError: as `lay_out`, or an op of the schedule has no home.
     """
-    steps = steps_of(graph, schedule)
+    types = types or one_column(graph)
+    steps = steps_of(graph, schedule, types)
     homeless = {op for op in steps.ops[1:-1] if op not in homes.ops}
     if homeless:
         raise ValueError(f"op {min(homeless)} is to run, but is placed on no device")
     home_K = [homes.inputs, *(homes.ops[op] for op in steps.ops[1:-1]), homes.roots]
     crossings = _crossings(steps, np.array(home_K))
-    each, leads = _each(steps), leads_to_root(graph, steps)
+    each, leads = _each(steps), leads_to_root(graph, types)
     return PlacedLayout(
         homes=homes,
         layouts=tuple(
-            lay_out_steps(_steps_at(position, each, home_K, crossings, steps.num_slots), leads)
+            lay_out_steps(_steps_at(position, each, home_K, crossings, steps.column), leads)
             for position in range(len(homes.devices))
         ),
-        moves=tuple(Move(c.maker, home_K[c.maker], c.destination, len(c.slots)) for c in crossings),
+        moves=tuple(Move(c.maker, home_K[c.maker], c.destination, len(c.tensors)) for c in crossings),
     )
 
 
@@ -138,22 +141,23 @@ def least_time(layout: PlacedLayout, cost_of_row: Mapping[int, float]) -> float:
 
 class _Crossing(NamedTuple):
     maker: int
-    """The call that makes the slots."""
+    """The call that makes the tensors."""
     destination: int
     taker: int
     """The first call there that takes one of them."""
-    slots: np.ndarray
+    tensors: np.ndarray
 
 
 def _crossings(steps: Steps, home_K: np.ndarray) -> list[_Crossing]:
     """What has to move, in the order of the calls that make it."""
-    maker_U, home_U = steps.call_of_slot[steps.taken], home_K[steps.call_of_use]
+    maker_U, home_U = steps.call_of_tensor[steps.taken], home_K[steps.call_of_use]
     crossing = np.flatnonzero(home_K[maker_U] != home_U)
     move_U = maker_U[crossing] * (int(home_K.max()) + 1) + home_U[crossing]
-    # Each slot's first use there: uses are in the order of the calls.
-    keys, first = np.unique(move_U * steps.num_slots + steps.taken[crossing], return_index=True)
+    # Each tensor's first use there: uses are in the order of the calls.
+    num_tensors = len(steps.column)
+    keys, first = np.unique(move_U * num_tensors + steps.taken[crossing], return_index=True)
     uses = crossing[first]
-    cuts = np.flatnonzero(np.diff(keys // steps.num_slots)) + 1
+    cuts = np.flatnonzero(np.diff(keys // num_tensors)) + 1
     return [
         _Crossing(int(maker_U[part[0]]), int(home_U[part[0]]), int(steps.call_of_use[part].min()), steps.taken[part])
         for part in np.split(uses, cuts)
@@ -166,37 +170,65 @@ class _Step(NamedTuple):
 
     op: Hashable
     rows: int
-    arity: int
-    made: np.ndarray
-    taken: np.ndarray
+    taken: Sequence[np.ndarray]
+    """Its blocks."""
+    counts: Sequence[int]
+    """How many tensors of each node lie side by side in each of them; 0 where they are not stacked."""
+    made: Sequence[np.ndarray]
+    """Its blocks."""
 
 
 def _each(steps: Steps) -> list[_Step]:
     """The steps one by one."""
-    ends_R, ends_U = np.cumsum(steps.makes).tolist(), np.cumsum(steps.rows * steps.arity).tolist()
-    made = [steps.made[start:end] for start, end in pairwise([0, *ends_R])]
-    taken = [steps.taken[start:end] for start, end in pairwise([0, *ends_U])]
-    return list(map(_Step, steps.ops, steps.rows.tolist(), steps.arity.tolist(), made, taken))
+    taken = _pieces(steps.taken, np.cumsum(steps.take_rows))
+    made = _pieces(steps.made, np.cumsum(steps.make_rows))
+    counts, calls = steps.take_count.tolist(), np.arange(len(steps.rows) + 1)
+    cuts_T = pairwise(np.searchsorted(steps.take_call, calls).tolist())
+    cuts_M = pairwise(np.searchsorted(steps.make_call, calls).tolist())
+    return [
+        _Step(op, rows, taken[slice(*t)], counts[slice(*t)], made[slice(*m)])
+        for op, rows, t, m in zip(steps.ops, steps.rows.tolist(), cuts_T, cuts_M, strict=True)
+    ]
 
 
-def _steps_at(position: int, each: list[_Step], home_K: list[int], crossings: list[_Crossing], num_slots: int) -> Steps:
-    """What one device does."""
-    nothing, last = np.empty(0, dtype=np.int64), len(each) - 1
+def _pieces(rows: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    return [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
+
+
+def _steps_at(
+    position: int, each: list[_Step], home_K: list[int], crossings: list[_Crossing], column: np.ndarray
+) -> Steps:
+    """What one device does; `column` is of each tensor."""
+    last = len(each) - 1
     # By time: call k at 3k + 1, after what arrives for it and before what departs.
     timed = [(3 * call + 1, step) for call, step in enumerate(each) if home_K[call] == position]
-    timed += [(3 * end + 1, _Step(None, 0, 0, nothing, nothing)) for end in (0, last) if home_K[end] != position]
-    for move, (maker, destination, taker, slots) in enumerate(crossings):
+    timed += [(3 * end + 1, _Step(None, 0, (), (), ())) for end in (0, last) if home_K[end] != position]
+    for move, (maker, destination, taker, tensors) in enumerate(crossings):
+        blocks = [tensors[column[tensors] == which] for which in np.unique(column[tensors])]
         if home_K[maker] == position:
-            timed.append((3 * maker + 2, _Step(Departure(move), len(slots), 1, nothing, slots)))
+            timed.append((3 * maker + 2, _Step(Departure(move), len(tensors), blocks, [0] * len(blocks), ())))
         if destination == position:
-            timed.append((3 * taker, _Step(Arrival(move), len(slots), 0, slots, nothing)))
-    ops, rows, arity, made_K, taken_K = zip(*(step for _, step in sorted(timed, key=itemgetter(0))), strict=True)
+            timed.append((3 * taker, _Step(Arrival(move), len(tensors), (), (), blocks)))
+    steps = [step for _, step in sorted(timed, key=itemgetter(0))]
+    take_call, take_rows, taken = _joined([step.taken for step in steps])
+    make_call, make_rows, made = _joined([step.made for step in steps])
     return Steps(
-        num_slots=num_slots,
-        ops=ops,
-        rows=np.array(rows),
-        arity=np.array(arity),
-        makes=np.array([len(slots) for slots in made_K]),
-        made=np.concatenate(made_K),
-        taken=np.concatenate(taken_K),
+        column=column,
+        ops=[step.op for step in steps],
+        rows=np.array([step.rows for step in steps]),
+        take_call=take_call,
+        take_rows=take_rows,
+        take_count=np.array([count for step in steps for count in step.counts], dtype=np.int64),
+        taken=taken,
+        make_call=make_call,
+        make_rows=make_rows,
+        made=made,
     )
+
+
+def _joined(blocks_K: list[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Call and rows of every block, and all their tensors."""
+    call = np.repeat(np.arange(len(blocks_K)), [len(blocks) for blocks in blocks_K])
+    blocks = [block for blocks in blocks_K for block in blocks]
+    rows = np.array([len(block) for block in blocks], dtype=np.int64)
+    return call, rows, np.concatenate([np.empty(0, dtype=np.int64), *blocks])

@@ -21,9 +21,9 @@ from iep.batching.exchange import Module, Modules, Run, run_calls
 from iep.batching.placed import Arrival, Departure, PlacedLayout
 
 
-def run_devices(layout: PlacedLayout, modules: Modules, inputs: Tensor, defer: bool) -> Tensor:
+def run_devices(layout: PlacedLayout, modules: Modules, inputs: tuple[Tensor, ...], defer: bool) -> tuple[Tensor, ...]:
     """`execute` of a placed layout. What one device's thread raises ends the others, and is raised."""
-    devices, modes = layout.homes.devices, _Modes.of_this_thread(inputs.device, layout.homes.devices)
+    devices, modes = layout.homes.devices, _Modes.of_this_thread(inputs[0].device, layout.homes.devices)
     boxes: list[SimpleQueue] = [SimpleQueue() for _ in layout.moves]
     failures: list[BaseException] = []
 
@@ -31,13 +31,12 @@ def run_devices(layout: PlacedLayout, modules: Modules, inputs: Tensor, defer: b
         for box in boxes:
             box.put(None)
 
-    def work(position: int) -> tuple[Tensor, ...]:
+    def work(position: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         part, device = layout.layouts[position], devices[position]
         try:
             with modes.on(device):
-                run = Run(part, inputs, device)
                 there = _modules_at(part.calls[1:-1], modules, boxes, device)
-                return run_calls(run, there, inputs if position == layout.homes.inputs else None, defer)
+                return run_calls(Run(part, device), there, inputs if position == layout.homes.inputs else (), defer)
         except BaseException as failure:
             failures.append(failure)
             stop()
@@ -52,8 +51,9 @@ def run_devices(layout: PlacedLayout, modules: Modules, inputs: Tensor, defer: b
             raise
     if failures:
         raise failures[0]
-    tokens, departed = zip(*[(token, rows) for token, *rows in (end.result() for end in ends)], strict=True)
-    return _Join.apply(departed[layout.homes.roots][0], *tokens)
+    tokens, departed = zip(*[end.result() for end in ends], strict=True)
+    roots = departed[layout.homes.roots]
+    return _Join.apply(len(roots), *roots, *tokens)
 
 
 class _StoppedError(Exception):
@@ -67,7 +67,7 @@ def _modules_at(
 
     def module(op: Any) -> Module:
         if isinstance(op, Departure):
-            return boxes[op.move].put
+            return partial(_send, boxes[op.move])
         if isinstance(op, Arrival):
             return partial(_receive, boxes[op.move], device)
         return modules[op]
@@ -75,11 +75,15 @@ def _modules_at(
     return {call.op: module(call.op) for call in calls}
 
 
-def _receive(box: SimpleQueue, device: torch.device) -> Tensor:
+def _send(box: SimpleQueue, *rows: Tensor) -> None:
+    box.put(rows)
+
+
+def _receive(box: SimpleQueue, device: torch.device) -> tuple[Tensor, ...]:
     rows = box.get()
     if rows is None:
         raise _StoppedError
-    return move(rows, device)
+    return tuple(move(values, device) for values in rows)
 
 
 def move(rows: Tensor, device: torch.device) -> Tensor:
@@ -92,14 +96,16 @@ class _Join(Function):
     its calls, those that lead to no root too, and no gradient is read before it is written."""
 
     @staticmethod
-    def forward(ctx: Any, roots: Tensor, *tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, num_roots: int, *roots_and_tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(roots)
+        roots = roots_and_tokens[:num_roots]
+        ctx.mark_dirty(*roots)
+        ctx.mark_non_differentiable(*(x for x in roots if not (x.is_floating_point() or x.is_complex())))
         return roots
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradient, *[None] * (len(ctx.needs_input_grad) - 1)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - len(gradients))
 
 
 def autocast_like(here: torch.device, there: torch.device) -> torch.autocast:

@@ -1,0 +1,243 @@
+"""Graph, schedule and types -> the calls in their order, and which tensors each takes and makes.
+
+Tensors are numbered value by value: an input is one, a node as many as its op's signature says. A call takes *blocks*
+of them, one for each argument, and makes blocks, one for each column it writes.
+
+Shapes: K calls and the inputs' arrival and the roots' departure, N nodes, T blocks taken, M blocks made, U uses (the
+rows of all blocks taken), R results (the rows of all blocks made), V tensors.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from iep.batching.graph import Graph
+from iep.batching.schedulers import Schedule
+from iep.batching.types import Types
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Calls in their order, and the tensors that they take and make."""
+
+    column: np.ndarray
+    """(V,) column of each tensor."""
+    ops: Sequence[Hashable]
+    """(K,) of the calls; None for what arrives and what departs."""
+    rows: np.ndarray
+    """(K,) nodes of each call."""
+    take_call: np.ndarray
+    """(T,) the call of each block taken, rising."""
+    take_rows: np.ndarray
+    """(T,)"""
+    take_count: np.ndarray
+    """(T,) how many tensors of each node lie side by side in the block; 0 where it is one that is not stacked."""
+    taken: np.ndarray
+    """(U,) the tensors taken, block after block."""
+    make_call: np.ndarray
+    """(M,) the call of each block made, rising."""
+    make_rows: np.ndarray
+    """(M,)"""
+    made: np.ndarray
+    """(R,) the tensors made, block after block."""
+
+    @cached_property
+    def call_of_use(self) -> np.ndarray:
+        """(U,)"""
+        return np.repeat(self.take_call, self.take_rows)
+
+    @cached_property
+    def call_of_tensor(self) -> np.ndarray:
+        """(V,) the call that makes each tensor; the last call, which makes none, for those that none makes."""
+        call = np.full(len(self.column), len(self.rows) - 1)
+        call[self.made] = np.repeat(self.make_call, self.make_rows)
+        return call
+
+
+def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
+    """The inputs' arrival, the schedule's groups, the roots' departure.
+
+    Raises:
+        ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
+            signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one.
+    """
+    order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
+    if not np.array_equal(np.sort(order_N), np.arange(graph.num_nodes)):
+        raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
+    ops = sorted({group.op for group in schedule})
+    if not types.signatures.keys() >= set(ops):
+        raise ValueError(f"op {min(set(ops) - types.signatures.keys())} has no signature")
+    table = _Table(graph, types, ops)
+    order = _order_of(schedule, ops, order_N)
+    made, taken = _made(graph, types, table, order), _taken(graph, types, table, order)
+    rows = np.concatenate(
+        [[graph.num_inputs], order.sizes_G, [max((len(slots) for slots, _ in types.roots), default=0)]]
+    )
+    steps = Steps(table.column, [None, *(group.op for group in schedule), None], rows, *taken, *made)
+    _check_order(steps)
+    return steps
+
+
+class _Table:
+    """The signatures of the ops, by the position of an op among them, and the tensors' numbers.
+
+    Shapes: P ops, Q most arguments of one, F most tensors of a value.
+    """
+
+    def __init__(self, graph: Graph, types: Types, ops: list[int]):
+        signatures = [types.signatures[op] for op in ops]
+        self.ops = ops
+        self.num_reads = np.array([len(s.reads) for s in signatures], dtype=np.int64)
+        self.width = np.array([len(s.makes) for s in signatures], dtype=np.int64)
+        reads = np.zeros((len(ops), int(self.num_reads.max(initial=0)), 3), dtype=np.int64)
+        makes = np.zeros((len(ops), int(self.width.max(initial=0))), dtype=np.int64)
+        for kind, signature in enumerate(signatures):
+            for place, read in enumerate(signature.reads):
+                reads[kind, place] = read.first, read.count or 0, read.field
+            makes[kind, : len(signature.makes)] = signature.makes
+        self.first, self.count, self.field = reads[:, :, 0], reads[:, :, 1], reads[:, :, 2]
+        """(P, Q)"""
+        self.makes = makes
+        """(P, F)"""
+        self.kind = np.searchsorted(ops, graph.op) if ops else np.empty(0, dtype=np.int64)
+        """(N,)"""
+        width_S = np.concatenate([np.ones(graph.num_inputs, dtype=np.int64), self.width[self.kind]])
+        self.width_of_slot = width_S
+        self.tensor = np.cumsum(width_S) - width_S
+        """(num_inputs + N,) the first tensor of each slot's value."""
+        nodes, fields = np.nonzero(np.arange(makes.shape[1]) < self.width[self.kind][:, None])
+        self.column = np.concatenate([types.inputs, makes[self.kind[nodes], fields]])
+        """(V,)"""
+
+
+class _Order(NamedTuple):
+    """The nodes in the order in which they run; G groups."""
+
+    kind_G: np.ndarray
+    """Position of its op among the ops."""
+    sizes_G: np.ndarray
+    node_N: np.ndarray
+    call_N: np.ndarray
+    """Counted from 1."""
+    row_N: np.ndarray
+    """In its call."""
+
+
+def _order_of(schedule: Schedule, ops: list[int], node_N: np.ndarray) -> _Order:
+    sizes_G = np.array([len(group.nodes) for group in schedule], dtype=np.int64)
+    kind_G = np.searchsorted(ops, [group.op for group in schedule]) if ops else np.empty(0, dtype=np.int64)
+    call_N = np.repeat(np.arange(1, len(schedule) + 1), sizes_G)
+    row_N = np.arange(len(node_N)) - np.repeat(np.cumsum(sizes_G) - sizes_G, sizes_G)
+    return _Order(kind_G, sizes_G, node_N, call_N, row_N)
+
+
+Blocks = tuple[np.ndarray, ...]
+
+
+def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
+    """Call and rows of the blocks made, and their tensors."""
+    arriving = np.argsort(types.inputs, kind="stable")
+    arrivals = np.unique(types.inputs, return_counts=True)[1]
+    width_G = table.width[order.kind_G]
+    make_call = np.concatenate(
+        [np.zeros(len(arrivals), dtype=np.int64), np.repeat(np.arange(len(width_G)), width_G) + 1]
+    )
+    make_rows = np.concatenate([arrivals, np.repeat(order.sizes_G, width_G)])
+    first_M = np.cumsum(make_rows) - make_rows
+    first_block_K = np.concatenate([[0], len(arrivals) + np.cumsum(width_G) - width_G])
+    made = np.empty(make_rows.sum(), dtype=np.int64)
+    made[: graph.num_inputs] = arriving
+    for field in range(table.makes.shape[1]):
+        has = table.width[table.kind[order.node_N]] > field
+        block = first_block_K[order.call_N[has]] + field
+        made[first_M[block] + order.row_N[has]] = table.tensor[graph.num_inputs + order.node_N[has]] + field
+    return make_call, make_rows, made
+
+
+def _taken(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
+    """Call, rows and tensors side by side of the blocks taken, and their tensors."""
+    reads_G = table.num_reads[order.kind_G]
+    group_T = np.repeat(np.arange(len(order.kind_G)), reads_G)
+    first_block_G = np.cumsum(reads_G) - reads_G
+    place_T = np.arange(len(group_T)) - first_block_G[group_T]
+    count_T = table.count[order.kind_G[group_T], place_T]
+    rows_T = order.sizes_G[group_T] * np.maximum(count_T, 1)
+    roots = [_root_tensors(table, *root) for root in types.roots]
+    first_T = np.cumsum(rows_T) - rows_T
+    taken = np.empty(rows_T.sum(), dtype=np.int64)
+    kind_N = table.kind[order.node_N]
+    for place in range(table.first.shape[1]):
+        for beside in range(int(np.maximum(table.count[:, place], 1).max(initial=0))):
+            has = (table.num_reads[kind_N] > place) & (np.maximum(table.count[kind_N, place], 1) > beside)
+            node, kind, call = order.node_N[has], kind_N[has], order.call_N[has]
+            block = first_block_G[call - 1] + place
+            argument = table.first[kind, place] + beside
+            column = np.minimum(argument, graph.args.shape[1] - 1)
+            slot = graph.args[node, column]
+            field = table.field[kind, place] + (0 if types.fields is None else types.fields[node, column])
+            bad = (argument > column) | (slot < 0) | (field >= table.width_of_slot[slot])
+            if bad.any():
+                at = int(np.argmax(bad))
+                raise ValueError(
+                    f"op {table.ops[kind[at]]} reads tensor {field[at]} of argument {argument[at]}, "
+                    f"which node {node[at]} lacks"
+                )
+            taken[first_T[block] + order.row_N[has] * np.maximum(count_T[block], 1) + beside] = (
+                table.tensor[slot] + field
+            )
+    return (
+        np.concatenate([group_T + 1, np.full(len(roots), len(order.kind_G) + 1)]),
+        np.concatenate([rows_T, np.array([len(root) for root in roots], dtype=np.int64)]),
+        np.concatenate([count_T, np.zeros(len(roots), dtype=np.int64)]),
+        np.concatenate([taken, *roots]),
+    )
+
+
+def _root_tensors(table: _Table, slots: np.ndarray, fields: np.ndarray | int) -> np.ndarray:
+    bad = fields >= table.width_of_slot[slots]
+    if bad.any():
+        at = int(np.argmax(bad))
+        field, slot = np.broadcast_to(fields, slots.shape)[at], slots[at]
+        raise ValueError(f"a root reads tensor {field} of slot {slot}, which has {table.width_of_slot[slot]}")
+    return table.tensor[slots] + fields
+
+
+def _check_order(steps: Steps) -> None:
+    if (steps.call_of_tensor[steps.taken] >= steps.call_of_use).any():
+        raise ValueError("a schedule runs a node before its arguments")
+    column_U = steps.column[steps.taken]
+    first_T = np.cumsum(steps.take_rows) - steps.take_rows
+    filled = steps.take_rows > 0
+    same = column_U == np.repeat(column_U[first_T[filled]], steps.take_rows[filled])
+    if not same.all():
+        op = steps.ops[steps.call_of_use[np.argmin(same)]]
+        raise ValueError(f"{'a root' if op is None else f'op {op}'} reads tensors of several columns as one")
+
+
+def leads_to_root(graph: Graph, types: Types) -> np.ndarray:
+    """(V,) bool: the tensors of the values that a root's value depends on, roots' included."""
+    num_slots = graph.num_inputs + graph.num_nodes
+    roots = np.concatenate([np.empty(0, dtype=np.int64), *(slots for slots, _ in types.roots)])
+    # One entry more than there are slots: -1, no argument, reads the last.
+    leads = np.zeros(num_slots + 1, dtype=bool)
+    leads[graph.args] = True
+    leads[roots] = True
+    if not leads[:-1].all():  # otherwise each is taken by what leads to a root
+        leads[:] = np.arange(num_slots + 1) == num_slots
+        new = roots
+        while len(new):
+            leads[new] = True
+            taken = graph.args[new[new >= graph.num_inputs] - graph.num_inputs]
+            new = np.unique(taken[~leads[taken]])
+    width = np.ones(num_slots, dtype=np.int64)
+    width[graph.num_inputs :] = _widths(graph, types)
+    return np.repeat(leads[:-1], width)
+
+
+def _widths(graph: Graph, types: Types) -> np.ndarray:
+    """(N,) how many tensors each node makes."""
+    ops, kind = np.unique(graph.op, return_inverse=True)
+    return np.array([len(types.signatures[op].makes) for op in ops.tolist()], dtype=np.int64)[kind]
