@@ -8,21 +8,20 @@ programs, some of which are four times as long as others; so small ones are time
 Shapes: B questions of a minibatch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
 import torch
 
 from iep.bench.case import Case, Limit, Setting
-from iep.bench.measure import Spread, peak_memory, rate, seconds, spread
+from iep.bench.measure import Effort, Spread, peak_memory, rate, seconds, spread, turns
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Workload
 from iep.execution_engine.engine import ExecutionEngine
 
 PARTS = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
 MIN_QUESTIONS = 64
-MIN_REPEATS = 3
 LIMIT = "limit"
 
 
@@ -68,18 +67,6 @@ class Comparison:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure: rounds, and seconds after which a strategy has had enough (at least `MIN_REPEATS` rounds,
-    or `repeat` where that is less)."""
-
-    repeat: int
-    max_seconds: float
-
-    def is_enough(self, rounds: int, spent: float) -> bool:
-        return rounds >= self.repeat or (spent >= self.max_seconds and rounds >= min(MIN_REPEATS, self.repeat))
-
-
 def compare(
     workload: Workload,
     engine: ExecutionEngine,
@@ -107,7 +94,7 @@ def compare(
     for subject in subjects:
         progress(subject.strategy.name)
         subject.warm_up(setting.devices)
-    for subject in _turns(subjects, effort):
+    for subject in turns(subjects, effort):
         progress(subject.strategy.name)
         subject.measure(setting.devices)
     baseline = next((subject for subject in subjects if subject.strategy.batching == "vanilla"), None)
@@ -126,12 +113,6 @@ def compare(
 def _limit_of(strategy: Strategy) -> Strategy:
     """The limit of all strategies that run the same nodes in the same precision."""
     return replace(strategy, batching=LIMIT, defer=False)
-
-
-def _turns(subjects: Sequence["_Subject"], effort: Effort) -> Iterator["_Subject"]:
-    """Subjects in rounds, each until it has had enough."""
-    while waiting := [subject for subject in subjects if not effort.is_enough(subject.rounds, subject.spent)]:
-        yield from waiting
 
 
 class _Subject:

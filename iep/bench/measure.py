@@ -3,12 +3,15 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,36 @@ def rate(count: float, seconds: Spread) -> Spread:
     """How many a second, where `count` take `seconds`: its median is of the median time, its least of the longest."""
     times = (seconds.median, seconds.upper, seconds.lower, seconds.most, seconds.least)
     return Spread(*(count / time for time in times), seconds.repeats)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds, and seconds after which a strategy has had enough (at least `MIN_REPEATS` rounds,
+    or `repeat` where that is less)."""
+
+    repeat: int
+    max_seconds: float
+
+    def is_enough(self, rounds: int, spent: float) -> bool:
+        return rounds >= self.repeat or (spent >= self.max_seconds and rounds >= min(MIN_REPEATS, self.repeat))
+
+
+class Subject(Protocol):
+    """What is measured in turns with others."""
+
+    rounds: int
+    """So far."""
+    spent: float
+    """Seconds so far."""
+
+
+_S = TypeVar("_S", bound=Subject)
+
+
+def turns(subjects: Sequence[_S], effort: Effort) -> Iterator[_S]:
+    """Subjects in rounds, each until it has had enough."""
+    while waiting := [subject for subject in subjects if not effort.is_enough(subject.rounds, subject.spent)]:
+        yield from waiting
 
 
 def seconds(run: Callable[[], object], devices: Sequence[torch.device]) -> float:

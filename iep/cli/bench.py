@@ -137,7 +137,7 @@ def engine(
     strategies = _parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
     size = read_config(config_file, map(_engine_setting, settings)).engine
     # Imported late: `--help` should not wait for torch.
-    from iep.bench.engine import Effort
+    from iep.bench.measure import Effort
     from iep.bench.run import EngineBenchmark, run_engine_benchmark
 
     with tqdm(unit=" measurements", leave=False, mininterval=1.0) as bar:

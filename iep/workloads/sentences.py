@@ -1,0 +1,122 @@
+"""Sentences whose every word has a tag: WikiNER's files, or made by chance in the lengths of its English part.
+
+Words that are seen fewer than five times have no embedding of their own: a tagger without characters takes them all
+for the same unknown word, one with characters spells them (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic
+Computation Graphs, section 5; Qiao & Taura 2019, section 4.1).
+
+Shapes: T words of a sentence, L letters of a word.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from iep.errors import InputError
+
+UNKNOWN_WORD = 0
+MIN_COUNT = 5
+"""A word that is seen less often is rare."""
+WORDS = (24.5, 11.0)
+"""Words of a sentence of WikiNER's English part: mean and standard deviation."""
+RARE_SHARE = 0.08
+"""Of running words, where Zipf's law holds over its 3.5 million."""
+LETTERS = (8.0, 2.5)
+"""Letters of a rare word: mean and standard deviation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sentence:
+    """One sentence of T > 0 words."""
+
+    words: np.ndarray
+    """(T,) index of each word; `UNKNOWN_WORD` for those that are rare."""
+    tags: np.ndarray
+    """(T,)"""
+    characters: tuple[np.ndarray, ...] | None = None
+    """(L,) indices of the letters of each rare word, () of all others; None where no word is spelled."""
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.words)
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """How the words, letters and tags of sentences are numbered."""
+
+    words: dict[str, int]
+    """From 1; 0 is `UNKNOWN_WORD`."""
+    characters: dict[str, int]
+    tags: dict[str, int]
+
+
+def read_wikiner(path: Path) -> tuple[list[Sentence], Vocabularies]:
+    """The sentences of a file of lines such as `Paris|NNP|I-LOC is|VBZ|O`; empty lines are skipped.
+
+    The tag is what stands behind the last `|`, the word what stands before the first; rare words are spelled.
+
+    Raises:
+        InputError: the file cannot be read or has no sentence, or a token is not of that form (names line and token).
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    tagged = [_tokens(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    if not tagged:
+        raise InputError(f"{path}: no sentences, expected one a line, such as Paris|NNP|I-LOC is|VBZ|O")
+    count = Counter(word for tokens in tagged for word, _ in tokens)
+    vocabularies = Vocabularies(
+        words={word: n for n, word in enumerate(sorted(w for w in count if count[w] >= MIN_COUNT), start=1)},
+        characters={letter: n for n, letter in enumerate(sorted(set("".join(count))))},
+        tags={tag: n for n, tag in enumerate(sorted({tag for tokens in tagged for _, tag in tokens}))},
+    )
+    return [_sentence(tokens, vocabularies) for tokens in tagged], vocabularies
+
+
+def _tokens(line: str, where: str) -> list[tuple[str, str]]:
+    found = []
+    for n, token in enumerate(line.split(), start=1):
+        parts = token.split("|")
+        if len(parts) < 2 or not parts[0] or not parts[-1]:
+            raise InputError(f"{where}, token {n}: {token!r}, expected word|part of speech|tag")
+        found.append((parts[0], parts[-1]))
+    return found
+
+
+def _sentence(tokens: Sequence[tuple[str, str]], vocabularies: Vocabularies) -> Sentence:
+    words = np.array([vocabularies.words.get(word, UNKNOWN_WORD) for word, _ in tokens])
+    spelled = [() if word in vocabularies.words else word for word, _ in tokens]
+    characters = tuple(np.array([vocabularies.characters[letter] for letter in word], dtype=int) for word in spelled)
+    return Sentence(words, np.array([vocabularies.tags[tag] for _, tag in tokens]), characters)
+
+
+def wikiner_like(
+    count: int, words: int, tags: int, rng: np.random.Generator, characters: int | None = None
+) -> list[Sentence]:
+    """Sentences of 1 to 120 words, drawn by Zipf's law from indices 1 to `words` - 1, one in twelve of them rare.
+
+    Args:
+        tags: how many there are; drawn evenly.
+        characters: how many letters there are, to spell rare words with; None to spell none.
+    """
+    share = np.cumsum(1 / np.arange(1, words))
+    made = []
+    for length in _gamma(count, *WORDS, most=120, rng=rng).tolist():
+        drawn = 1 + np.searchsorted(share, rng.random(length) * share[-1], side="right")
+        rare = rng.random(length) < RARE_SHARE
+        letters = np.where(rare, _gamma(length, *LETTERS, most=25, rng=rng), 0)
+        spelled = None if characters is None else tuple(rng.integers(0, characters, size) for size in letters)
+        made.append(Sentence(np.where(rare, UNKNOWN_WORD, drawn), rng.integers(0, tags, length), spelled))
+    return made
+
+
+def _gamma(count: int, mean: float, deviation: float, most: int, rng: np.random.Generator) -> np.ndarray:
+    """(count,) lengths, 1 to `most`."""
+    shape = (mean / deviation) ** 2
+    return np.clip(np.rint(rng.gamma(shape, mean / shape, count)), 1, most).astype(np.int64)
