@@ -65,13 +65,17 @@ class Graph:
 
 def distance_from_leaves(graph: Graph) -> np.ndarray:
     """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
+    height = np.zeros(graph.num_nodes, dtype=np.int64)
     # One entry more than there are slots: -1, no argument, reads the last.
-    height = np.full(graph.num_inputs + graph.num_nodes + 1, -1)
-    while True:
-        higher = height[graph.args].max(axis=1, initial=-1) + 1
-        if (higher == height[graph.num_inputs : -1]).all():
-            return higher
-        height[graph.num_inputs : -1] = higher
+    is_known = np.ones(graph.num_inputs + graph.num_nodes + 1, dtype=bool)
+    is_known[graph.num_inputs : -1] = False
+    nodes, args, distance = np.arange(graph.num_nodes), graph.args, 0
+    while len(nodes):
+        ready = is_known[args].all(axis=1)
+        height[nodes[ready]] = distance
+        is_known[graph.num_inputs + nodes[ready]] = True
+        nodes, args, distance = nodes[~ready], args[~ready], distance + 1
+    return height
 
 
 def levels(height_N: np.ndarray) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -119,23 +119,27 @@ def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
     first_M = np.cumsum(steps.make_rows) - steps.make_rows
     column_T = _column_of_blocks(steps, steps.taken, first_T, steps.take_rows)
     column_M = _column_of_blocks(steps, steps.made, first_M, steps.make_rows)
-    arguments: list[Argument | None] = [None] * len(column_T)
-    results: list[Result | None] = [None] * len(column_M)
-    columns = []
+    arguments: list[tuple[Argument, ...]] = [()] * len(column_T)
+    results: list[tuple[Result, ...]] = [()] * len(column_M)
+    columns: list[Column] = []
     for column in range(int(steps.column.max(initial=0)) + 1):
-        blocks_T, blocks_M = np.flatnonzero(column_T == column), np.flatnonzero(column_M == column)
-        laid = _lay_out_column(steps, leads, column, blocks_T, blocks_M)
-        columns.append(laid.column)
+        blocks_T, blocks_M = (column_T == column).nonzero()[0], (column_M == column).nonzero()[0]
+        laid = _lay_out_column(steps, leads, blocks_T, blocks_M)
+        parts = range(len(columns), len(columns) + (steps.parts[column] if column < len(steps.parts) else 1))
+        columns += [laid.column] * len(parts)
         for block, argument in zip(blocks_T.tolist(), laid.arguments, strict=True):
-            arguments[block] = argument
+            arguments[block] = tuple(Argument(part, *argument) for part in parts)
         for block, result in zip(blocks_M.tolist(), laid.results, strict=True):
-            results[block] = result
+            results[block] = tuple(Result(part, *result) for part in parts)
     calls = np.arange(len(steps.rows) + 1)
     cuts_T = pairwise(np.searchsorted(steps.take_call, calls).tolist())
     cuts_M = pairwise(np.searchsorted(steps.make_call, calls).tolist())
     each = zip(steps.ops, steps.rows.tolist(), cuts_T, cuts_M, strict=True)
     return Layout(
-        tuple(Call(op, rows, tuple(arguments[slice(*t)]), tuple(results[slice(*m)])) for op, rows, t, m in each),
+        tuple(
+            Call(op, rows, tuple(chain(*arguments[slice(*t)])), tuple(chain(*results[slice(*m)])))
+            for op, rows, t, m in each
+        ),
         tuple(columns),
     )
 
@@ -149,13 +153,13 @@ def _column_of_blocks(steps: Steps, tensors: np.ndarray, first: np.ndarray, rows
 
 class _LaidOut(NamedTuple):
     column: Column
-    arguments: list[Argument]
-    results: list[Result]
+    arguments: list[tuple]
+    """Uses and shape of the blocks that calls take."""
+    results: list[tuple]
+    """The fields of `Result` but for the column, of those that they make."""
 
 
-def _lay_out_column(
-    steps: Steps, leads: np.ndarray, column: int, blocks_T: np.ndarray, blocks_M: np.ndarray
-) -> _LaidOut:
+def _lay_out_column(steps: Steps, leads: np.ndarray, blocks_T: np.ndarray, blocks_M: np.ndarray) -> _LaidOut:
     """One column: its buffer, and where the blocks of it that calls take and make lie."""
     rows_T, rows_M, call_M = steps.take_rows[blocks_T], steps.make_rows[blocks_M], steps.make_call[blocks_M]
     taken, made = _rows_of(steps.taken, steps.take_rows, blocks_T), _rows_of(steps.made, steps.make_rows, blocks_M)
@@ -179,7 +183,6 @@ def _lay_out_column(
     uses = _slices(np.append(np.cumsum(rows_T) - rows_T, len(taken)))
     counts = steps.take_count[blocks_T].tolist()
     shapes = [(rows // count, count) if count else (rows,) for rows, count in zip(rows_T.tolist(), counts, strict=True)]
-    fields = zip(_slices(bounds_M), places, is_used_M.tolist(), extras, strict=True)
     return _LaidOut(
         Column(
             num_places=num_places,
@@ -190,8 +193,8 @@ def _lay_out_column(
             extra_uses=torch.from_numpy(extra_uses),
             only_arrives=only_arrives,
         ),
-        [Argument(column, *use_and_shape) for use_and_shape in zip(uses, shapes, strict=True)],
-        [Result(column, *result) for result in fields],
+        list(zip(uses, shapes, strict=True)),
+        list(zip(_slices(bounds_M), places, is_used_M.tolist(), extras, strict=True)),
     )
 
 

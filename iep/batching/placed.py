@@ -112,7 +112,7 @@ def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes, types: Types 
     return PlacedLayout(
         homes=homes,
         layouts=tuple(
-            lay_out_steps(_steps_at(position, each, home_K, crossings, steps.column), leads)
+            lay_out_steps(_steps_at(position, each, home_K, crossings, steps), leads)
             for position in range(len(homes.devices))
         ),
         moves=tuple(Move(c.maker, home_K[c.maker], c.destination, len(c.tensors)) for c in crossings),
@@ -195,11 +195,9 @@ def _pieces(rows: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
     return [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
 
-def _steps_at(
-    position: int, each: list[_Step], home_K: list[int], crossings: list[_Crossing], column: np.ndarray
-) -> Steps:
-    """What one device does; `column` is of each tensor."""
-    last = len(each) - 1
+def _steps_at(position: int, each: list[_Step], home_K: list[int], crossings: list[_Crossing], whole: Steps) -> Steps:
+    """What one device does of `whole`."""
+    last, column = len(each) - 1, whole.column
     # By time: call k at 3k + 1, after what arrives for it and before what departs.
     timed = [(3 * call + 1, step) for call, step in enumerate(each) if home_K[call] == position]
     timed += [(3 * end + 1, _Step(None, 0, (), (), ())) for end in (0, last) if home_K[end] != position]
@@ -223,6 +221,7 @@ def _steps_at(
         make_call=make_call,
         make_rows=make_rows,
         made=made,
+        parts=whole.parts,
     )
 
 

@@ -43,6 +43,8 @@ class Steps:
     """(M,)"""
     made: np.ndarray
     """(R,) the tensors made, block after block."""
+    parts: tuple[int, ...] = ()
+    """As in `Types`."""
 
     @cached_property
     def call_of_use(self) -> np.ndarray:
@@ -76,7 +78,7 @@ def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
     rows = np.concatenate(
         [[graph.num_inputs], order.sizes_G, [max((len(slots) for slots, _ in types.roots), default=0)]]
     )
-    steps = Steps(table.column, [None, *(group.op for group in schedule), None], rows, *taken, *made)
+    steps = Steps(table.column, [None, *(group.op for group in schedule), None], rows, *taken, *made, types.parts)
     _check_order(steps)
     return steps
 

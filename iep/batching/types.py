@@ -48,6 +48,10 @@ class Types:
     """What a run returns, a tensor for each: the slots, and which of their values' tensors, of one column."""
     fields: np.ndarray | None = None
     """(N, A) added to the `field` with which each argument is read."""
+    parts: tuple[int, ...] = ()
+    """How many tensors a column's each stands for, that are always made and read together, so that they are laid out
+    once; one, where it says nothing. A module then takes and returns as many; columns are numbered anew, part by
+    part."""
 
 
 def one_column(graph: Graph) -> Types:

@@ -1,0 +1,337 @@
+"""Vertex functions: what a vertex does, declared once, and edges, which are all that a sample brings -> results.
+
+A vertex *gathers* what the vertices that it depends on have scattered, *pulls* rows from outside the graph, *scatters*
+what others may gather and *pushes* what leaves the graph (Xu et al., Cavs: A Vertex-centric Symbolic Programming Model
+for Dynamic Dataflow Graphs, section 2). A network is a few such functions of plain PyTorch code. Samples are integer
+arrays, joined by array code; no graph is built by running code. Their vertices run together, all that are activated at
+a time, through the same graph, schedulers and executor as everything else here.
+
+Shapes: S samples, V vertices of one, N of all, A greatest number of children, G vertices of a call, U rows pulled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from iep.batching.execute import execute
+from iep.batching.graph import Graph
+from iep.batching.layout import Layout, lay_out
+from iep.batching.schedulers import Schedule, make_schedule
+from iep.batching.sharing import share
+from iep.batching.types import Read, Signature, Types
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """One sample: the graph of its vertices."""
+
+    children: np.ndarray
+    """(V, A) the vertices that each vertex gathers from, in order, all before itself; -1 after the last."""
+    function: np.ndarray | None = None
+    """(V,) which of the network's functions each runs; None where there is one."""
+    pulls: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """(V,) by name, which row of the table outside each pulls; not read where its function does not pull."""
+
+
+class Vertices:
+    """The G vertices of one call, to the function that they run: all of them have as many children."""
+
+    def __init__(self, num_children: int, gathered: Mapping[str, Tensor], pulled: Mapping[str, Tensor]):
+        self.num_children = num_children
+        self._gathered, self._pulled = gathered, pulled
+        self.results: dict[str, Tensor] = {}
+
+    def gather(self, state: str) -> Tensor:
+        """(G, num_children, ...) what their children scattered, in order."""
+        return self._gathered[state]
+
+    def pull(self, name: str) -> Tensor:
+        """(G, ...) their rows from outside."""
+        return self._pulled[name]
+
+    def scatter(self, **states: Tensor) -> None:
+        """Hand on (G, ...) states to the vertices that gather them."""
+        self.results.update(states)
+
+    def push(self, **outputs: Tensor) -> None:
+        """Hand (G, ...) outputs to the outside."""
+        self.results.update(outputs)
+
+
+@dataclass(frozen=True)
+class VertexFunction:
+    """What a vertex does. Every function scatters all states of its network."""
+
+    run: Callable[[Vertices], None]
+    gathers: tuple[str, ...] = ()
+    """States."""
+    pulls: tuple[str, ...] = ()
+    pushes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class VertexPlan:
+    """How the vertices of a minibatch run: integers only."""
+
+    graph: Graph
+    schedule: Schedule
+    layout: Layout
+    rows: Mapping[str, Tensor]
+    """(U,) by name, the rows of each table to bring, in this order; each once where vertices share."""
+
+    def to(self, device: torch.device | str) -> "VertexPlan":
+        """The same with its tensors on `device`."""
+        rows = {name: ids.to(device, non_blocking=True) for name, ids in self.rows.items()}
+        layout = self.layout.map(lambda index: index.to(device, non_blocking=True))
+        return replace(self, layout=layout, rows=rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a run of a vertex network returns."""
+
+    roots: Mapping[str, Tensor]
+    """(S, ...) by state, what every sample's last vertex scattered."""
+    pushed: Mapping[str, Tensor]
+    """By name, one row for each vertex that pushes, sample by sample in the order of the vertices."""
+
+
+class VertexNetwork:
+    """Vertex functions, and the states that their vertices hand on."""
+
+    def __init__(self, functions: Sequence[VertexFunction], states: Mapping[str, tuple[int, ...]]):
+        """
+        Args:
+            functions: numbered as the samples' `Edges.function` says.
+            states: the shape of each state of a vertex.
+
+        Raises:
+            ValueError: a function gathers what is no state, or a name is used for two things.
+        """
+        self.functions, self.shapes = tuple(functions), dict(states)
+        self.pulls = tuple(dict.fromkeys(name for function in self.functions for name in function.pulls))
+        self.pushes = tuple(dict.fromkeys(name for function in self.functions for name in function.pushes))
+        self._bundles = _gathered_together(tuple(self.shapes), self.functions)
+        self.states = tuple(chain(*self._bundles))
+        names = (*self.states, *self.pushes, *self.pulls)
+        if len(set(names)) < len(self.states) + len(self.pushes) + len(self.pulls):
+            raise ValueError("states, pulls and pushes have a name in common, expected different ones")
+        for place, function in enumerate(self.functions):
+            unknown = sorted(set(function.gathers) - set(self.states))
+            if unknown:
+                raise ValueError(f"function {place} gathers {unknown[0]!r}, expected of {', '.join(self.states)}")
+
+    def plan(self, samples: Sequence[Edges], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
+        """How to run a minibatch of samples.
+
+        Args:
+            scheduler: a name in `SCHEDULERS`.
+            sharing: run vertices once that run the same function on the same rows and the same children's results.
+
+        Raises:
+            ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
+                function or scheduler; a vertex lacks a row that its function pulls, or neither pulls nor gathers.
+        """
+        joined = _join(samples, self, sharing)
+        graph = share(joined.graph) if sharing else joined.graph
+        schedule = make_schedule(graph, scheduler)
+        last, *pushing = np.split(graph.roots, np.cumsum([len(samples), *map(len, joined.places)])[:-1])
+        roots = [(last, bundle) for bundle in range(len(self._bundles))]
+        roots += [(slots, len(self._bundles) + places) for slots, places in zip(pushing, joined.places, strict=True)]
+        signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
+        inputs = joined.pulls + len(self._bundles) + len(self.pushes)
+        types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)))
+        layout = lay_out(graph, schedule, types)
+        return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in joined.rows.items()})
+
+    def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Outcome:
+        """Run the vertices of a minibatch.
+
+        Args:
+            plan: its tensors where the inputs are.
+            inputs: by name of what is pulled, (U, ...) the rows `plan.rows[name]` of the table outside.
+            defer_weight_grads: compute the gradient of each weight once, over all calls.
+
+        Raises:
+            ValueError: rows are missing, or a function does not scatter or push what it should.
+        """
+        missing = sorted(set(self.pulls) - inputs.keys())
+        if missing:
+            raise ValueError(f"no rows of {missing[0]!r} are given, which vertices pull")
+        modules = {op: self._module(op) for op in {group.op for group in plan.schedule}}
+        first = len(self.states) + len(self.pushes)
+        columns = {first + place: inputs[name] for place, name in enumerate(self.pulls)}
+        results = execute(plan.layout, modules, columns, defer_weight_grads)
+        count = len(self.states)
+        pushed = zip(self.pushes, results[count:], strict=True)
+        return Outcome(dict(zip(self.states, results[:count], strict=True)), dict(pushed))
+
+    def _function(self, op: int) -> tuple[VertexFunction, int]:
+        """The function of an op, and how many children its vertices have."""
+        num_children, place = divmod(op, len(self.functions))
+        return self.functions[place], num_children
+
+    def _signature(self, op: int) -> Signature:
+        function, num_children = self._function(op)
+        first, count = len(function.pulls), len(self._bundles)
+        gathers = [
+            Read(first, num_children, place)
+            for place, bundle in enumerate(self._bundles)
+            if num_children and bundle[0] in function.gathers
+        ]
+        pushes = [count + self.pushes.index(name) for name in function.pushes]
+        return Signature((*map(Read, range(first)), *gathers), (*range(count), *pushes))
+
+    def _module(self, op: int) -> Callable[..., tuple[Tensor, ...]]:
+        """What maps the arguments of a call to its results."""
+        function, num_children = self._function(op)
+        gathers = [state for state in self.states if state in function.gathers]
+        made = (*self.states, *function.pushes)
+
+        def module(*arguments: Tensor) -> tuple[Tensor, ...]:
+            pulled = dict(zip(function.pulls, arguments, strict=False))
+            if num_children:
+                gathered = dict(zip(gathers, arguments[len(pulled) :], strict=True))
+            else:
+                like = arguments[0]
+                gathered = {name: like.new_empty(len(like), 0, *self.shapes[name]) for name in gathers}
+            vertices = Vertices(num_children, gathered, pulled)
+            function.run(vertices)
+            if vertices.results.keys() != set(made):
+                done = ", ".join(vertices.results) or "nothing"
+                raise ValueError(f"function {op % len(self.functions)} hands on {done}, expected {', '.join(made)}")
+            return tuple(vertices.results[name] for name in made)
+
+        return module
+
+
+def _gathered_together(states: tuple[str, ...], functions: Sequence[VertexFunction]) -> tuple[tuple[str, ...], ...]:
+    """The states in bundles that the same functions gather."""
+    bundles: dict[tuple[bool, ...], list[str]] = {}
+    for state in states:
+        bundles.setdefault(tuple(state in function.gathers for function in functions), []).append(state)
+    return tuple(map(tuple, bundles.values()))
+
+
+class _Joined(NamedTuple):
+    """A minibatch of samples."""
+
+    graph: Graph
+    """Its roots: the samples' last vertices, then those that push, output by output."""
+    places: list[np.ndarray]
+    """For each output, where it stands among the pushes of its vertices' functions."""
+    pulls: np.ndarray
+    """(num_inputs,) which pull each input is for."""
+    rows: dict[str, np.ndarray]
+    """(U,) by what is pulled."""
+
+
+def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool) -> _Joined:
+    """The samples as one graph, in which vertices keep their order."""
+    functions = network.functions
+    sizes_S = np.array([len(sample.children) for sample in samples], dtype=np.int64)
+    if not len(sizes_S) or not sizes_S.all():
+        empty = f"sample {np.argmin(sizes_S)} has no vertices" if len(sizes_S) else "there is no sample"
+        raise ValueError(f"{empty}, expected one vertex or more")
+    sample_N = np.repeat(np.arange(len(sizes_S)), sizes_S)
+    first_N = (np.cumsum(sizes_S) - sizes_S)[sample_N]
+    children_NA, function_N = _children(samples), _functions(samples, len(functions), sample_N)
+    _check_children(children_NA, first_N, sample_N)
+
+    rows, pulls = {}, [np.empty(0, dtype=np.int64)]
+    args = np.full((len(sample_N), max(len(f.pulls) for f in functions) + children_NA.shape[1]), -1)
+    num_inputs = 0
+    for pull, name in enumerate(network.pulls):
+        place_N = _place_of([function.pulls for function in functions], name)[function_N]
+        vertices = np.flatnonzero(place_N >= 0)
+        ids = _pulled(samples, name, vertices, first_N, sample_N)
+        rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
+        args[vertices, place_N[vertices]] = num_inputs + slots
+        num_inputs += len(rows[name])
+        pulls.append(np.full(len(rows[name]), pull))
+    slots_NA = np.where(children_NA >= 0, children_NA + (first_N[:, None] + num_inputs), -1)
+    for place, function in enumerate(functions):
+        vertices = np.flatnonzero(function_N == place)
+        first = len(function.pulls)
+        args[vertices, first : first + slots_NA.shape[1]] = slots_NA[vertices]
+    _check_vertices(args, first_N, sample_N)
+
+    outputs, places = [num_inputs + np.cumsum(sizes_S) - 1], []
+    for name in network.pushes:
+        place_N = _place_of([function.pushes for function in functions], name)[function_N]
+        vertices = np.flatnonzero(place_N >= 0)
+        outputs.append(num_inputs + vertices)
+        places.append(place_N[vertices])
+    op = (children_NA >= 0).sum(axis=1) * len(functions) + function_N
+    graph = Graph(num_inputs, op, args, sample_N, np.concatenate(outputs))
+    return _Joined(graph, places, np.concatenate(pulls), rows)
+
+
+def _children(samples: Sequence[Edges]) -> np.ndarray:
+    """(N, A) children of all vertices, numbered in their sample."""
+    widths = {sample.children.shape[1] for sample in samples}
+    if len(widths) == 1:
+        return np.concatenate([sample.children for sample in samples])
+    children = np.full((sum(len(sample.children) for sample in samples), max(widths)), -1)
+    start = 0
+    for sample in samples:
+        rows, width = sample.children.shape
+        children[start : start + rows, :width] = sample.children
+        start += rows
+    return children
+
+
+def _functions(samples: Sequence[Edges], count: int, sample_N: np.ndarray) -> np.ndarray:
+    """(N,) which function each vertex runs."""
+    if count == 1:
+        return np.zeros(len(sample_N), dtype=np.int64)
+    function_N = np.concatenate([sample.function for sample in samples])
+    if not 0 <= function_N.min() <= function_N.max() < count:
+        at = int(np.argmax((function_N < 0) | (function_N >= count)))
+        raise ValueError(f"sample {sample_N[at]}: function {function_N[at]}, expected 0 to {count - 1}")
+    return function_N
+
+
+def _place_of(names_F: Sequence[Sequence[str]], name: str) -> np.ndarray:
+    """(F,) where each function has the name, -1 without it."""
+    return np.array([names.index(name) if name in names else -1 for names in names_F])
+
+
+def _pulled(
+    samples: Sequence[Edges], name: str, vertices: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray
+) -> np.ndarray:
+    """The rows that some vertices pull."""
+    lacking = next((place for place, sample in enumerate(samples) if name not in sample.pulls), None)
+    if lacking is not None:
+        raise ValueError(f"sample {lacking} does not say which rows of {name!r} its vertices pull")
+    ids = np.concatenate([sample.pulls[name] for sample in samples])[vertices]
+    if ids.min(initial=0) < 0:
+        at = int(vertices[np.argmin(ids)])
+        raise ValueError(
+            f"sample {sample_N[at]}, vertex {at - first_N[at]}: its function pulls {name!r}, but it has no row"
+        )
+    return ids
+
+
+def _check_children(children_NA: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
+    own_N = np.arange(len(first_N)) - first_N
+    bad_N = (children_NA >= own_N[:, None]).any(axis=1)
+    # A vertex after a gap: -1 comes after the last.
+    bad_N |= ((children_NA[:, 1:] >= 0) & (children_NA[:, :-1] < 0)).any(axis=1)
+    if bad_N.any():
+        at = int(np.argmax(bad_N))
+        raise ValueError(
+            f"sample {sample_N[at]}, vertex {own_N[at]} has children {children_NA[at].tolist()}, expected vertices "
+            "before it, then -1"
+        )
+
+
+def _check_vertices(args: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
+    if len(args) and args[:, 0].min() < 0:
+        at = int(np.argmin(args[:, 0]))
+        raise ValueError(f"sample {sample_N[at]}, vertex {at - first_N[at]} neither pulls nor gathers")

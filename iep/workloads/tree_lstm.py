@@ -1,0 +1,52 @@
+"""Binary Tree-LSTM over constituency trees, as for the sentiment of sentences, by vertex functions (Tai et al. 2015).
+
+Leaves hold words. The child-sum kind, over dependency trees, is `child_sum.py`.
+
+Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.workloads.lstm import lstm_state
+from iep.workloads.trees import Tree
+
+LEAF, INNER = range(2)
+
+
+class BinaryTreeLSTM(nn.Module):
+    """Words at the leaves, a cell at every inner vertex, a classifier of the root.
+
+    Gates are in the order i, o, u at leaves, and i, o, f_left, f_right, u above.
+    """
+
+    def __init__(self, words: int, width: int = 256, classes: int = 5):
+        super().__init__()
+        self.width = width
+        self.embedding = nn.Embedding(words, width, sparse=True)
+        self.leaf = nn.Linear(width, 3 * width)
+        self.inner = nn.Linear(2 * width, 5 * width)
+        self.classifier = nn.Linear(width, classes)
+        leaf = VertexFunction(self._leaf, pulls=("word",))
+        inner = VertexFunction(self._inner, gathers=("h", "c"))
+        self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
+
+    def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
+        """How to run a minibatch of trees; arguments and errors as of `VertexNetwork.plan`."""
+        edges = [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
+        return self.network.plan(edges, scheduler, sharing)
+
+    def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
+        """(B, C) scores of the trees that the plan was made for."""
+        words = self.embedding(plan.rows["word"])
+        return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
+
+    def _leaf(self, vertices: Vertices) -> None:
+        h, c = lstm_state(self.leaf(vertices.pull("word")))
+        vertices.scatter(h=h, c=c)
+
+    def _inner(self, vertices: Vertices) -> None:
+        h, c = lstm_state(self.inner(vertices.gather("h").flatten(1)), vertices.gather("c"))
+        vertices.scatter(h=h, c=c)
