@@ -6,6 +6,7 @@ minibatch, and what is compared are medians over rounds. Knows nothing of what i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import mean
 from typing import Any
 
@@ -18,6 +19,7 @@ CPU = (torch.device("cpu"),)
 INFERENCE, TRAINING = "inference", "training"
 PHASES = (TRAINING, INFERENCE)
 PER_INSTANCE, LIMIT, FLOP_LIMIT = "per instance", "limit: products", "limit: operations"
+LIMITS = (LIMIT, FLOP_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Way:
     calls: Callable[[Any], int] | None = None
     """How many calls of the network's cells what was constructed makes."""
     phases: tuple[str, ...] = PHASES
-    at_most: int | None = None
-    """Samples of each minibatch that are enough, where the time is the same for each of them."""
+    enough_cells: int | None = None
+    """Of a minibatch: no more samples are run, where one runs after the other; the time of all is reckoned by cells."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,30 @@ class Samples:
     minibatches: tuple[Sequence[Any], ...]
     layers: tuple[list[Layer], ...]
     """Products of each minibatch, for the limits."""
-    cells: float
-    """Applications of the network's cells in a minibatch, on average."""
+    cells_of: Callable[[Any], int]
+    """Of one sample: how many applications of the network's cells it takes."""
     setting: dict[str, int]
     """What tells this comparison from others, such as `{"batch": 64}`."""
 
     @property
     def size(self) -> int:
+        """Of a minibatch."""
         return len(self.minibatches[0])
+
+    @property
+    def cells(self) -> float:
+        """Of a minibatch, on average."""
+        return mean(map(self.count_cells, self.minibatches))
+
+    def count_cells(self, samples: Sequence[Any]) -> int:
+        return sum(map(self.cells_of, samples))
+
+    def first(self, minibatch: Sequence[Any], enough_cells: int | None) -> Sequence[Any]:
+        """As many samples of the minibatch as have so many cells, or the whole of it."""
+        if enough_cells is None:
+            return minibatch
+        so_far = accumulate(map(self.cells_of, minibatch))
+        return minibatch[: next((n for n, cells in enumerate(so_far, start=1) if cells >= enough_cells), None)]
 
 
 @dataclass(frozen=True)
@@ -138,11 +156,15 @@ class _Way:
 
     def __init__(self, way: Way, samples: Samples, training: bool):
         self.name, self.way, self.training = way.name, way, training
-        self.minibatches = [minibatch[: way.at_most] for minibatch in samples.minibatches]
-        self.scale = samples.size / len(self.minibatches[0])
+        self.minibatches = [samples.first(minibatch, way.enough_cells) for minibatch in samples.minibatches]
+        cells = [map(samples.count_cells, each) for each in (samples.minibatches, self.minibatches)]
+        self.scales = [all_cells / run_cells for all_cells, run_cells in zip(*cells, strict=True)]
         self.calls: float | None = None
         if way.calls is not None:
-            self.calls = self.scale * mean(way.calls(way.construct(minibatch)) for minibatch in self.minibatches)
+            self.calls = mean(
+                scale * way.calls(way.construct(minibatch))
+                for scale, minibatch in zip(self.scales, self.minibatches, strict=True)
+            )
         self.forget()
 
     def forget(self) -> None:
@@ -155,7 +177,7 @@ class _Way:
 
     @property
     def spent(self) -> float:
-        return sum(self.end_to_end()) * len(self.minibatches) / self.scale
+        return sum(self.end_to_end()) * len(self.minibatches) / mean(self.scales)
 
     def end_to_end(self) -> list[float]:
         return [sum(times) for times in zip(self.construction, self.computation, strict=True)]
@@ -163,12 +185,12 @@ class _Way:
     def measure(self) -> None:
         """One round: every minibatch once."""
         construction, computation = [], []
-        for minibatch in self.minibatches:
+        for scale, minibatch in zip(self.scales, self.minibatches, strict=True):
             made: list[Any] = []
-            construction.append(seconds(lambda: made.append(self.way.construct(minibatch)), CPU))  # noqa: B023
-            computation.append(seconds(lambda: self.way.compute(made[0], self.training), CPU))  # noqa: B023
-        self.construction.append(self.scale * mean(construction))
-        self.computation.append(self.scale * mean(computation))
+            construction.append(scale * seconds(lambda: made.append(self.way.construct(minibatch)), CPU))  # noqa: B023
+            computation.append(scale * seconds(lambda: self.way.compute(made[0], self.training), CPU))  # noqa: B023
+        self.construction.append(mean(construction))
+        self.computation.append(mean(computation))
 
 
 class _Limit:

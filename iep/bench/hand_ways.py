@@ -23,7 +23,7 @@ def step(
 
     def compute(plan: Any, training: bool) -> Tensor:
         if not training:
-            with torch.no_grad():
+            with torch.inference_mode():
                 return forward(plan)
         model.zero_grad(set_to_none=True)
         value = loss(plan, forward(plan))

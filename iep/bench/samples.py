@@ -1,7 +1,6 @@
 """Trees and sentences -> the minibatches of a comparison, with the products that their networks need."""
 
 from collections.abc import Callable, Sequence
-from statistics import mean
 from typing import Any
 
 from iep.bench.contest import Samples
@@ -30,7 +29,7 @@ def tree_fc_samples(trees: Sequence[Tree], batch: int, width: int) -> Samples:
         return tree_fc_layers(levels_of(minibatch).rows, width)
 
     setting = {"leaves": trees[0].num_leaves, "batch": batch}
-    return _samples(trees, batch, setting, layers, cells=lambda tree: len(tree) - tree.num_leaves)
+    return _samples(trees, batch, setting, layers, cells=lambda tree: tree.num_leaves - 1)
 
 
 def tagger_samples(
@@ -56,6 +55,6 @@ def _samples(
     return Samples(
         minibatches=minibatches,
         layers=tuple(map(layers, minibatches)),
-        cells=mean(sum(map(cells, minibatch)) for minibatch in minibatches),
+        cells_of=cells,
         setting=setting,
     )

@@ -1,7 +1,5 @@
-"""`iep-bench`: how fast the engine runs under every schedule, schedules to look at, how fast data come."""
+"""`iep-bench`: how fast the engine and other networks run under every schedule, schedules to look at, the loader."""
 
-import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +7,18 @@ import click
 from tqdm import tqdm
 
 from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
+from iep.cli.bench_trees import tree_lstm
 from iep.cli.common import Command, Group
-from iep.cli.options import placement_options, where
+from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
 from iep.config import BATCHING, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
-class CommaList(click.ParamType):
-    """A comma list, each item converted by `item`; a tuple without repetitions."""
-
-    name = "list"
-
-    def __init__(self, item: click.ParamType):
-        self.item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
-        if isinstance(value, tuple):
-            return value
-        return tuple(dict.fromkeys(self.item.convert(part.strip(), param, ctx) for part in value.split(",")))
-
-
-class RecordedCommand(Command):
-    """A command that knows the arguments it was given, for its report."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
-        return super().parse_args(ctx, args)
-
-
 @click.group(cls=Group)
 def main() -> None:
-    """Measure the batched execution engine and the data loader, and look at schedules."""
+    """Measure the batched execution engine, the data loader and other batched networks, and look at schedules."""
 
 
 @main.command(cls=RecordedCommand)
@@ -133,8 +110,8 @@ def engine(
     given = {name: value for name, value in (options | where(options)).items() if value is not None}
     _refuse_together(given, "data", ("questions_per_image", "feature_shape"))
     _refuse_without(given, "data", ("split",))
-    _parsed("--precision", lambda: parse_strategies(ALL, precisions=precision))
-    strategies = _parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
+    parsed("--precision", lambda: parse_strategies(ALL, precisions=precision))
+    strategies = parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
     size = read_config(config_file, map(_engine_setting, settings)).engine
     # Imported late: `--help` should not wait for torch.
     from iep.bench.measure import Effort
@@ -307,6 +284,10 @@ def processes(ctx: click.Context, out: Path | None, **options: Any) -> None:
         click.echo(f"\nWrote {out / REPORT} and {out / TABLE}")
 
 
+for command in (tree_lstm,):
+    main.add_command(command)
+
+
 def _schedulers(text: str) -> tuple[str, ...]:
     items = [name.strip() for name in text.split(",")]
     names = tuple(dict.fromkeys(name for item in items for name in (BATCHING if item == ALL else [item])))
@@ -317,14 +298,6 @@ def _schedulers(text: str) -> tuple[str, ...]:
                 param_hint="--batching",
             )
     return names
-
-
-def _parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """What `parse` returns; what it refuses is a wrong flag."""
-    try:
-        return parse()
-    except InputError as error:
-        raise click.BadParameter(str(error), param_hint=option) from None
 
 
 def _engine_setting(assignment: str) -> str:

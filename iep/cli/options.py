@@ -1,9 +1,43 @@
-"""Options that several commands have: where the engine's functions run."""
+"""What the options of several commands are made of, and those for where the engine's functions run."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+
+from iep.cli.common import Command
+from iep.errors import InputError
+
+
+class CommaList(click.ParamType):
+    """A comma list, each item converted by `item`; a tuple without repetitions."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType):
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
+        if isinstance(value, tuple):
+            return value
+        return tuple(dict.fromkeys(self.item.convert(part.strip(), param, ctx) for part in value.split(",")))
+
+
+class RecordedCommand(Command):
+    """A command that knows the arguments it was given, for its report."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
+        return super().parse_args(ctx, args)
+
+
+def parsed(option: str, parse: Callable[[], Any]) -> Any:
+    """What `parse` returns; what it refuses is a wrong flag."""
+    try:
+        return parse()
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
 
 
 class DeviceList(click.ParamType):
