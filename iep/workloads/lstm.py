@@ -1,17 +1,21 @@
-"""Gates of an LSTM cell with any number of children -> its state: one step forward and one back, few passes over memory.
+"""Gates of an LSTM cell with any number of children -> its state: a step forward and one back, few passes over memory.
 
 A sequence's cell has one child, a binary tree's inner vertex two, a leaf none. The affine map that makes the gates is
-the caller's. tanh is computed as 2 sigmoid(2 x) - 1: on CPUs PyTorch's sigmoid takes an eighth of the time of its tanh.
+the caller's. On the CPU C code (`lstm.c`) does it in one pass; elsewhere, and without a compiler, PyTorch does.
 
 Shapes: G cells, A children, H width.
 """
 
+import ctypes
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from iep.workloads import native
 
 
 def lstm_state(gates: Tensor, c_children: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -20,39 +24,19 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None) -> tuple[Tensor,
     Args:
         gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u.
         c_children: (G, A, H); None for cells without children.
+
+    Gradients cannot be differentiated again.
     """
     if c_children is None:
         c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
-    if torch.is_grad_enabled():
-        return _State.apply(gates, c_children)
-    return _state(gates, c_children)[:2]
-
-
-def _state(gates: Tensor, c_children: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h, c, the sigmoids of the gates, that of 2 u in place of u's tanh, and tanh(c)."""
-    width, num_children = c_children.shape[2], c_children.shape[1]
-    sigmoids = gates.clone()
-    u = sigmoids[:, -width:]
-    u.mul_(2)
-    sigmoids.sigmoid_()
-    i, o = sigmoids[:, :width], sigmoids[:, width : 2 * width]
-    # i tanh(u) = 2 i sigmoid(2 u) - i
-    if num_children:
-        kept = sigmoids[:, 2 * width : -width] * c_children.flatten(1)
-        c = kept if num_children == 1 else kept.view(-1, num_children, width).sum(1)
-        c.sub_(i)
-    else:
-        c = i.neg()
-    c.addcmul_(i, u, value=2)
-    tanh_c = (c * 2).sigmoid_().mul_(2).sub_(1)
-    return o * tanh_c, c, sigmoids, tanh_c
+    return _State.apply(gates, c_children) if torch.is_grad_enabled() else _state(gates, c_children)
 
 
 class _State(Function):
     @staticmethod
     def forward(ctx: Any, gates: Tensor, c_children: Tensor) -> tuple[Tensor, Tensor]:
-        h, c, sigmoids, tanh_c = _state(gates, c_children)
-        ctx.save_for_backward(sigmoids, c_children, tanh_c)
+        h, c = _state(gates, c_children)
+        ctx.save_for_backward(gates, c_children, c)
         ctx.set_materialize_grads(False)
         return h, c
 
@@ -61,26 +45,115 @@ class _State(Function):
     def backward(ctx: Any, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if dh is None and dc is None:
             return None, None
-        sigmoids, c_children, tanh_c = ctx.saved_tensors
-        width, num_children = c_children.shape[2], c_children.shape[1]
-        i, o, u = sigmoids[:, :width], sigmoids[:, width : 2 * width], sigmoids[:, -width:]
-        d_gates = torch.empty_like(sigmoids)
-        if dh is None:
-            d_gates[:, width : 2 * width].zero_()
-        else:
-            torch.mul(dh, tanh_c, out=d_gates[:, width : 2 * width])
-            through_h = torch.ops.aten.tanh_backward(dh * o, tanh_c)
-            dc = through_h if dc is None else through_h.add_(dc)
-        # The gradients of the gates after their nonlinearities, then through all of them at once.
-        torch.mul(dc, u, out=d_gates[:, :width])
-        d_gates[:, :width].mul_(2).sub_(dc)
-        torch.mul(dc, i, out=d_gates[:, -width:])
-        d_gates[:, -width:].mul_(4)  # d tanh(u) / du = 4 s (1 - s) where s = sigmoid(2 u)
-        d_children = None
-        if num_children:
-            forget = sigmoids[:, 2 * width : -width].view(-1, num_children, width)
-            spread = dc.unsqueeze(1)
-            torch.mul(spread, c_children, out=d_gates[:, 2 * width : -width].view(-1, num_children, width))
-            d_children = spread * forget
-        torch.ops.aten.sigmoid_backward.grad_input(d_gates, sigmoids, grad_input=d_gates)
-        return d_gates, d_children
+        return _state_back(*ctx.saved_tensors, dh, dc)
+
+
+def _state(gates: Tensor, c_children: Tensor) -> tuple[Tensor, Tensor]:
+    kernel = _kernel("state", gates, c_children)
+    if kernel is None:
+        return state_in_torch(gates, c_children)
+    count, num_children, width = c_children.shape
+    size, row = gates.element_size(), (3 + num_children) * width
+    h, c = gates.new_empty(count, width), gates.new_empty(count, width)
+    addresses = [(each.data_ptr(), each.stride(0) * size) for each in (gates, c_children, h, c)]
+
+    def run(start: int, end: int) -> None:
+        kernel(end - start, num_children, width, *(address + start * step for address, step in addresses))
+
+    native.over_rows(run, count, count * row)
+    return h, c
+
+
+def _state_back(
+    gates: Tensor, c_children: Tensor, c: Tensor, dh: Tensor | None, dc: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    kernel = _kernel("state_back", gates, c_children)
+    if kernel is None:
+        return state_back_in_torch(gates, c_children, c, dh, dc)
+    count, num_children, width = c_children.shape
+    size, row = gates.element_size(), (3 + num_children) * width
+    # Without a gradient one row of zeros stands for every row.
+    dh, dc = (gates.new_zeros(1, width) if d is None else d.contiguous() for d in (dh, dc))
+    steps = [width if len(d) == count else 0 for d in (dh, dc)]
+    d_gates, d_children = torch.empty_like(gates), torch.empty_like(c_children)
+    given = [(each.data_ptr(), each.stride(0) * size) for each in (gates, c_children, c)]
+    made = [(each.data_ptr(), each.stride(0) * size) for each in (d_gates, d_children)]
+    gradients = [(d.data_ptr(), step) for d, step in zip((dh, dc), steps, strict=True)]
+
+    def run(start: int, end: int) -> None:
+        kernel(
+            *(end - start, num_children, width),
+            *(address + start * step for address, step in given),
+            *(each for address, step in gradients for each in (address + start * step * size, step)),
+            *(address + start * step for address, step in made),
+        )
+
+    native.over_rows(run, count, count * row)
+    return d_gates, d_children
+
+
+def _kernel(name: str, gates: Tensor, c_children: Tensor) -> Any:
+    """The C function for tensors of this kind; None where PyTorch is to do it."""
+    if not native.takes(gates, c_children):
+        return None
+    library = native.library("lstm")
+    return None if library is None else _function(library, f"{name}_{native.TYPES[gates.dtype]}")
+
+
+@lru_cache
+def _function(library: ctypes.CDLL, name: str) -> Any:
+    function = library[name]
+    sizes, pointers = [ctypes.c_long] * 3, ctypes.c_void_p
+    if name.startswith("state_back"):
+        function.argtypes = [*sizes, *[pointers] * 3, *[pointers, ctypes.c_long] * 2, *[pointers] * 2]
+    else:
+        function.argtypes = [*sizes, *[pointers] * 4]
+    function.restype = None
+    return function
+
+
+def state_in_torch(gates: Tensor, c_children: Tensor) -> tuple[Tensor, Tensor]:
+    """h and c by PyTorch's operations.
+
+    tanh is computed as 2 sigmoid(2 x) - 1: on CPUs PyTorch's sigmoid takes an eighth of the time of its tanh.
+    """
+    num_children, width = c_children.shape[1:]
+    sigmoids = gates.clone()
+    u = sigmoids[:, -width:]
+    u.mul_(2)
+    sigmoids.sigmoid_()
+    i, o = sigmoids[:, :width], sigmoids[:, width : 2 * width]
+    # i tanh(u) = 2 i sigmoid(2 u) - i
+    if num_children:
+        kept = sigmoids[:, 2 * width : -width] * c_children.flatten(1)
+        c = (kept if num_children == 1 else kept.view(-1, num_children, width).sum(1)).sub_(i)
+    else:
+        c = i.neg()
+    c.addcmul_(i, u, value=2)
+    return o * _tanh(c), c
+
+
+def state_back_in_torch(
+    gates: Tensor, c_children: Tensor, c: Tensor, dh: Tensor | None, dc: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gates and children by PyTorch's operations; one of dh and dc, (G, H) each, may be None."""
+    width = c_children.shape[2]
+    sigmoids, tanh_u, tanh_c = gates.sigmoid(), _tanh(gates[:, -width:]), _tanh(c)
+    i, o = sigmoids[:, :width], sigmoids[:, width : 2 * width]
+    d_gates = torch.zeros_like(gates)
+    if dh is not None:
+        torch.mul(dh, tanh_c, out=d_gates[:, width : 2 * width])
+        through_h = torch.ops.aten.tanh_backward(dh * o, tanh_c)
+        dc = through_h if dc is None else through_h.add_(dc)
+    forget = sigmoids[:, 2 * width : -width].view(c_children.shape)
+    d_forget = d_gates[:, 2 * width : -width].view(c_children.shape)
+    torch.mul(dc, tanh_u, out=d_gates[:, :width])
+    torch.mul(dc.unsqueeze(1), c_children, out=d_forget)
+    # The gradients of the gates after their nonlinearities, then through these.
+    d_gates[:, :-width] = torch.ops.aten.sigmoid_backward(d_gates[:, :-width], sigmoids[:, :-width])
+    d_gates[:, -width:] = torch.ops.aten.tanh_backward(dc * i, tanh_u)
+    return d_gates, dc.unsqueeze(1) * forget
+
+
+def _tanh(x: Tensor) -> Tensor:
+    return (x * 2).sigmoid_().mul_(2).sub_(1)

@@ -1,0 +1,94 @@
+"""C source beside the modules -> functions on the memory of tensors, compiled at first use, kept in the user's cache.
+
+For small loops in which PyTorch would go over memory many times. Where there is no C compiler, or IEP_NATIVE=0 is set,
+`library` is None, and the caller has PyTorch do it: every kernel here has such a twin, to which it is tested.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
+TYPES = {torch.float32: "float", torch.float64: "double"}
+ROWS_WORTH_A_THREAD = 1 << 17
+"""Numbers that a thread should have to work on, so that to wake it pays."""
+
+
+@lru_cache
+def library(name: str) -> ctypes.CDLL | None:
+    """What `name`.c compiles to; None without a compiler."""
+    if os.environ.get("IEP_NATIVE") == "0":
+        return None
+    source = Path(__file__).with_name(f"{name}.c")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    key = hashlib.sha256(repr((source.read_text(), compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iep"
+    built = cache / f"{name}-{key}.so"
+    try:
+        if not built.exists():
+            _compile(source, compiler, built)
+        return ctypes.CDLL(str(built))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compile(source: Path, compiler: list[str], built: Path) -> None:
+    """Other processes may compile the same at the same time: the last to end wins, and each finds a whole file."""
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        made = Path(folder) / built.name
+        command = [*compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        made.replace(built)
+
+
+def _processor() -> str:
+    """What the compiled code may depend on: caches are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.libc_ver()} {flags}"
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether kernels can work on these: on the CPU, of one dtype that they know, rows one after the other."""
+    first = tensors[0]
+    return first.dtype in TYPES and all(
+        tensor.device.type == "cpu" and tensor.dtype == first.dtype and tensor.is_contiguous() for tensor in tensors
+    )
+
+
+def over_rows(run: Callable[[int, int], None], rows: int, numbers: int) -> None:
+    """`run(start, end)` over all rows, `numbers` of numbers in all, by as many threads as PyTorch uses."""
+    threads = min(torch.get_num_threads(), numbers // ROWS_WORTH_A_THREAD, rows)
+    if threads < 2:
+        run(0, rows)
+        return
+    first, *parts = pairwise(rows * part // threads for part in range(threads + 1))
+    others = [_pool().submit(run, *part) for part in parts]
+    run(*first)
+    for other in others:
+        other.result()
+
+
+@lru_cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1)
+
+
+# A process that was forked from this one has none of its threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
