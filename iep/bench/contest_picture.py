@@ -38,7 +38,7 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
 
 Value = Callable[[Comparison, Row], Spread | None]
 PANELS: dict[str, Value] = {
-    "all": lambda comparison, row: row.samples_per_second,
+    "end to end": lambda comparison, row: row.samples_per_second,
     "computation": lambda comparison, row: scaled(row.computation, 1000 / comparison.batch_size),
     "graph construction": lambda comparison, row: (
         None if row.construction is None else scaled(row.construction, 1000 / comparison.batch_size)
