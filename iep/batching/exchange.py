@@ -36,11 +36,10 @@ def run_calls(
         ValueError: as `execute`, of modules.
     """
     token = torch.empty(0, device=run.device)
-    records = torch.is_grad_enabled()
-    context = DeferredWeightGrads() if defer and records else nullcontext()
+    context = DeferredWeightGrads() if defer and run.records else nullcontext()
     departure = run.layout.calls[-1]
     for before, call in pairwise(run.layout.calls):
-        if records:
+        if run.records:
             token, *arguments = _Exchange.apply(token, run, before, call, *results)
         else:
             arguments = run.exchange(before, call, results)
@@ -95,11 +94,17 @@ class _Buffer:
         else:
             room.copy_(values if values.dim() == room.dim() else values.flatten(0, 1))
 
-    def read(self, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """(*shape, ...) copies of rows: tensors of their own, which a module may change in place."""
+    def read(self, index: Tensor, shape: tuple[int, ...], recorded: bool) -> Tensor:
+        """(*shape, ...) copies of rows: tensors of their own, which a module may change in place.
+
+        Args:
+            recorded: autograd is to see them; then none is a view, of which it would forbid the change.
+        """
         size = self.rows.shape[1]
         if len(self.kind.shape) == len(shape) == 1:
             return self.rows.index_select(0, index)
+        if len(self.kind.shape) == 1 and not recorded:
+            return self.rows.index_select(0, index).view(*shape, size)
         strides = (size, *self.kind.strides) if len(shape) == 1 else (shape[1] * size, size, *self.kind.strides)
         values = self.rows.new_empty_strided((*shape, *self.kind.shape), strides)
         torch.index_select(self.rows, 0, index, out=values.as_strided((len(index), size), (size, 1)))
@@ -120,16 +125,21 @@ class Run:
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout, self.device = layout, device
+        self.records = torch.is_grad_enabled()
         self.kinds: list[_Kind | None] = [None] * len(layout.columns)
         self.values: list[_Buffer | None] = [None] * len(layout.columns)
         self.gradients: list[_Buffer | None] = []
+        # Of every block at once: cheaper than a slice for each.
+        self.sources = [column.sources.split(column.uses) for column in layout.columns]
 
     def exchange(self, call: Call, following: Call, results: tuple[Tensor, ...]) -> list[Tensor]:
         """Keep a call's results; returns the next call's arguments."""
         for made, values in zip(call.results, results, strict=True):
             self._write(made, values)
-        columns = self.layout.columns
-        return [self.values[at].read(columns[at].sources[uses], shape) for at, uses, shape in following.arguments]
+        return [
+            self.values[at].read(self.sources[at][block], shape, self.records)
+            for at, block, _, shape in following.arguments
+        ]
 
     def _write(self, made: Result, values: Tensor) -> None:
         at = made.column
@@ -163,7 +173,8 @@ class Run:
         """Keep the gradients of a call's arguments."""
         if not self.gradients:
             self.gradients = [self._room(at) for at in range(len(self.kinds))]
-        for (at, uses, _), gradient in zip(call.arguments, gradients, strict=True):
+            self.takers = [column.takers.split(column.results) for column in self.layout.columns]
+        for (at, _, uses, _), gradient in zip(call.arguments, gradients, strict=True):
             if self.gradients[at] is not None:
                 self.gradients[at].write(uses, gradient)
 
@@ -185,7 +196,7 @@ class Run:
         if buffer is None or not made.is_used:
             return None
         column = self.layout.columns[made.column]
-        rows = buffer.rows.index_select(0, column.takers[made.results])
+        rows = buffer.rows.index_select(0, self.takers[made.column][made.block])
         if made.extras.start < made.extras.stop:
             further = buffer.rows.index_select(0, column.extra_uses[made.extras])
             rows.index_add_(0, column.extra_rows[made.extras], further)

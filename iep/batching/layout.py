@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import chain, pairwise
+from itertools import chain, count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ class Argument(NamedTuple):
     """A tensor that a call takes."""
 
     column: int
+    block: int
+    """Which of the column's blocks taken it is."""
     uses: slice
     """Which uses of the column it is, one a row."""
     shape: tuple[int, ...]
@@ -41,6 +43,8 @@ class Result(NamedTuple):
     """A tensor that a call makes."""
 
     column: int
+    block: int
+    """Which of the column's blocks made it is."""
     results: slice
     """Which results of the column it is, one a row."""
     places: slice
@@ -68,7 +72,10 @@ class Column:
 
     num_places: int
     """Places of the buffer."""
-    num_uses: int
+    uses: tuple[int, ...]
+    """Rows of each block taken."""
+    results: tuple[int, ...]
+    """Rows of each block made."""
     sources: torch.Tensor
     """(U,) place that each use reads."""
     takers: torch.Tensor
@@ -79,6 +86,11 @@ class Column:
     """(X,) these uses."""
     only_arrives: bool
     """No call makes any of it: what arrives is the buffer."""
+
+    @property
+    def num_uses(self) -> int:
+        """U."""
+        return len(self.sources)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Column":
         """The same with `function` of its index tensors."""
@@ -182,19 +194,20 @@ def _lay_out_column(steps: Steps, leads: np.ndarray, blocks_T: np.ndarray, block
     extras = _slices(np.searchsorted(extra_results, bounds_M))
     uses = _slices(np.append(np.cumsum(rows_T) - rows_T, len(taken)))
     counts = steps.take_count[blocks_T].tolist()
-    shapes = [(rows // count, count) if count else (rows,) for rows, count in zip(rows_T.tolist(), counts, strict=True)]
+    shapes = [(rows // many, many) if many else (rows,) for rows, many in zip(rows_T.tolist(), counts, strict=True)]
     return _LaidOut(
         Column(
             num_places=num_places,
-            num_uses=len(taken),
+            uses=tuple(rows_T.tolist()),
+            results=tuple(rows_M.tolist()),
             sources=torch.from_numpy(place_U),
             takers=torch.from_numpy(takers),
             extra_rows=torch.from_numpy(extra_results - first_M[block_R[extra_results]]),
             extra_uses=torch.from_numpy(extra_uses),
             only_arrives=only_arrives,
         ),
-        list(zip(uses, shapes, strict=True)),
-        list(zip(_slices(bounds_M), places, is_used_M.tolist(), extras, strict=True)),
+        list(zip(count(), uses, shapes)),
+        list(zip(count(), _slices(bounds_M), places, is_used_M.tolist(), extras)),
     )
 
 

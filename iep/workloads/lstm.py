@@ -29,7 +29,8 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None) -> tuple[Tensor,
     """
     if c_children is None:
         c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
-    return _State.apply(gates, c_children) if torch.is_grad_enabled() else _state(gates, c_children)
+    with torch._C.DisableTorchFunction():  # nothing in here is for a mode such as deferred weight gradients to see
+        return _State.apply(gates, c_children) if torch.is_grad_enabled() else _state(gates, c_children)
 
 
 class _State(Function):
