@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-SIDES = (512, 1024, 2048)
+SIDES = (256, 512, 1024)
 """Of the square products whose fastest counts as the machine's speed."""
 
 
