@@ -1,4 +1,4 @@
-"""Tree-LSTM, Tree-FC and a BiLSTM tagger in DyNet with automatic batching, by hand in torch, and here, in one run.
+"""Tree-LSTM, Tree-FC and a BiLSTM tagger in DyNet with automatic batching, by hand in torch, and by iep, in one run.
 
     pip install dynet38
     OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet
@@ -25,11 +25,12 @@ from iep.bench.contest import PHASES, Comparison, Samples, Way, compare
 from iep.bench.contest_report import format_comparison, write_report
 from iep.bench.hand_tagger import PackedTagger
 from iep.bench.hand_trees import HandTreeFC, HandTreeLSTM
-from iep.bench.hand_ways import tagger_by_hand, tree_fc_by_hand, tree_lstm_by_hand
 from iep.bench.machine import describe_machine, machine_line
 from iep.bench.measure import Effort
 from iep.bench.samples import tagger_samples, tree_fc_samples, tree_lstm_samples
-from iep.cli.bench import CommaList
+from iep.bench.strategy import BEST, Strategy
+from iep.bench.tree_lstm import binary_models, binary_ways
+from iep.cli.options import CommaList
 from iep.files import check_writable, write_bytes
 from iep.workloads.sentences import Sentence, wikiner_like
 from iep.workloads.trees import SENTIMENTS, Tree, complete_trees, sst_like
@@ -39,9 +40,10 @@ try:
 except ImportError:
     dy = None
 
-WORDS, TAGS = 16_000, 9
+WORDS = 16_000
 TREE_LSTM_WIDTH, TREE_FC_WIDTH, TREE_FC_LEAVES = 256, 512, 256
-EMBEDDING, TAGGER_WIDTH, HIDDEN = 128, 256, 32
+TAGGER_WIDTH = 256
+OURS = (Strategy(BEST), Strategy(BEST, defer=True))
 WORKLOADS = ("tree-lstm", "tree-fc", "tagger")
 ONE_MATRIX, MATRIX_A_GATE = "DyNet, one matrix", "DyNet, a matrix a gate"
 DYNET_MEGABYTES = 2048
@@ -217,21 +219,27 @@ def _lstm_of_gates(weights: Weights, w_input: Tensor, w_state: Tensor, bias: Ten
 
 
 def cases(workload: str, batch: int, rng: np.random.Generator) -> tuple[Samples, list[Way]]:
-    """What to run, and the ways to run it."""
+    """What to run, and the ways to run it: DyNet's first, then those of `iep-bench`."""
     count = max(64, batch)
     if workload == "tree-lstm":
         samples = tree_lstm_samples(sst_like(count, WORDS, rng), batch, TREE_LSTM_WIDTH, SENTIMENTS)
-        hand, by_hand, dynet = HandTreeLSTM(WORDS, TREE_LSTM_WIDTH, SENTIMENTS), tree_lstm_by_hand, dynet_tree_lstm
+        models, ways, dynet = binary_models(WORDS, TREE_LSTM_WIDTH), binary_ways, dynet_tree_lstm
     elif workload == "tree-fc":
+        from iep.bench.tree_fc import tree_fc_models, tree_fc_ways
+
         samples = tree_fc_samples(complete_trees(batch, TREE_FC_LEAVES, WORDS, rng), batch, TREE_FC_WIDTH)
-        hand, by_hand, dynet = HandTreeFC(WORDS, TREE_FC_WIDTH), tree_fc_by_hand, dynet_tree_fc
+        models, ways, dynet = tree_fc_models(WORDS, TREE_FC_WIDTH), tree_fc_ways, dynet_tree_fc
     else:
+        from iep.bench.tagger import EMBEDDING, HIDDEN, TAGS, tagger_models, tagger_ways
+
         sentences = wikiner_like(count, WORDS, TAGS, rng)
         samples = tagger_samples(sentences, batch, EMBEDDING, TAGGER_WIDTH, HIDDEN, TAGS)
-        hand, by_hand, dynet = PackedTagger(WORDS, TAGS, EMBEDDING, TAGGER_WIDTH, HIDDEN), tagger_by_hand, dynet_tagger
-    ways = [dynet(hand, one_matrix=True), dynet(hand, one_matrix=False), by_hand(hand)]
-    check_losses(ways, samples.minibatches[0])
-    return samples, ways
+        models, ways, dynet = tagger_models(WORDS, TAGS, TAGGER_WIDTH), tagger_ways, dynet_tagger
+    hand = models[1]
+    here = [replace(way, name=f"iep, {way.name}" if way.calls else way.name) for way in ways(*models, OURS)]
+    all_ways = [dynet(hand, one_matrix=True), dynet(hand, one_matrix=False), *here]
+    check_losses(all_ways, samples.minibatches[0])
+    return samples, all_ways
 
 
 def check_losses(ways: Sequence[Way], minibatch: Sequence[Any]) -> None:

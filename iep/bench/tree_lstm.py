@@ -49,16 +49,22 @@ def binary_cases(
         trees = [trees[n] for n in rng.permutation(len(trees))]
         origin = f"trees of {sst}"
     torch.manual_seed(seed)
-    ways = binary_ways(words, width, strategies, with_per_instance)
+    ways = binary_ways(*binary_models(words, width), strategies, with_per_instance)
     description = f"binary Tree-LSTM, width {width}, {words} words, {origin}"
     return description, ((tree_lstm_samples(trees, size, width, SENTIMENTS), ways) for size in sorted(batch_sizes))
 
 
-def binary_ways(words: int, width: int, strategies: Sequence[Strategy], with_per_instance: bool) -> list[Way]:
-    """One sample after the other, batched by vertex functions under every strategy, and by hand; the same weights."""
-    model = BinaryTreeLSTM(words, width, SENTIMENTS)
-    hand = HandTreeLSTM(words, width, SENTIMENTS)
+def binary_models(words: int, width: int) -> tuple[BinaryTreeLSTM, HandTreeLSTM]:
+    """The network, and the one by hand with the same weights."""
+    model, hand = BinaryTreeLSTM(words, width, SENTIMENTS), HandTreeLSTM(words, width, SENTIMENTS)
     hand.load_state_dict(model.state_dict())
+    return model, hand
+
+
+def binary_ways(
+    model: BinaryTreeLSTM, hand: HandTreeLSTM, strategies: Sequence[Strategy], with_per_instance: bool = False
+) -> list[Way]:
+    """One sample after the other, batched by vertex functions under every strategy, and by hand."""
     alone = [per_instance(model, _labels, summed_cross_entropy, len)] if with_per_instance else []
     batched = batched_ways(model, strategies, _labels, summed_cross_entropy)
     return [*alone, *batched, tree_lstm_by_hand(hand)]
