@@ -13,6 +13,7 @@ training step is forward, loss and backward, without an update.
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
