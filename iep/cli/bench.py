@@ -9,11 +9,9 @@ from tqdm import tqdm
 from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
 from iep.cli.bench_trees import tree_lstm
 from iep.cli.common import Command, Group
-from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
+from iep.cli.options import CommaList, PicturePath, RecordedCommand, parsed, placement_options, where
 from iep.config import BATCHING, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @click.group(cls=Group)
@@ -160,7 +158,7 @@ def engine(
     help="Whether scene is a module or the stem's output.",
 )
 @placement_options
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write: .png, .svg or .pdf.")
+@click.option("--out", type=PicturePath(), help="Picture to write: .png, .svg or .pdf.")
 def plan(batching: str, out: Path | None, **options: Any) -> None:
     """Show which nodes of which programs run in which module call.
 
@@ -173,8 +171,6 @@ def plan(batching: str, out: Path | None, **options: Any) -> None:
         _refuse_together(given, "programs", ("split", "num_samples"))
     else:
         _refuse_together(given, "data", ("questions_per_image",))
-    if out is not None and out.suffix.lower() not in PICTURES:
-        raise click.BadParameter(f"{str(out)!r} does not end in one of {', '.join(PICTURES)}", param_hint="--out")
     from iep.bench.plan import PlanRequest, show_plans
 
     show_plans(PlanRequest(_schedulers(batching), **given), out, say=click.echo)

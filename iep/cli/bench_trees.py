@@ -9,7 +9,7 @@ import click
 from tqdm import tqdm
 
 from iep.bench.strategy import parse_strategies
-from iep.cli.options import CommaList, RecordedCommand, parsed
+from iep.cli.options import CommaList, PicturePath, RecordedCommand, parsed
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 PHASES = ("training", "inference")
@@ -67,9 +67,7 @@ def measuring_options(command: Callable) -> Callable:
         click.option(
             "--out", "table", type=click.Path(path_type=Path, dir_okay=False), help="File for the tables printed."
         ),
-        click.option(
-            "--picture", type=click.Path(path_type=Path, dir_okay=False), help="File to draw: .png, .svg or .pdf."
-        ),
+        click.option("--picture", type=PicturePath(), help="File to draw: .png, .svg or .pdf."),
     ]
     for option in reversed(options):
         command = option(command)

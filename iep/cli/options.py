@@ -2,12 +2,28 @@
 
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from iep.cli.common import Command
 from iep.errors import InputError
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class PicturePath(click.Path):
+    """A file that a picture is written to; its ending says which kind."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        if path.suffix.lower() not in PICTURES:
+            self.fail(f"{str(path)!r} does not end in one of {', '.join(PICTURES)}", param, ctx)
+        return path
 
 
 class CommaList(click.ParamType):
