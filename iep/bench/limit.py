@@ -107,6 +107,13 @@ def tree_fc_layers(rows: Sequence[int], width: int) -> list[Layer]:
     return [Layer(2 * width, width, tuple(rows[1:]))]
 
 
+def child_sum_layers(cells: Sequence[int], edges: Sequence[int], words: int, embedding: int, width: int) -> list[Layer]:
+    """Of a child-sum Tree-LSTM: `cells` with children of each level above the leaves, `edges` to these children, and
+    `words`, one a vertex, whose products are all done at once."""
+    above = [Layer(width, 3 * width, tuple(cells)), Layer(width, width, tuple(edges))] if cells else []
+    return [Layer(embedding, 4 * width, (words,)), *above]
+
+
 def tagger_layers(lengths: Sequence[int], embedding: int, width: int, hidden: int, tags: int) -> list[Layer]:
     """Of a BiLSTM tagger of sentences of `lengths`: all words' input products at once, then one product a step."""
     words = sum(lengths)

@@ -1,13 +1,16 @@
 """Trees and sentences -> the minibatches of a comparison, with the products that their networks need."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from iep.bench.contest import Samples
-from iep.bench.limit import Layer, tagger_layers, tree_fc_layers, tree_lstm_layers
-from iep.bench.tree_levels import levels_of
+from iep.bench.limit import Layer, child_sum_layers, tagger_layers, tree_fc_layers, tree_lstm_layers
+from iep.bench.tree_levels import heights, levels_of
 from iep.workloads.sentences import Sentence
-from iep.workloads.trees import Tree
+from iep.workloads.trees import Tree, TreePair
 
 MIN_SAMPLES = 64
 """Small minibatches say little about trees and sentences that differ so much: so many samples are run in each round."""
@@ -30,6 +33,24 @@ def tree_fc_samples(trees: Sequence[Tree], batch: int, width: int) -> Samples:
 
     setting = {"leaves": trees[0].num_leaves, "batch": batch}
     return _samples(trees, batch, setting, layers, cells=lambda tree: tree.num_leaves - 1)
+
+
+def child_sum_samples(pairs: Sequence[TreePair], batch: int, embedding: int, width: int) -> Samples:
+    """Minibatches of `batch` of the pairs, for a child-sum Tree-LSTM, a cell at every word."""
+
+    def layers(minibatch: Sequence[TreePair]) -> list[Layer]:
+        children = [tree.children for pair in minibatch for tree in (pair.left, pair.right)]
+        cells, edges = Counter(), Counter()
+        for children_VA in children:
+            arity = (children_VA >= 0).sum(axis=1)
+            inner = np.flatnonzero(arity)
+            for height, count in zip(heights(inner, children_VA[inner], len(arity))[inner], arity[inner], strict=True):
+                cells[height] += 1
+                edges[height] += int(count)
+        by_level = [[counts[level] for level in sorted(counts)] for counts in (cells, edges)]
+        return child_sum_layers(*by_level, sum(map(len, children)), embedding, width)
+
+    return _samples(pairs, batch, {"batch": batch}, layers, cells=lambda pair: len(pair.left) + len(pair.right))
 
 
 def tagger_samples(

@@ -45,7 +45,7 @@ def levels_of(trees: Sequence[Tree]) -> TreeLevels:
     children_N2 = np.concatenate([tree.children for tree in trees])
     inner = np.flatnonzero(children_N2[:, 0] >= 0)
     taken_M2 = children_N2[inner] + np.repeat(start_B, sizes_B)[inner, None]
-    height_N = _heights(inner, taken_M2, len(children_N2))
+    height_N = heights(inner, taken_M2, len(children_N2))
     top = int(height_N.max()) + 1
     taker_N = np.full(len(height_N), top)
     taker_N[taken_M2] = height_N[inner, None]
@@ -73,11 +73,18 @@ def levels_of(trees: Sequence[Tree]) -> TreeLevels:
     )
 
 
-def _heights(inner: np.ndarray, taken_M2: np.ndarray, count: int) -> np.ndarray:
-    """(count,) 0 for leaves, else one more than the higher child's."""
-    height_N = np.zeros(count, dtype=np.int64)
+def heights(inner: np.ndarray, taken_MA: np.ndarray, count: int) -> np.ndarray:
+    """(count,) 0 for leaves, else one more than the highest child's.
+
+    Args:
+        inner: (M,) the vertices that are no leaves.
+        taken_MA: (M, A) their children, -1 after the last.
+        count: of all vertices.
+    """
+    height_N = np.zeros(count + 1, dtype=np.int64)
+    height_N[-1] = -1
     while True:
-        higher = height_N[taken_M2].max(axis=1, initial=-1) + 1
+        higher = height_N[taken_MA].max(axis=1, initial=-1) + 1
         if np.array_equal(higher, height_N[inner]):
-            return height_N
+            return height_N[:-1]
         height_N[inner] = higher
