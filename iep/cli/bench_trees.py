@@ -83,10 +83,13 @@ def width(default: int) -> Callable:
     return click.option("--width", type=click.IntRange(min=1), default=default, show_default=True, help="Hidden size.")
 
 
-def words(default: int = 16_000) -> Callable:
+def words(default: int) -> Callable:
     return click.option(
-        "--words", type=click.IntRange(min=2), default=default, show_default=True, help="Of the vocabulary made."
+        "--words", type=click.IntRange(min=2), help=f"Of the vocabulary of what is made.  [default: {default}]"
     )
+
+
+WORDS, TREE_FC_WORDS = 16_000, 1_000
 
 
 @click.command("tree-lstm", cls=RecordedCommand)
@@ -99,7 +102,7 @@ def words(default: int = 16_000) -> Callable:
     help="Binary, for sentiment, by vertex functions; or child-sum, for relatedness, by the lazy scope.",
 )
 @width(256)
-@words()
+@words(WORDS)
 @click.option(
     "--sst", type=click.Path(path_type=Path, dir_okay=False), help="Bracketed trees for --cell binary; else made."
 )
@@ -117,6 +120,7 @@ def tree_lstm(ctx: click.Context, **options: Any) -> None:
     unused = {"binary": "sick", "child-sum": "sst"}[cell]
     if options.pop(unused) is not None:
         raise click.UsageError(f"--{unused} is not for --cell {cell}")
+    options["words"] = _words(options, {"binary": "sst", "child-sum": "sick"}[cell])
     if cell == "binary":
         from iep.bench.tree_lstm import binary_cases as make_cases
     else:
@@ -128,7 +132,7 @@ def tree_lstm(ctx: click.Context, **options: Any) -> None:
 @sizes("--leaves", "32,64,128,256,512,1024", "Of a tree.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Trees a minibatch.")
 @width(512)
-@words(1_000)
+@words(TREE_FC_WORDS)
 @measuring_options
 @click.pass_context
 def tree_fc(ctx: click.Context, **options: Any) -> None:
@@ -136,6 +140,7 @@ def tree_fc(ctx: click.Context, **options: Any) -> None:
 
     What the columns mean: benchmarks/README.md.
     """
+    options["words"] = options["words"] or TREE_FC_WORDS
     from iep.bench.tree_fc import tree_fc_cases
 
     _run(ctx, tree_fc_cases, "leaves", options)
@@ -145,7 +150,7 @@ def tree_fc(ctx: click.Context, **options: Any) -> None:
 @sizes("--batch-sizes", "1,4,16,64", "Sentences a minibatch.")
 @click.option("--characters/--no-characters", default=False, show_default=True, help="Spell rare words.")
 @width(256)
-@words()
+@words(WORDS)
 @click.option("--wikiner", type=click.Path(path_type=Path, dir_okay=False), help="Lines of word|POS|tag; else made.")
 @measuring_options
 @click.pass_context
@@ -154,6 +159,7 @@ def tagger(ctx: click.Context, **options: Any) -> None:
 
     What the columns mean: benchmarks/README.md.
     """
+    options["words"] = _words(options, "wikiner")
     from iep.bench.tagger import tagger_cases
 
     _run(ctx, tagger_cases, "batch", options)
@@ -179,6 +185,13 @@ def _run(ctx: click.Context, make_cases: Callable[..., Any], over: str, options:
         run_workload_benchmark(benchmark, cases, ctx.meta["command"], files, say=bar.write, progress=progress)
     if files.wanted:
         click.echo(f"\nWrote {', '.join(map(str, files.wanted))}")
+
+
+def _words(options: dict[str, Any], file: str) -> int:
+    """How many words to make samples of; a file brings its own."""
+    if options[file] is not None and options["words"] is not None:
+        raise click.UsageError(f"--words is not for --{file}")
+    return options["words"] or WORDS
 
 
 def _strategies(text: str) -> Sequence[Any]:
