@@ -32,20 +32,20 @@ KERNELS = [
 ]
 
 
-def by_equations(gates, c_children):
+def by_equations(gates, c_children, bias=0):
     """Tai et al. 2015, equations 9 to 14."""
-    i, o, *forget, u = gates.split(c_children.shape[2], dim=1)
+    i, o, *forget, u = (gates + bias).split(c_children.shape[2], dim=1)
     c = i.sigmoid() * u.tanh()
     for place, f in enumerate(forget):
         c = c + f.sigmoid() * c_children[:, place]
     return o.sigmoid() * c.tanh(), c
 
 
-def results(function, gates, c_children, uses):
-    h, c = function(gates, c_children)
+def results(function, gates, c_children, bias, uses):
+    h, c = function(gates, c_children, bias)
     weights = torch.linspace(-1, 1, h.numel(), dtype=h.dtype).view_as(h)
     total = sum((each * weights).sum() for each, used in zip((h, c), uses, strict=True) if used)
-    return h, c, *torch.autograd.grad(total, [gates, c_children] if c_children.shape[1] else [gates])
+    return h, c, *torch.autograd.grad(total, [gates, bias, c_children] if c_children.shape[1] else [gates, bias])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -61,9 +61,10 @@ def test_states_and_gradients_are_those_of_the_equations(kernel, dtype, toleranc
     torch.manual_seed(0)
     gates = (3 * torch.randn(cells, (3 + children) * width, dtype=dtype)).requires_grad_()
     c_children = torch.randn(cells, children, width, dtype=dtype, requires_grad=True)
+    bias = torch.randn(gates.shape[1], dtype=dtype, requires_grad=True)
     with only(kernel):
-        actual = results(lstm.lstm_state, gates, c_children, uses)
-    for ours, theirs in zip(actual, results(by_equations, gates, c_children, uses), strict=True):
+        actual = results(lstm.lstm_state, gates, c_children, bias, uses)
+    for ours, theirs in zip(actual, results(by_equations, gates, c_children, bias, uses), strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 

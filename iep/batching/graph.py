@@ -47,10 +47,9 @@ class Graph:
             node = int(np.argmax(bad))
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
         arity = (self.args >= 0).sum(axis=1)
-        _, first, kind = np.unique(self.op, return_index=True, return_inverse=True)
-        odd = arity != arity[first][kind]
-        if odd.any():
-            node = int(np.argmax(odd))
+        if not _same_within(self.op, arity):
+            _, first, kind = np.unique(self.op, return_index=True, return_inverse=True)
+            node = int(np.argmax(arity != arity[first][kind]))
             raise ValueError(
                 f"node {node} has arguments {self.args[node]}, but other nodes of op {self.op[node]} have "
                 f"{arity[first][kind][node]}"
@@ -78,9 +77,23 @@ def distance_from_leaves(graph: Graph) -> np.ndarray:
     return height
 
 
+def _same_within(op_N: np.ndarray, value_N: np.ndarray) -> bool:
+    """Whether nodes of one op all have the same value."""
+    order = stable_order(op_N)
+    op_N, value_N = op_N[order], value_N[order]
+    return bool(((op_N[1:] != op_N[:-1]) | (value_N[1:] == value_N[:-1])).all())
+
+
+def stable_order(keys_N: np.ndarray) -> np.ndarray:
+    """What sorts integers of 0 and more, equal ones in their order; small ones are sorted in linear time."""
+    if len(keys_N) and keys_N.min() >= 0 and keys_N.max() < 1 << 16:
+        keys_N = keys_N.astype(np.uint16)
+    return np.argsort(keys_N, kind="stable")
+
+
 def levels(height_N: np.ndarray) -> list[np.ndarray]:
     """The nodes by their height (or depth): ids of those of every height, the lowest first."""
-    order = np.argsort(height_N, kind="stable")
+    order = stable_order(height_N)
     return np.split(order, np.flatnonzero(np.diff(height_N[order])) + 1) if len(order) else []
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from iep.batching.graph import Graph
+from iep.batching.graph import Graph, stable_order
 from iep.batching.schedulers import Schedule
 from iep.batching.steps import Steps, leads_to_root, steps_of
 from iep.batching.types import Types, one_column
@@ -122,7 +122,8 @@ def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None) -> Lay
             signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one.
     """
     types = types or one_column(graph)
-    return lay_out_steps(steps_of(graph, schedule, types), leads_to_root(graph, types))
+    steps = steps_of(graph, schedule, types)
+    return lay_out_steps(steps, leads_to_root(graph, types, steps))
 
 
 def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
@@ -222,7 +223,7 @@ def _rows_of(tensors: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.nd
 
 def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first use of each result, U without any; and the results and uses of all further ones, results rising."""
-    uses = np.argsort(result_U, kind="stable")
+    uses = stable_order(result_U)
     results = result_U[uses]
     further = np.append(False, results[1:] == results[:-1])[: len(results)]
     takers = np.full(num_results, len(result_U))

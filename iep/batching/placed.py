@@ -108,7 +108,7 @@ def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes, types: Types 
         raise ValueError(f"op {min(homeless)} is to run, but is placed on no device")
     home_K = [homes.inputs, *(homes.ops[op] for op in steps.ops[1:-1]), homes.roots]
     crossings = _crossings(steps, np.array(home_K))
-    each, leads = _each(steps), leads_to_root(graph, types)
+    each, leads = _each(steps), leads_to_root(graph, types, steps)
     return PlacedLayout(
         homes=homes,
         layouts=tuple(
@@ -212,6 +212,7 @@ def _steps_at(position: int, each: list[_Step], home_K: list[int], crossings: li
     make_call, make_rows, made = _joined([step.made for step in steps])
     return Steps(
         column=column,
+        slot=whole.slot,
         ops=[step.op for step in steps],
         rows=np.array([step.rows for step in steps]),
         take_call=take_call,

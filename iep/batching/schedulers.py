@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.batching.graph import Graph, distance_from_leaves, levels
+from iep.batching.graph import Graph, distance_from_leaves, levels, stable_order
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
 
@@ -204,7 +204,8 @@ def make_schedule(graph: Graph, name: str) -> Schedule:
 
 def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:
     """Nodes in rising order of `pool`, (N,), each pool split by `op`; ids rise within a group."""
-    order = np.lexsort((op, pool))
+    order = stable_order(op)
+    order = order[stable_order((pool - pool.min(initial=0))[order])]
     pool, op = pool[order], op[order]
     firsts = np.flatnonzero((pool[1:] != pool[:-1]) | (op[1:] != op[:-1])) + 1
     bounds = [0, *firsts.tolist(), len(order)] if len(order) else []

@@ -14,9 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.batching.graph import Graph
+from iep.batching.graph import Graph, stable_order
 from iep.batching.schedulers import Schedule
 from iep.batching.types import Types
+
+LARGEST_TABLE = 1 << 16
+"""Ops beyond this are looked up by search."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +28,8 @@ class Steps:
 
     column: np.ndarray
     """(V,) column of each tensor."""
+    slot: np.ndarray
+    """(V,) of whose value it is."""
     ops: Sequence[Hashable]
     """(K,) of the calls; None for what arrives and what departs."""
     rows: np.ndarray
@@ -67,7 +72,7 @@ def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
             signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one.
     """
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
-    if not np.array_equal(np.sort(order_N), np.arange(graph.num_nodes)):
+    if len(order_N) != graph.num_nodes or not (np.bincount(order_N, minlength=graph.num_nodes) == 1).all():
         raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
     ops = sorted({group.op for group in schedule})
     if not types.signatures.keys() >= set(ops):
@@ -78,7 +83,8 @@ def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
     rows = np.concatenate(
         [[graph.num_inputs], order.sizes_G, [max((len(slots) for slots, _ in types.roots), default=0)]]
     )
-    steps = Steps(table.column, [None, *(group.op for group in schedule), None], rows, *taken, *made, types.parts)
+    slot = np.repeat(np.arange(len(table.width_of_slot)), table.width_of_slot)
+    steps = Steps(table.column, slot, [None, *(group.op for group in schedule), None], rows, *taken, *made, types.parts)
     _check_order(steps)
     return steps
 
@@ -104,7 +110,7 @@ class _Table:
         """(P, Q)"""
         self.makes = makes
         """(P, F)"""
-        self.kind = np.searchsorted(ops, graph.op) if ops else np.empty(0, dtype=np.int64)
+        self.kind = _positions(ops, graph.op)
         """(N,)"""
         width_S = np.concatenate([np.ones(graph.num_inputs, dtype=np.int64), self.width[self.kind]])
         self.width_of_slot = width_S
@@ -130,10 +136,19 @@ class _Order(NamedTuple):
 
 def _order_of(schedule: Schedule, ops: list[int], node_N: np.ndarray) -> _Order:
     sizes_G = np.array([len(group.nodes) for group in schedule], dtype=np.int64)
-    kind_G = np.searchsorted(ops, [group.op for group in schedule]) if ops else np.empty(0, dtype=np.int64)
+    kind_G = _positions(ops, np.array([group.op for group in schedule], dtype=np.int64))
     call_N = np.repeat(np.arange(1, len(schedule) + 1), sizes_G)
     row_N = np.arange(len(node_N)) - np.repeat(np.cumsum(sizes_G) - sizes_G, sizes_G)
     return _Order(kind_G, sizes_G, node_N, call_N, row_N)
+
+
+def _positions(ops: list[int], op: np.ndarray) -> np.ndarray:
+    """Where each op stands among `ops`, which rise."""
+    if not ops or ops[-1] > LARGEST_TABLE or ops[0] < 0:
+        return np.searchsorted(ops, op)
+    position = np.empty(ops[-1] + 1, dtype=np.int64)
+    position[ops] = np.arange(len(ops))
+    return position[op]
 
 
 Blocks = tuple[np.ndarray, ...]
@@ -141,8 +156,9 @@ Blocks = tuple[np.ndarray, ...]
 
 def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     """Call and rows of the blocks made, and their tensors."""
-    arriving = np.argsort(types.inputs, kind="stable")
-    arrivals = np.unique(types.inputs, return_counts=True)[1]
+    arriving = stable_order(types.inputs)
+    arrivals = np.bincount(types.inputs)
+    arrivals = arrivals[arrivals > 0]
     width_G = table.width[order.kind_G]
     make_call = np.concatenate(
         [np.zeros(len(arrivals), dtype=np.int64), np.repeat(np.arange(len(width_G)), width_G) + 1]
@@ -219,8 +235,8 @@ def _check_order(steps: Steps) -> None:
         raise ValueError(f"{'a root' if op is None else f'op {op}'} reads tensors of several columns as one")
 
 
-def leads_to_root(graph: Graph, types: Types) -> np.ndarray:
-    """(V,) bool: the tensors of the values that a root's value depends on, roots' included."""
+def leads_to_root(graph: Graph, types: Types, steps: Steps) -> np.ndarray:
+    """(V,) bool: the tensors of the values that a root's value depends on, roots' included; `steps` are of `graph`."""
     num_slots = graph.num_inputs + graph.num_nodes
     roots = np.concatenate([np.empty(0, dtype=np.int64), *(slots for slots, _ in types.roots)])
     # One entry more than there are slots: -1, no argument, reads the last.
@@ -234,12 +250,4 @@ def leads_to_root(graph: Graph, types: Types) -> np.ndarray:
             leads[new] = True
             taken = graph.args[new[new >= graph.num_inputs] - graph.num_inputs]
             new = np.unique(taken[~leads[taken]])
-    width = np.ones(num_slots, dtype=np.int64)
-    width[graph.num_inputs :] = _widths(graph, types)
-    return np.repeat(leads[:-1], width)
-
-
-def _widths(graph: Graph, types: Types) -> np.ndarray:
-    """(N,) how many tensors each node makes."""
-    ops, kind = np.unique(graph.op, return_inverse=True)
-    return np.array([len(types.signatures[op].makes) for op in ops.tolist()], dtype=np.int64)[kind]
+    return leads[steps.slot]

@@ -1,7 +1,8 @@
 /* An LSTM cell's state from its gates, and the gradients back, each in one pass over memory; lstm.py loads it.
 
-   G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u; c_children (G, A, H); h
-   and c (G, H). Compiled twice, for float and double; the compiler vectorises the loops, exponential included. */
+   G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u, to each row of which
+   bias is added first; c_children (G, A, H); h and c (G, H). Compiled twice, for float and double; the compiler
+   vectorises the loops, exponential included. */
 
 #include <math.h>
 
@@ -26,77 +27,83 @@ static inline REAL NAME(sigmoid)(REAL x) { return 1 / (1 + EXP(-x)); }
 
 static inline REAL NAME(tanh)(REAL x) { return 2 / (1 + EXP(-2 * x)) - 1; }
 
-static void NAME(input)(long H, const REAL *restrict i, const REAL *restrict u, REAL *restrict c)
+static void NAME(input)(long H, const REAL *restrict i, const REAL *restrict b_i, const REAL *restrict u,
+                        const REAL *restrict b_u, REAL *restrict c)
 {
     for (long j = 0; j < H; j++)
-        c[j] = NAME(sigmoid)(i[j]) * NAME(tanh)(u[j]);
+        c[j] = NAME(sigmoid)(i[j] + b_i[j]) * NAME(tanh)(u[j] + b_u[j]);
 }
 
-static void NAME(keep)(long H, const REAL *restrict f, const REAL *restrict c_child, REAL *restrict c)
+static void NAME(keep)(long H, const REAL *restrict f, const REAL *restrict b_f, const REAL *restrict c_child,
+                       REAL *restrict c)
 {
     for (long j = 0; j < H; j++)
-        c[j] += NAME(sigmoid)(f[j]) * c_child[j];
+        c[j] += NAME(sigmoid)(f[j] + b_f[j]) * c_child[j];
 }
 
-static void NAME(output)(long H, const REAL *restrict o, const REAL *restrict c, REAL *restrict h)
+static void NAME(output)(long H, const REAL *restrict o, const REAL *restrict b_o, const REAL *restrict c,
+                         REAL *restrict h)
 {
     for (long j = 0; j < H; j++)
-        h[j] = NAME(sigmoid)(o[j]) * NAME(tanh)(c[j]);
+        h[j] = NAME(sigmoid)(o[j] + b_o[j]) * NAME(tanh)(c[j]);
 }
 
-void NAME(state)(long G, long A, long H, const REAL *gates, const REAL *c_children, REAL *h, REAL *c)
+void NAME(state)(long G, long A, long H, const REAL *bias, const REAL *gates, const REAL *c_children, REAL *h, REAL *c)
 {
+    const long u = (2 + A) * H;
     for (; G > 0; G--, gates += (3 + A) * H, c_children += A * H, h += H, c += H) {
-        NAME(input)(H, gates, gates + (2 + A) * H, c);
-        for (long a = 0; a < A; a++)
-            NAME(keep)(H, gates + (2 + a) * H, c_children + a * H, c);
-        NAME(output)(H, gates + H, c, h);
+        NAME(input)(H, gates, bias, gates + u, bias + u, c);
+        for (long a = 0, f = 2 * H; a < A; a++, f += H)
+            NAME(keep)(H, gates + f, bias + f, c_children + a * H, c);
+        NAME(output)(H, gates + H, bias + H, c, h);
     }
 }
 
 /* What reaches c, and the gradient of o. */
-static void NAME(output_back)(long H, const REAL *restrict o, const REAL *restrict c, const REAL *restrict dh,
-                              const REAL *restrict dc, REAL *restrict d_o, REAL *restrict to_c)
+static void NAME(output_back)(long H, const REAL *restrict o, const REAL *restrict b_o, const REAL *restrict c,
+                              const REAL *restrict dh, const REAL *restrict dc, REAL *restrict d_o,
+                              REAL *restrict to_c)
 {
     for (long j = 0; j < H; j++) {
-        const REAL gate = NAME(sigmoid)(o[j]), value = NAME(tanh)(c[j]);
+        const REAL gate = NAME(sigmoid)(o[j] + b_o[j]), value = NAME(tanh)(c[j]);
         d_o[j] = dh[j] * value * gate * (1 - gate);
         to_c[j] = dc[j] + dh[j] * gate * (1 - value * value);
     }
 }
 
-static void NAME(keep_back)(long H, const REAL *restrict f, const REAL *restrict c_child, const REAL *restrict to_c,
-                            REAL *restrict d_f, REAL *restrict d_child)
+static void NAME(keep_back)(long H, const REAL *restrict f, const REAL *restrict b_f, const REAL *restrict c_child,
+                            const REAL *restrict to_c, REAL *restrict d_f, REAL *restrict d_child)
 {
     for (long j = 0; j < H; j++) {
-        const REAL gate = NAME(sigmoid)(f[j]);
+        const REAL gate = NAME(sigmoid)(f[j] + b_f[j]);
         d_child[j] = to_c[j] * gate;
         d_f[j] = to_c[j] * c_child[j] * gate * (1 - gate);
     }
 }
 
 /* The gradient of u takes the place of what reaches c. */
-static void NAME(input_back)(long H, const REAL *restrict i, const REAL *restrict u, REAL *restrict d_i,
-                             REAL *restrict to_c)
+static void NAME(input_back)(long H, const REAL *restrict i, const REAL *restrict b_i, const REAL *restrict u,
+                             const REAL *restrict b_u, REAL *restrict d_i, REAL *restrict to_c)
 {
     for (long j = 0; j < H; j++) {
-        const REAL gate = NAME(sigmoid)(i[j]), value = NAME(tanh)(u[j]);
+        const REAL gate = NAME(sigmoid)(i[j] + b_i[j]), value = NAME(tanh)(u[j] + b_u[j]);
         d_i[j] = to_c[j] * value * gate * (1 - gate);
         to_c[j] *= gate * (1 - value * value);
     }
 }
 
 /* dh and dc advance by their strides from row to row: H, or 0 where one row of zeros stands for no gradient. */
-void NAME(state_back)(long G, long A, long H, const REAL *gates, const REAL *c_children, const REAL *c, const REAL *dh,
-                      long dh_stride, const REAL *dc, long dc_stride, REAL *d_gates, REAL *d_children)
+void NAME(state_back)(long G, long A, long H, const REAL *bias, const REAL *gates, const REAL *c_children,
+                      const REAL *c, const REAL *dh, long dh_stride, const REAL *dc, long dc_stride, REAL *d_gates,
+                      REAL *d_children)
 {
-    const long width = (3 + A) * H;
+    const long width = (3 + A) * H, u = (2 + A) * H;
     for (; G > 0; G--, gates += width, d_gates += width, c += H, dh += dh_stride, dc += dc_stride) {
-        REAL *to_c = d_gates + (2 + A) * H;
-        NAME(output_back)(H, gates + H, c, dh, dc, d_gates + H, to_c);
-        for (long a = 0; a < A; a++, c_children += H, d_children += H)
-            NAME(keep_back)(H, gates + (2 + a) * H, c_children, to_c, d_gates + (2 + a) * H, d_children);
-        NAME(input_back)(H, gates, gates + (2 + A) * H, d_gates, to_c);
+        REAL *to_c = d_gates + u;
+        NAME(output_back)(H, gates + H, bias + H, c, dh, dc, d_gates + H, to_c);
+        for (long a = 0, f = 2 * H; a < A; a++, f += H, c_children += H, d_children += H)
+            NAME(keep_back)(H, gates + f, bias + f, c_children, to_c, d_gates + f, d_children);
+        NAME(input_back)(H, gates, bias, gates + u, bias + u, d_gates, to_c);
     }
 }
 

@@ -8,6 +8,7 @@ Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
 from iep.workloads.lstm import lstm_state
@@ -44,9 +45,11 @@ class BinaryTreeLSTM(nn.Module):
         return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
 
     def _leaf(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.leaf(vertices.pull("word")))
+        h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), bias=self.leaf.bias)
         vertices.scatter(h=h, c=c)
 
     def _inner(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.inner(vertices.gather("h").flatten(1)), vertices.gather("c"))
+        h, c = lstm_state(
+            functional.linear(vertices.gather("h").flatten(1), self.inner.weight), vertices.gather("c"), self.inner.bias
+        )
         vertices.scatter(h=h, c=c)
