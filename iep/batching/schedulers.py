@@ -81,20 +81,20 @@ def agenda(graph: Graph) -> Schedule:
     """
     node, depth = np.arange(graph.num_nodes), distance_from_leaves(graph)
     ops, kind = np.unique(graph.op, return_inverse=True)
-    args = graph.args
+    args = graph.args.T.copy()
     # The last entry is that of -1, no argument.
     has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
     has_run[-1] = True
     schedule = []
     while len(node):
-        ready = has_run[args].all(axis=1)
+        ready = has_run[args].all(axis=0)
         average = np.bincount(kind, depth, len(ops)) / np.maximum(np.bincount(kind, minlength=len(ops)), 1)
         is_ready = np.bincount(kind[ready], minlength=len(ops)) > 0
         chosen = int(np.argmin(np.where(is_ready, average, np.inf)))
         runs = ready & (kind == chosen)
         schedule.append(Group(int(ops[chosen]), node[runs]))
         has_run[graph.num_inputs + node[runs]] = True
-        node, kind, depth, args = node[~runs], kind[~runs], depth[~runs], args[~runs]
+        node, kind, depth, args = node[~runs], kind[~runs], depth[~runs], args[:, ~runs]
     return tuple(schedule)
 
 

@@ -267,7 +267,7 @@ def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool) -> _J
         vertices = np.flatnonzero(place_N >= 0)
         outputs.append(num_inputs + vertices)
         places.append(place_N[vertices])
-    op = (children_NA >= 0).sum(axis=1) * len(functions) + function_N
+    op = (children_NA.T >= 0).sum(axis=0) * len(functions) + function_N
     graph = Graph(num_inputs, op, args, sample_N, np.concatenate(outputs))
     return _Joined(graph, places, np.concatenate(pulls), rows)
 
@@ -320,9 +320,10 @@ def _pulled(
 
 def _check_children(children_NA: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
     own_N = np.arange(len(first_N)) - first_N
-    bad_N = (children_NA >= own_N[:, None]).any(axis=1)
+    children_AN = children_NA.T
+    bad_N = (children_AN >= own_N).any(axis=0)
     # A vertex after a gap: -1 comes after the last.
-    bad_N |= ((children_NA[:, 1:] >= 0) & (children_NA[:, :-1] < 0)).any(axis=1)
+    bad_N |= ((children_AN[1:] >= 0) & (children_AN[:-1] < 0)).any(axis=0)
     if bad_N.any():
         at = int(np.argmax(bad_N))
         raise ValueError(
