@@ -55,13 +55,16 @@ def results(function, gates, c_children, bias, uses):
     children=st.integers(0, 4),
     width=st.integers(1, 40),
     uses=st.sampled_from([(1, 0), (0, 1), (1, 1)]),
+    bias_of_each=st.booleans(),
 )
 @settings(quick, max_examples=40)
-def test_states_and_gradients_are_those_of_the_equations(kernel, dtype, tolerance, cells, children, width, uses):
+def test_states_and_gradients_are_those_of_the_equations(
+    kernel, dtype, tolerance, cells, children, width, uses, bias_of_each
+):
     torch.manual_seed(0)
     gates = (3 * torch.randn(cells, (3 + children) * width, dtype=dtype)).requires_grad_()
     c_children = torch.randn(cells, children, width, dtype=dtype, requires_grad=True)
-    bias = torch.randn(gates.shape[1], dtype=dtype, requires_grad=True)
+    bias = torch.randn(gates.shape if bias_of_each else gates.shape[1:], dtype=dtype, requires_grad=True)
     with only(kernel):
         actual = results(lstm.lstm_state, gates, c_children, bias, uses)
     for ours, theirs in zip(actual, results(by_equations, gates, c_children, bias, uses), strict=True):

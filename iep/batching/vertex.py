@@ -82,7 +82,7 @@ class VertexPlan:
     schedule: Schedule
     layout: Layout
     rows: Mapping[str, Tensor]
-    """(U,) by name, the rows of each table to bring, in this order; each once where vertices share."""
+    """(U,) by name, the rows of each table outside to bring, in this order; each once where vertices share."""
 
     def to(self, device: torch.device | str) -> "VertexPlan":
         """The same with its tensors on `device`."""
@@ -126,18 +126,25 @@ class VertexNetwork:
             if unknown:
                 raise ValueError(f"function {place} gathers {unknown[0]!r}, expected of {', '.join(self.states)}")
 
-    def plan(self, samples: Sequence[Edges], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
+    def plan(
+        self,
+        samples: Sequence[Edges],
+        scheduler: str = "lookahead",
+        sharing: bool = False,
+        tables: Mapping[str, int] | None = None,
+    ) -> VertexPlan:
         """How to run a minibatch of samples.
 
         Args:
             scheduler: a name in `SCHEDULERS`.
             sharing: run vertices once that run the same function on the same rows and the same children's results.
+            tables: how many rows the tables outside have that are to be given whole, in their order.
 
         Raises:
             ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
                 function or scheduler; a vertex lacks a row that its function pulls, or neither pulls nor gathers.
         """
-        joined = _join(samples, self, sharing)
+        joined = _join(samples, self, sharing, tables or {})
         graph = share(joined.graph) if sharing else joined.graph
         schedule = make_schedule(graph, scheduler)
         last, *pushing = np.split(graph.roots, np.cumsum([len(samples), *map(len, joined.places)])[:-1])
@@ -231,7 +238,7 @@ class _Joined(NamedTuple):
     """(U,) by what is pulled."""
 
 
-def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool) -> _Joined:
+def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool, tables: Mapping[str, int]) -> _Joined:
     """The samples as one graph, in which vertices keep their order."""
     functions = network.functions
     sizes_S = np.array([len(sample.children) for sample in samples], dtype=np.int64)
@@ -250,7 +257,12 @@ def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool) -> _J
         place_N = _place_of([function.pulls for function in functions], name)[function_N]
         vertices = np.flatnonzero(place_N >= 0)
         ids = _pulled(samples, name, vertices, first_N, sample_N)
-        rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
+        if name in tables:
+            rows[name], slots = np.arange(tables[name]), ids
+            if len(ids) and ids.max() >= tables[name]:
+                raise ValueError(f"row {ids.max()} of {name!r} is pulled, of which there are {tables[name]}")
+        else:
+            rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
         args[vertices, place_N[vertices]] = num_inputs + slots
         num_inputs += len(rows[name])
         pulls.append(np.full(len(rows[name]), pull))

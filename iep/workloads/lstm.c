@@ -1,8 +1,8 @@
 /* An LSTM cell's state from its gates, and the gradients back, each in one pass over memory; lstm.py loads it.
 
-   G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u, to each row of which
-   bias is added first; c_children (G, A, H); h and c (G, H). Compiled twice, for float and double; the compiler
-   vectorises the loops, exponential included. */
+   G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u, to which bias is
+   added first: one row for all, with a stride of 0, or a row each; c_children (G, A, H); h and c (G, H). Compiled
+   twice, for float and double; the compiler vectorises the loops, exponential included. */
 
 #include <math.h>
 
@@ -48,10 +48,11 @@ static void NAME(output)(long H, const REAL *restrict o, const REAL *restrict b_
         h[j] = NAME(sigmoid)(o[j] + b_o[j]) * NAME(tanh)(c[j]);
 }
 
-void NAME(state)(long G, long A, long H, const REAL *bias, const REAL *gates, const REAL *c_children, REAL *h, REAL *c)
+void NAME(state)(long G, long A, long H, const REAL *bias, long bias_stride, const REAL *gates, const REAL *c_children,
+                 REAL *h, REAL *c)
 {
     const long u = (2 + A) * H;
-    for (; G > 0; G--, gates += (3 + A) * H, c_children += A * H, h += H, c += H) {
+    for (; G > 0; G--, bias += bias_stride, gates += (3 + A) * H, c_children += A * H, h += H, c += H) {
         NAME(input)(H, gates, bias, gates + u, bias + u, c);
         for (long a = 0, f = 2 * H; a < A; a++, f += H)
             NAME(keep)(H, gates + f, bias + f, c_children + a * H, c);
@@ -93,17 +94,18 @@ static void NAME(input_back)(long H, const REAL *restrict i, const REAL *restric
 }
 
 /* dh and dc advance by their strides from row to row: H, or 0 where one row of zeros stands for no gradient. */
-void NAME(state_back)(long G, long A, long H, const REAL *bias, const REAL *gates, const REAL *c_children,
-                      const REAL *c, const REAL *dh, long dh_stride, const REAL *dc, long dc_stride, REAL *d_gates,
-                      REAL *d_children)
+void NAME(state_back)(long G, long A, long H, const REAL *bias, long bias_stride, const REAL *gates,
+                      const REAL *c_children, const REAL *c, const REAL *dh, long dh_stride, const REAL *dc,
+                      long dc_stride, REAL *d_gates, REAL *d_children)
 {
     const long width = (3 + A) * H, u = (2 + A) * H;
-    for (; G > 0; G--, gates += width, d_gates += width, c += H, dh += dh_stride, dc += dc_stride) {
+    for (; G > 0; G--, bias += bias_stride, dh += dh_stride, dc += dc_stride) {
         REAL *to_c = d_gates + u;
         NAME(output_back)(H, gates + H, bias + H, c, dh, dc, d_gates + H, to_c);
         for (long a = 0, f = 2 * H; a < A; a++, f += H, c_children += H, d_children += H)
             NAME(keep_back)(H, gates + f, bias + f, c_children, to_c, d_gates + f, d_children);
         NAME(input_back)(H, gates, bias, gates + u, bias + u, d_gates, to_c);
+        gates += width, d_gates += width, c += H;
     }
 }
 

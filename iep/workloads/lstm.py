@@ -24,7 +24,7 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None, bias: Tensor | N
     Args:
         gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u.
         c_children: (G, A, H); None for cells without children.
-        bias: ((3 + A) H,), added to the gates: one pass over memory less than with the affine map.
+        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates: one pass over memory less than before this.
 
     Gradients cannot be differentiated again.
     """
@@ -52,7 +52,10 @@ class _State(Function):
         if dh is None and dc is None:
             return None, None, None
         d_gates, d_children = _state_back(*ctx.saved_tensors, dh, dc)
-        return d_gates, d_children, d_gates.sum(0) if ctx.needs_input_grad[2] else None
+        d_bias = None
+        if ctx.needs_input_grad[2]:
+            d_bias = d_gates if ctx.saved_tensors[2].dim() == 2 else d_gates.sum(0)
+        return d_gates, d_children, d_bias
 
 
 def _state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,10 +65,11 @@ def _state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     count, num_children, width = c_children.shape
     h, c = gates.new_empty(count, width), gates.new_empty(count, width)
     rows = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in (gates, c_children, h, c)]
-    sizes, bias_at = (num_children, width), bias.data_ptr()
+    sizes, bias_at, bias_stride = (num_children, width), bias.data_ptr(), bias.shape[-1] * (bias.dim() - 1)
 
     def run(start: int, end: int) -> None:
-        kernel(end - start, *sizes, bias_at, *[address + start * step for address, step in rows])
+        bias_from = bias_at + start * bias_stride * gates.element_size()
+        kernel(end - start, *sizes, bias_from, bias_stride, *[address + start * step for address, step in rows])
 
     native.over_rows(run, count, gates.numel())
     return h, c
@@ -82,17 +86,19 @@ def _state_back(
     strides = [0 if d is None else width for d in (dh, dc)]
     dh, dc = (gates.new_zeros(width) if d is None else d.contiguous() for d in (dh, dc))
     d_gates, d_children = torch.empty_like(gates), torch.empty_like(c_children)
-    size, sizes, bias_at = gates.element_size(), (num_children, width), bias.data_ptr()
+    size, sizes = gates.element_size(), (num_children, width)
     given, made = (
         [(each.data_ptr(), each.stride(0) * size) for each in tensors]
         for tensors in ((gates, c_children, c), (d_gates, d_children))
     )
-    (dh_at, dh_stride), (dc_at, dc_stride) = zip((dh.data_ptr(), dc.data_ptr()), strides, strict=True)
+    gradients = list(zip((dh.data_ptr(), dc.data_ptr()), strides, strict=True))
+    bias_at, bias_stride = bias.data_ptr(), bias.shape[-1] * (bias.dim() - 1)
 
     def run(start: int, end: int) -> None:
         kernel(
-            *(end - start, *sizes, bias_at, *[address + start * step for address, step in given]),
-            *(dh_at + start * dh_stride * size, dh_stride, dc_at + start * dc_stride * size, dc_stride),
+            *(end - start, *sizes, bias_at + start * bias_stride * size, bias_stride),
+            *[address + start * step for address, step in given],
+            *[each for address, stride in gradients for each in (address + start * stride * size, stride)],
             *[address + start * step for address, step in made],
         )
 
@@ -111,11 +117,11 @@ def _kernel(name: str, gates: Tensor, c_children: Tensor, bias: Tensor) -> Any:
 @lru_cache
 def _function(library: ctypes.CDLL, name: str) -> Any:
     function = library[name]
-    sizes, pointers = [ctypes.c_long] * 3, ctypes.c_void_p
+    size, rows, strided = ctypes.c_long, ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_long)
     if name.startswith("state_back"):
-        function.argtypes = [*sizes, *[pointers] * 4, *[pointers, ctypes.c_long] * 2, *[pointers] * 2]
+        function.argtypes = [size, size, size, *strided, rows, rows, rows, *strided, *strided, rows, rows]
     else:
-        function.argtypes = [*sizes, *[pointers] * 5]
+        function.argtypes = [size, size, size, *strided, rows, rows, rows, rows]
     function.restype = None
     return function
 

@@ -7,6 +7,7 @@ Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,6 +44,18 @@ class BinaryTreeLSTM(nn.Module):
         """(B, C) scores of the trees that the plan was made for."""
         words = self.embedding(plan.rows["word"])
         return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
+
+    def one(self, tree: Tree) -> Tensor:
+        """(C,) scores of one tree, vertex by vertex: slow, to test `forward` against."""
+        h, c = [], []
+        for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
+            taken = [child for child in children if child >= 0]
+            gates = self.inner(torch.cat([h[n] for n in taken])) if taken else self.leaf(self.embedding.weight[word])
+            i, o, *forget, u = gates.split(self.width)
+            kept = [f.sigmoid() * c[n] for f, n in zip(forget, taken, strict=True)]
+            c.append(sum(kept, i.sigmoid() * u.tanh()))
+            h.append(o.sigmoid() * c[-1].tanh())
+        return self.classifier(h[-1])
 
     def _leaf(self, vertices: Vertices) -> None:
         h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), bias=self.leaf.bias)
