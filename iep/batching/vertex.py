@@ -28,7 +28,11 @@ from iep.batching.types import Read, Signature, Types
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """One sample: the graph of its vertices."""
+    """One sample: the graph of its vertices.
+
+    Raises:
+        ValueError: the arrays are not of as many vertices, or the children no matrix.
+    """
 
     children: np.ndarray
     """(V, A) the vertices that each vertex gathers from, in order, all before itself; -1 after the last."""
@@ -36,6 +40,14 @@ class Edges:
     """(V,) which of the network's functions each runs; None where there is one."""
     pulls: Mapping[str, np.ndarray] = field(default_factory=dict)
     """(V,) by name, which row of the table outside each pulls; not read where its function does not pull."""
+
+    def __post_init__(self) -> None:
+        if self.children.ndim != 2:
+            raise ValueError(f"children {self.children.shape}, expected (V, A)")
+        said = self.pulls if self.function is None else {"function": self.function, **self.pulls}
+        for name, each in said.items():
+            if len(each) != len(self.children):
+                raise ValueError(f"{len(self.children)} vertices, but {name!r} of {len(each)}")
 
 
 class Vertices:
@@ -302,6 +314,9 @@ def _functions(samples: Sequence[Edges], count: int, sample_N: np.ndarray) -> np
     """(N,) which function each vertex runs."""
     if count == 1:
         return np.zeros(len(sample_N), dtype=np.int64)
+    lacking = next((place for place, sample in enumerate(samples) if sample.function is None), None)
+    if lacking is not None:
+        raise ValueError(f"sample {lacking} does not say which of {count} functions its vertices run")
     function_N = np.concatenate([sample.function for sample in samples])
     if not 0 <= function_N.min() <= function_N.max() < count:
         at = int(np.argmax((function_N < 0) | (function_N >= count)))

@@ -1,0 +1,222 @@
+"""Vertex functions on any graphs against the same functions on one vertex at a time."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from iep.batching import SCHEDULERS, Edges, VertexFunction, VertexNetwork, Vertices
+
+ROWS = 5
+SOURCE, MIX, LAST = range(3)
+"""Pulls and gathers nothing; gathers all and pulls; gathers one state, pushes."""
+
+
+class Model(nn.Module):
+    """Three functions over two states of different shapes, `a` (3,) and `b` (2, 2), any number of children."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.source, self.mix, self.last = (nn.Linear(n, 7, dtype=dtype) for n in (2, 3 + 4 + 2, 3))
+        self.tables = nn.ParameterDict({name: torch.randn(ROWS, 2, dtype=dtype) for name in ("x", "y")})
+        self.network = VertexNetwork(
+            [
+                VertexFunction(self._source, pulls=("x",), pushes=("seen",)),
+                VertexFunction(self._mix, gathers=("a", "b"), pulls=("x",)),
+                VertexFunction(self._last, gathers=("a",), pulls=("y", "x"), pushes=("score", "seen")),
+            ],
+            states={"a": (3,), "b": (2, 2)},
+        )
+
+    def _scatter(self, vertices, made_G7):
+        made_G7 = made_G7.tanh()
+        vertices.scatter(a=made_G7[:, :3], b=made_G7[:, 3:].unflatten(1, (2, 2)))
+
+    def _source(self, vertices):
+        self._scatter(vertices, self.source(vertices.pull("x")))
+        vertices.push(seen=vertices.pull("x") * 2)
+
+    def _mix(self, vertices):
+        a, b = vertices.gather("a"), vertices.gather("b")
+        factors = torch.arange(1, a.shape[1] + 1, dtype=a.dtype)  # the order of children counts
+        a, b = (a * factors[:, None]).sum(1), (b * factors[:, None, None]).sum(1)
+        self._scatter(vertices, self.mix(torch.cat([a, b.flatten(1), vertices.pull("x")], dim=1)))
+
+    def _last(self, vertices):
+        self._scatter(vertices, self.last(vertices.gather("a").sum(1)))
+        vertices.push(score=vertices.pull("y").sum(1), seen=vertices.pull("x"))
+
+    def batched(self, samples, scheduler="lookahead", sharing=False, defer=False):
+        plan = self.network.plan(samples, scheduler, sharing)
+        inputs = {name: self.tables[name][plan.rows[name]] for name in plan.rows}
+        outcome = self.network(plan, inputs, defer)
+        return {**outcome.roots, **outcome.pushed}
+
+    def one_by_one(self, samples):
+        """Every vertex by itself, its children's states looked up."""
+        returned = {name: [] for name in ("a", "b", "score", "seen")}
+        for sample in samples:
+            made = []
+            for vertex, (children, function) in enumerate(zip(sample.children, sample.function, strict=True)):
+                taken = [made[child] for child in children if child >= 0]
+                gathered = {
+                    name: torch.stack([each[name] for each in taken], 1)
+                    if taken
+                    else torch.zeros(1, 0, *shape).double()
+                    for name, shape in self.network.shapes.items()
+                }
+                pulled = {name: self.tables[name][ids[vertex : vertex + 1]] for name, ids in sample.pulls.items()}
+                alone = Vertices(len(taken), gathered, pulled)
+                self.network.functions[function].run(alone)
+                made.append(alone.results)
+                for name in ("score", "seen"):
+                    returned[name] += [alone.results[name]] if name in alone.results else []
+            for name in ("a", "b"):
+                returned[name].append(made[-1][name])
+        return {name: torch.cat(rows) if rows else torch.empty(0) for name, rows in returned.items()}
+
+
+@st.composite
+def samples(draw):
+    """A directed acyclic graph whose vertices may be gathered by several, by none, or twice by the same."""
+    count = draw(st.integers(1, 10))
+    children = np.full((count, draw(st.integers(1, 3))), -1)
+    for vertex in range(1, count):
+        chosen = draw(st.lists(st.integers(0, vertex - 1), max_size=children.shape[1]))
+        children[vertex, : len(chosen)] = chosen
+    function = [draw(st.sampled_from([MIX, LAST] if row[0] >= 0 else [SOURCE, MIX, LAST])) for row in children]
+    pulls = {name: np.array(draw(st.lists(st.integers(0, ROWS - 1), min_size=count, max_size=count))) for name in "xy"}
+    return Edges(children, np.array(function), pulls)
+
+
+def results(model, run):
+    model.zero_grad(set_to_none=True)
+    outputs = run()
+    sum((rows * torch.arange(1.0, rows.numel() + 1).view_as(rows)).sum() for rows in outputs.values()).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {**{name: rows.detach() for name, rows in outputs.items() if len(rows)}, **gradients}
+
+
+@given(minibatch=st.lists(samples(), min_size=1, max_size=6))
+@settings(quick, max_examples=40)
+def test_any_graphs_give_what_one_vertex_after_the_other_gives(minibatch):
+    model = Model()
+    expected = results(model, lambda: model.one_by_one(minibatch))
+    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+        actual = results(model, lambda n=name, s=sharing, d=defer: model.batched(minibatch, n, s, d))
+        for part, value in expected.items():
+            if value is None:  # nothing ran through it
+                actual[part] = None if actual[part] is None or not actual[part].any() else actual[part]
+        assert_same(actual, expected, 1e-9)
+
+
+CHAIN = Edges(
+    np.array([[-1], [0], [1]]), np.array([SOURCE, MIX, LAST]), {"x": np.array([0, 1, 2]), "y": np.zeros(3, int)}
+)
+
+
+def test_all_activated_vertices_run_together():
+    plan = Model().network.plan([CHAIN] * 4)
+    assert [len(group.nodes) for group in plan.schedule] == [4, 4, 4]
+
+
+def test_sharing_runs_equal_vertices_once_and_brings_each_row_once():
+    model = Model()
+    plan = model.network.plan([CHAIN] * 4, sharing=True)
+    assert [len(group.nodes) for group in plan.schedule] == [1, 1, 1]
+    assert plan.rows["x"].tolist() == [0, 1, 2]
+    shared = model.batched([CHAIN] * 4, sharing=True)
+    assert shared["a"].shape == (4, 3)
+    assert shared["score"].shape == (4,)
+
+
+def test_a_table_given_whole_is_read_where_its_rows_are():
+    model = Model()
+    plan = model.network.plan([CHAIN], tables={"x": ROWS})
+    assert plan.rows["x"].tolist() == list(range(ROWS))
+    outcome = model.network(plan, {"x": model.tables["x"], "y": model.tables["y"][plan.rows["y"]]})
+    assert torch.equal(outcome.roots["a"], model.batched([CHAIN])["a"])
+
+
+def test_a_plan_holds_no_sample_after_another_network_of_the_same_kind_has_run_it():
+    plan = Model().network.plan([CHAIN])
+    first, second = Model(), Model()
+    with torch.no_grad():
+        second.last.weight.mul_(2)
+    inputs = {name: first.tables[name][plan.rows[name]] for name in plan.rows}
+    assert not torch.equal(first.network(plan, inputs).roots["a"], second.network(plan, inputs).roots["a"])
+
+
+def changed(**fields):
+    return Edges(**{"children": CHAIN.children, "function": CHAIN.function, "pulls": CHAIN.pulls, **fields})
+
+
+@pytest.mark.parametrize(
+    ("minibatch", "message"),
+    [
+        ([], "there is no sample, expected one vertex or more"),
+        ([CHAIN, Edges(np.empty((0, 1), int), np.empty(0, int))], "sample 1 has no vertices"),
+        ([CHAIN, changed(children=np.array([[-1], [1], [1]]))], r"sample 1, vertex 1 has children \[1\], expected"),
+        ([changed(children=np.array([[-1, -1], [-1, 0], [0, 1]]))], r"vertex 1 has children \[-1, 0\], expected"),
+        ([changed(function=np.array([0, 1, 3]))], "sample 0: function 3, expected 0 to 2"),
+        ([CHAIN, changed(function=None)], "sample 1 does not say which of 3 functions its vertices run"),
+        ([CHAIN, changed(pulls={"x": CHAIN.pulls["x"]})], "sample 1 does not say which rows of 'y' its vertices pull"),
+        ([changed(pulls=CHAIN.pulls | {"x": np.array([0, -1, 0])})], "sample 0, vertex 1: its function pulls 'x'"),
+    ],
+)
+def test_a_sample_that_makes_no_graph_is_named(minibatch, message):
+    with pytest.raises(ValueError, match=message):
+        Model().network.plan(minibatch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"children": np.array([-1, 0, 1])}, r"children \(3,\), expected \(V, A\)"),
+        ({"function": np.array([0])}, "3 vertices, but 'function' of 1"),
+        ({"pulls": {"x": np.array([0, 0])}}, "3 vertices, but 'x' of 2"),
+    ],
+)
+def test_a_sample_of_arrays_of_different_lengths_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        changed(**fields)
+
+
+def test_a_vertex_that_neither_pulls_nor_gathers_is_named():
+    network = VertexNetwork([VertexFunction(print, gathers=("h",))], {"h": (1,)})
+    with pytest.raises(ValueError, match="sample 0, vertex 0 neither pulls nor gathers"):
+        network.plan([Edges(np.array([[-1], [0]])), Edges(np.array([[-1]]))][::-1])
+
+
+def test_rows_that_are_not_given_or_not_there_are_named():
+    model = Model()
+    plan = model.network.plan([CHAIN])
+    with pytest.raises(ValueError, match="no rows of 'y' are given"):
+        model.network(plan, {"x": model.tables["x"][plan.rows["x"]]})
+    with pytest.raises(ValueError, match="row 2 of 'x' is pulled, of which there are 2"):
+        model.network.plan([CHAIN], tables={"x": 2})
+
+
+def test_a_function_that_forgets_a_state_is_named():
+    network = VertexNetwork([VertexFunction(lambda v: v.scatter(a=v.pull("x")), pulls=("x",))], {"a": (2,), "b": (2,)})
+    plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
+    with pytest.raises(ValueError, match="function 0 hands on a, expected a, b"):
+        network(plan, {"x": torch.zeros(1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("functions", "states", "message"),
+    [
+        ([VertexFunction(print, gathers=("c",))], {"h": ()}, "function 0 gathers 'c', expected of h"),
+        ([VertexFunction(print, pulls=("h",))], {"h": ()}, "have a name in common"),
+    ],
+)
+def test_networks_that_cannot_run_are_refused(functions, states, message):
+    with pytest.raises(ValueError, match=message):
+        VertexNetwork(functions, states)
