@@ -30,6 +30,8 @@ from iep.bench.machine import describe_machine, machine_line
 from iep.bench.measure import Effort
 from iep.bench.samples import tagger_samples, tree_fc_samples, tree_lstm_samples
 from iep.bench.strategy import BEST, Strategy
+from iep.bench.tagger import EMBEDDING, HIDDEN, TAGS, tagger_models, tagger_ways
+from iep.bench.tree_fc import tree_fc_models, tree_fc_ways
 from iep.bench.tree_lstm import binary_models, binary_ways
 from iep.cli.options import CommaList
 from iep.files import check_writable, write_bytes
@@ -226,19 +228,16 @@ def cases(workload: str, batch: int, rng: np.random.Generator) -> tuple[Samples,
         samples = tree_lstm_samples(sst_like(count, WORDS, rng), batch, TREE_LSTM_WIDTH, SENTIMENTS)
         models, ways, dynet = binary_models(WORDS, TREE_LSTM_WIDTH), binary_ways, dynet_tree_lstm
     elif workload == "tree-fc":
-        from iep.bench.tree_fc import tree_fc_models, tree_fc_ways
-
         samples = tree_fc_samples(complete_trees(batch, TREE_FC_LEAVES, WORDS, rng), batch, TREE_FC_WIDTH)
         models, ways, dynet = tree_fc_models(WORDS, TREE_FC_WIDTH), tree_fc_ways, dynet_tree_fc
     else:
-        from iep.bench.tagger import EMBEDDING, HIDDEN, TAGS, tagger_models, tagger_ways
-
         sentences = wikiner_like(count, WORDS, TAGS, rng)
         samples = tagger_samples(sentences, batch, EMBEDDING, TAGGER_WIDTH, HIDDEN, TAGS)
         models, ways, dynet = tagger_models(WORDS, TAGS, TAGGER_WIDTH), tagger_ways, dynet_tagger
     hand = models[1]
-    here = [replace(way, name=f"iep, {way.name}" if way.calls else way.name) for way in ways(*models, OURS)]
-    all_ways = [dynet(hand, one_matrix=True), dynet(hand, one_matrix=False), *here]
+    *here, by_hand = ways(*models, OURS)
+    here = [replace(way, name=f"iep, {way.name}") for way in here]
+    all_ways = [dynet(hand, one_matrix=True), dynet(hand, one_matrix=False), by_hand, *here]
     check_losses(all_ways, samples.minibatches[0])
     return samples, all_ways
 
