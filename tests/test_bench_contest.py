@@ -15,10 +15,10 @@ from iep.bench.hand_tagger import PackedTagger, pack
 from iep.bench.hand_trees import HandTreeFC, HandTreeLSTM
 from iep.bench.limit import Layer, flop, products, tagger_layers, tree_fc_layers, tree_lstm_layers
 from iep.bench.measure import Effort
-from iep.bench.samples import tagger_samples, tree_fc_samples, tree_lstm_samples
+from iep.bench.samples import child_sum_samples, tagger_samples, tree_fc_samples, tree_lstm_samples
 from iep.bench.tree_levels import levels_of
 from iep.workloads.sentences import Sentence, wikiner_like
-from iep.workloads.trees import Tree, complete_trees, sst_like
+from iep.workloads.trees import Tree, complete_trees, sick_like, sst_like
 
 WORDS, WIDTH, CLASSES, TAGS = 20, 6, 5, 4
 LONE = Tree(np.array([[-1, -1]]), np.array([3]), 2)
@@ -259,3 +259,29 @@ def test_training_losses_of_hand_written_steps_leave_gradients(rng: np.random.Ge
     torch.testing.assert_close(loss, expected.detach())
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert hand.calls(levels) == len(levels.rows)
+
+
+def test_letters_of_spelled_words_are_cells_and_products_too(rng: np.random.Generator):
+    sentences = wikiner_like(6, WORDS, TAGS, rng, characters=9)
+    letters = sum(len(word) for sentence in sentences for word in sentence.characters)
+    plain, spelled = (tagger_samples(sentences, 6, 4, WIDTH, 3, TAGS, size) for size in (None, 8))
+    assert letters > 0
+    assert spelled.cells - plain.cells == 2 * letters
+    more = flop(spelled.layers[0], False) - flop(plain.layers[0], False)
+    assert more == 2 * letters * 2 * (8 + 2) * 4 * 2  # an LSTM each way of width 2
+
+
+def test_a_child_sum_cell_has_a_product_for_itself_and_one_for_each_child(rng: np.random.Generator):
+    pairs = sick_like(3, WORDS, rng)
+    samples = child_sum_samples(pairs, 3, 7, WIDTH)
+    trees = [tree for pair in pairs for tree in (pair.left, pair.right)]
+    vertices = sum(map(len, trees))
+    inner = sum(int((tree.children[:, 0] >= 0).sum()) for tree in trees)
+    words, cells, edges = samples.layers[0]
+    assert (samples.cells, words.rows, sum(cells.rows), sum(edges.rows)) == (vertices, (vertices,), inner, vertices - 6)
+    assert flop(samples.layers[0], False) == 2 * (vertices * 7 * 4 + inner * WIDTH * 3 + (vertices - 6) * WIDTH) * WIDTH
+
+
+def test_all_calls_of_one_sample_after_the_other_are_its_cells():
+    row = compare([way(PER_INSTANCE)], tiny_samples(), TRAINING, 1, ONCE).rows[0]
+    assert (row.calls, row.batching_ratio) == (5, 1)

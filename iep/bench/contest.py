@@ -159,7 +159,7 @@ class _Way:
         self.minibatches = [samples.first(minibatch, way.enough_cells) for minibatch in samples.minibatches]
         cells = [map(samples.count_cells, each) for each in (samples.minibatches, self.minibatches)]
         self.scales = [all_cells / run_cells for all_cells, run_cells in zip(*cells, strict=True)]
-        self.calls: float | None = None
+        self.calls = samples.cells if way.name == PER_INSTANCE else None
         if way.calls is not None:
             self.calls = mean(
                 scale * way.calls(way.construct(minibatch))

@@ -114,9 +114,14 @@ def child_sum_layers(cells: Sequence[int], edges: Sequence[int], words: int, emb
     return [Layer(embedding, 4 * width, (words,)), *above]
 
 
+def bilstm_layers(lengths: Sequence[int], inputs: int, width: int) -> list[Layer]:
+    """Of an LSTM each way over sequences of `lengths`: all items' input products at once, then one product a step."""
+    steps = tuple(sum(length > step for length in lengths) for step in range(max(lengths, default=0)))
+    return 2 * [Layer(inputs, 4 * width, (sum(lengths),)), Layer(width, 4 * width, steps)] if steps else []
+
+
 def tagger_layers(lengths: Sequence[int], embedding: int, width: int, hidden: int, tags: int) -> list[Layer]:
-    """Of a BiLSTM tagger of sentences of `lengths`: all words' input products at once, then one product a step."""
+    """Of a BiLSTM tagger of sentences of `lengths`."""
     words = sum(lengths)
-    steps = tuple(sum(length > step for length in lengths) for step in range(max(lengths)))
-    direction = [Layer(embedding, 4 * width, (words,)), Layer(width, 4 * width, steps)]
-    return [*direction, *direction, Layer(2 * width, hidden, (words,)), Layer(hidden, tags, (words,))]
+    scores = [Layer(2 * width, hidden, (words,)), Layer(hidden, tags, (words,))]
+    return [*bilstm_layers(lengths, embedding, width), *scores]

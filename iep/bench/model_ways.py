@@ -49,7 +49,7 @@ def _batched(model: nn.Module, strategy: Strategy, targets: Targets, loss: Loss)
     )
 
 
-def per_instance(model: nn.Module, targets: Targets, loss: Loss, cells: Callable[[Any], int]) -> Way:
+def per_instance(model: nn.Module, targets: Targets, loss: Loss) -> Way:
     """`model.one(sample)` for one sample after the other, each with its own backward pass."""
 
     def compute(samples: Sequence[Any], training: bool) -> float:
@@ -70,7 +70,6 @@ def per_instance(model: nn.Module, targets: Targets, loss: Loss, cells: Callable
         name=PER_INSTANCE,
         construct=list,
         compute=compute,
-        calls=lambda samples: sum(map(cells, samples)),
         enough_cells=ENOUGH_CELLS,
     )
 

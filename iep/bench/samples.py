@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from iep.bench.contest import Samples
-from iep.bench.limit import Layer, child_sum_layers, tagger_layers, tree_fc_layers, tree_lstm_layers
+from iep.bench.limit import Layer, bilstm_layers, child_sum_layers, tagger_layers, tree_fc_layers, tree_lstm_layers
 from iep.bench.tree_levels import heights, levels_of
 from iep.workloads.sentences import Sentence
 from iep.workloads.trees import Tree, TreePair
@@ -54,14 +54,31 @@ def child_sum_samples(pairs: Sequence[TreePair], batch: int, embedding: int, wid
 
 
 def tagger_samples(
-    sentences: Sequence[Sentence], batch: int, embedding: int, width: int, hidden: int, tags: int
+    sentences: Sequence[Sentence],
+    batch: int,
+    embedding: int,
+    width: int,
+    hidden: int,
+    tags: int,
+    letter_embedding: int | None = None,
 ) -> Samples:
-    """The same of sentences, for a BiLSTM tagger; cells are those of both LSTMs."""
+    """The same of sentences, for a BiLSTM tagger; cells are those of all LSTMs.
+
+    Args:
+        letter_embedding: where rare words are spelled, by an LSTM each way of half the words' embedding.
+    """
 
     def layers(minibatch: Sequence[Sentence]) -> list[Layer]:
-        return tagger_layers([len(sentence) for sentence in minibatch], embedding, width, hidden, tags)
+        spelled = [length for sentence in minibatch for length in letters(sentence)]
+        of_letters = bilstm_layers(spelled, letter_embedding or 0, embedding // 2)
+        return of_letters + tagger_layers([len(sentence) for sentence in minibatch], embedding, width, hidden, tags)
 
-    return _samples(sentences, batch, {"batch": batch}, layers, cells=lambda sentence: 2 * len(sentence))
+    def letters(sentence: Sentence) -> list[int]:
+        """How many each spelled word has."""
+        words = () if letter_embedding is None or sentence.characters is None else sentence.characters
+        return [len(word) for word in words if len(word)]
+
+    return _samples(sentences, batch, {"batch": batch}, layers, cells=lambda each: 2 * (len(each) + sum(letters(each))))
 
 
 def _samples(

@@ -23,8 +23,8 @@ from iep.workloads.tagger import Tagger
 
 TAGS, LETTERS = 9, 64
 """Of the sentences made."""
-EMBEDDING, HIDDEN = 128, 32
-"""Sizes of word vectors and of the layer before the tags (Qiao & Taura 2019, section 4.1)."""
+EMBEDDING, LETTER_EMBEDDING, HIDDEN = 128, 64, 32
+"""Sizes of vectors of words and letters, and of the layer before the tags (Qiao & Taura 2019, section 4.1)."""
 
 
 def tagger_cases(
@@ -61,14 +61,13 @@ def tagger_cases(
     ways = tagger_ways(*models, strategies, with_per_instance)
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     description = f"BiLSTM tagger, width {width}, {words} words, {tags} tags, {spelled}, {origin}"
-    return description, (
-        (tagger_samples(sentences, size, EMBEDDING, width, HIDDEN, tags), ways) for size in sorted(batch_sizes)
-    )
+    sizes = (EMBEDDING, width, HIDDEN, tags, LETTER_EMBEDDING if characters else None)
+    return description, ((tagger_samples(sentences, size, *sizes), ways) for size in sorted(batch_sizes))
 
 
 def tagger_models(words: int, tags: int, width: int, characters: int | None = None) -> tuple[Tagger, PackedTagger]:
     """The network, and the one by hand with the same weights, which does not spell."""
-    model = Tagger(words, tags, characters, EMBEDDING, width, HIDDEN)
+    model = Tagger(words, tags, characters, EMBEDDING, width, HIDDEN, LETTER_EMBEDDING)
     hand = PackedTagger(words, tags, EMBEDDING, width, HIDDEN)
     for name in ("embedding", "hidden", "tags"):
         getattr(hand, name).load_state_dict(getattr(model, name).state_dict())
@@ -92,7 +91,7 @@ def tagger_ways(
     model: Tagger, hand: PackedTagger, strategies: Sequence[Strategy], with_per_instance: bool = False
 ) -> list[Way]:
     """As `tree_lstm.binary_ways`; packed sequences are left out where rare words are spelled."""
-    alone = [per_instance(model, _tags, summed_cross_entropy, lambda each: 2 * len(each))] if with_per_instance else []
+    alone = [per_instance(model, _tags, summed_cross_entropy)] if with_per_instance else []
     packed = [] if model.characters is not None else [tagger_by_hand(hand)]
     return [*alone, *batched_ways(model, strategies, _tags, summed_cross_entropy), *packed]
 

@@ -48,7 +48,7 @@ def tree_fc_ways(
     model: TreeFC, hand: HandTreeFC, strategies: Sequence[Strategy], with_per_instance: bool = False
 ) -> list[Way]:
     """As `tree_lstm.binary_ways`."""
-    alone = [per_instance(model, _no_targets, _sum, lambda tree: tree.num_leaves - 1)] if with_per_instance else []
+    alone = [per_instance(model, _no_targets, _sum)] if with_per_instance else []
     return [*alone, *batched_ways(model, strategies, _no_targets, _sum), tree_fc_by_hand(hand)]
 
 

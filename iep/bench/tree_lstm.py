@@ -65,7 +65,7 @@ def binary_ways(
     model: BinaryTreeLSTM, hand: HandTreeLSTM, strategies: Sequence[Strategy], with_per_instance: bool = False
 ) -> list[Way]:
     """One sample after the other, batched by vertex functions under every strategy, and by hand."""
-    alone = [per_instance(model, _labels, summed_cross_entropy, len)] if with_per_instance else []
+    alone = [per_instance(model, _labels, summed_cross_entropy)] if with_per_instance else []
     batched = batched_ways(model, strategies, _labels, summed_cross_entropy)
     return [*alone, *batched, tree_lstm_by_hand(hand)]
 
