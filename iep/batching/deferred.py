@@ -88,7 +88,9 @@ class _Linear(NamedTuple):
         self, gradient: Tensor, input: Tensor, weight: Tensor, has_bias: bool
     ) -> tuple[Tensor, Tensor | None]:
         gradient, input = gradient.flatten(0, -2), input.flatten(0, -2)
-        return gradient.T @ input, gradient.sum(0) if has_bias else None
+        # As the weight lies in memory: autograd would copy a gradient that lies otherwise.
+        found = (input.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ input
+        return found, gradient.sum(0) if has_bias else None
 
 
 class _Conv2d(NamedTuple):
