@@ -41,7 +41,7 @@ class TreeFC(nn.Module):
         made: list[Tensor] = []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
             taken = [made[child] for child in children if child >= 0]
-            made.append(self.inner(torch.cat(taken)).relu() if taken else self.embedding.weight[word])
+            made.append(self.inner(torch.cat(taken)).relu() if taken else self.embedding(torch.tensor(word)))
         return made[-1]
 
     def _leaf(self, vertices: Vertices) -> None:

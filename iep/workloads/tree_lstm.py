@@ -50,7 +50,10 @@ class BinaryTreeLSTM(nn.Module):
         h, c = [], []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
             taken = [child for child in children if child >= 0]
-            gates = self.inner(torch.cat([h[n] for n in taken])) if taken else self.leaf(self.embedding.weight[word])
+            if taken:
+                gates = self.inner(torch.cat([h[n] for n in taken]))
+            else:
+                gates = self.leaf(self.embedding(torch.tensor(word)))
             i, o, *forget, u = gates.split(self.width)
             kept = [f.sigmoid() * c[n] for f, n in zip(forget, taken, strict=True)]
             c.append(sum(kept, i.sigmoid() * u.tanh()))
