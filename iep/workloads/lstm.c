@@ -1,8 +1,9 @@
 /* An LSTM cell's state from its gates, and the gradients back, each in one pass over memory; lstm.py loads it.
 
    G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u, to which bias is
-   added first: one row for all, with a stride of 0, or a row each; c_children (G, A, H); h and c (G, H). Compiled
-   twice, for float and double; the compiler vectorises the loops, exponential included. */
+   added first; c_children (G, A, H); h and c (G, H). Where one row stands for all, its stride is 0. The cells from
+   start to end - 1 are computed. Compiled twice, for float and double; the compiler vectorises the loops, exponential
+   included. */
 
 #include <math.h>
 
@@ -48,15 +49,16 @@ static void NAME(output)(long H, const REAL *restrict o, const REAL *restrict b_
         h[j] = NAME(sigmoid)(o[j] + b_o[j]) * NAME(tanh)(c[j]);
 }
 
-void NAME(state)(long G, long A, long H, const REAL *bias, long bias_stride, const REAL *gates, const REAL *c_children,
-                 REAL *h, REAL *c)
+void NAME(state)(long start, long end, long A, long H, const REAL *biases, long bias_stride, const REAL *all_gates,
+                 const REAL *c_children, REAL *h, REAL *c)
 {
     const long u = (2 + A) * H;
-    for (; G > 0; G--, bias += bias_stride, gates += (3 + A) * H, c_children += A * H, h += H, c += H) {
-        NAME(input)(H, gates, bias, gates + u, bias + u, c);
+    for (long g = start; g < end; g++) {
+        const REAL *bias = biases + g * bias_stride, *gates = all_gates + g * (u + H);
+        NAME(input)(H, gates, bias, gates + u, bias + u, c + g * H);
         for (long a = 0, f = 2 * H; a < A; a++, f += H)
-            NAME(keep)(H, gates + f, bias + f, c_children + a * H, c);
-        NAME(output)(H, gates + H, bias + H, c, h);
+            NAME(keep)(H, gates + f, bias + f, c_children + (g * A + a) * H, c + g * H);
+        NAME(output)(H, gates + H, bias + H, c + g * H, h + g * H);
     }
 }
 
@@ -93,19 +95,20 @@ static void NAME(input_back)(long H, const REAL *restrict i, const REAL *restric
     }
 }
 
-/* dh and dc advance by their strides from row to row: H, or 0 where one row of zeros stands for no gradient. */
-void NAME(state_back)(long G, long A, long H, const REAL *bias, long bias_stride, const REAL *gates,
+void NAME(state_back)(long start, long end, long A, long H, const REAL *biases, long bias_stride, const REAL *all_gates,
                       const REAL *c_children, const REAL *c, const REAL *dh, long dh_stride, const REAL *dc,
-                      long dc_stride, REAL *d_gates, REAL *d_children)
+                      long dc_stride, REAL *d_all_gates, REAL *d_children)
 {
-    const long width = (3 + A) * H, u = (2 + A) * H;
-    for (; G > 0; G--, bias += bias_stride, dh += dh_stride, dc += dc_stride) {
-        REAL *to_c = d_gates + u;
-        NAME(output_back)(H, gates + H, bias + H, c, dh, dc, d_gates + H, to_c);
-        for (long a = 0, f = 2 * H; a < A; a++, f += H, c_children += H, d_children += H)
-            NAME(keep_back)(H, gates + f, bias + f, c_children, to_c, d_gates + f, d_children);
+    const long u = (2 + A) * H;
+    for (long g = start; g < end; g++) {
+        const REAL *bias = biases + g * bias_stride, *gates = all_gates + g * (u + H);
+        REAL *d_gates = d_all_gates + g * (u + H), *to_c = d_gates + u;
+        NAME(output_back)(H, gates + H, bias + H, c + g * H, dh + g * dh_stride, dc + g * dc_stride, d_gates + H, to_c);
+        for (long a = 0, f = 2 * H; a < A; a++, f += H) {
+            const long child = (g * A + a) * H;
+            NAME(keep_back)(H, gates + f, bias + f, c_children + child, to_c, d_gates + f, d_children + child);
+        }
         NAME(input_back)(H, gates, bias, gates + u, bias + u, d_gates, to_c);
-        gates += width, d_gates += width, c += H;
     }
 }
 

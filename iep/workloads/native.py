@@ -18,11 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
 TYPES = {torch.float32: "float", torch.float64: "double"}
-ROWS_WORTH_A_THREAD = 1 << 17
+WORTH_A_THREAD = 1 << 17
 """Numbers that a thread should have to work on, so that to wake it pays."""
 
 
@@ -64,23 +63,19 @@ def _processor() -> str:
     return f"{platform.machine()} {platform.libc_ver()} {flags}"
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether kernels can work on these: on the CPU, of one dtype that they know, rows one after the other."""
-    first = tensors[0]
-    return first.dtype in TYPES and all(
-        tensor.device.type == "cpu" and tensor.dtype == first.dtype and tensor.is_contiguous() for tensor in tensors
-    )
+def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: tuple[int, ...]) -> None:
+    """`kernel(start, end, *arguments)` over all rows, by as many threads as PyTorch uses, if it pays.
 
-
-def over_rows(run: Callable[[int, int], None], rows: int, numbers: int) -> None:
-    """`run(start, end)` over all rows, `numbers` of numbers in all, by as many threads as PyTorch uses."""
-    threads = min(torch.get_num_threads(), numbers // ROWS_WORTH_A_THREAD, rows)
+    Args:
+        numbers: how many there are in all rows together.
+    """
+    threads = min(torch.get_num_threads(), numbers // WORTH_A_THREAD, rows)
     if threads < 2:
-        run(0, rows)
+        kernel(0, rows, *arguments)
         return
     first, *parts = pairwise(rows * part // threads for part in range(threads + 1))
-    others = [_pool().submit(run, *part) for part in parts]
-    run(*first)
+    others = [_pool().submit(kernel, *part, *arguments) for part in parts]
+    kernel(*first, *arguments)
     for other in others:
         other.result()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from iep.batching import Edges, Outcome, Schedule, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.workloads.lstm import lstm_state
+from iep.workloads.lstm import by_columns, lstm_state
 from iep.workloads.sentences import Sentence
 
 WAYS = FORWARD, BACKWARD = range(2)
@@ -35,6 +35,8 @@ class BiLSTM(nn.Module):
         self.width = width
         self.inputs = nn.ModuleList(nn.Linear(inputs, 4 * width) for _ in range(2))
         self.recurrent = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        for layer in (*self.inputs, *self.recurrent):
+            layer.weight = by_columns(layer.weight)
         functions = [
             VertexFunction(partial(self._step, way), ("h", "c"), pulls=(f"gates{way}",), pushes=(f"h{way}",))
             for way in WAYS

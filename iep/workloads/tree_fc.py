@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.workloads.lstm import by_columns
 from iep.workloads.trees import Tree
 
 
@@ -22,6 +23,7 @@ class TreeFC(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(words, width, sparse=True)
         self.inner = nn.Linear(2 * width, width)
+        self.inner.weight = by_columns(self.inner.weight)
         leaf = VertexFunction(self._leaf, pulls=("word",))
         inner = VertexFunction(self._inner, gathers=("h",))
         self.network = VertexNetwork([leaf, inner], states={"h": (width,)})

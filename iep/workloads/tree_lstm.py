@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.workloads.lstm import lstm_state
+from iep.workloads.lstm import by_columns, lstm_state
 from iep.workloads.trees import Tree
 
 LEAF, INNER = range(2)
@@ -30,6 +30,8 @@ class BinaryTreeLSTM(nn.Module):
         self.embedding = nn.Embedding(words, width, sparse=True)
         self.leaf = nn.Linear(width, 3 * width)
         self.inner = nn.Linear(2 * width, 5 * width)
+        for layer in (self.leaf, self.inner):
+            layer.weight = by_columns(layer.weight)
         self.classifier = nn.Linear(width, classes)
         leaf = VertexFunction(self._leaf, pulls=("word",))
         inner = VertexFunction(self._inner, gathers=("h", "c"))
