@@ -62,6 +62,13 @@ def test_words_that_a_vocabulary_lacks_are_unknown(sst: Path):
     assert same == {UNKNOWN: 0, "good": 1}
 
 
+def test_only_spaces_part_words_and_only_line_feeds_end_lines(tmp_path: Path):
+    (tmp_path / "spaces.txt").write_text("(2 (2 8\u00a01/2) (2 x\u2028y))\r\n(1 one)", encoding="utf-8")
+    (tree, other), word_to_idx = read_sst(tmp_path / "spaces.txt")
+    assert set(word_to_idx) == {UNKNOWN, "8\u00a01/2", "x\u2028y", "one"}
+    assert (len(tree), len(other)) == (3, 1)
+
+
 def test_a_very_deep_tree_is_read(tmp_path: Path):
     deep = 3_000
     (tmp_path / "deep.txt").write_text("(2 (2 a) " * deep + "(2 b)" + ")" * deep)
@@ -74,13 +81,16 @@ def test_a_very_deep_tree_is_read(tmp_path: Path):
     ("text", "words"),
     [
         ("(3 (2 a) (2 b)", ["line 1", "1 brackets open"]),
-        ("(3 (2 a) (2 b)))", ["line 1, token 12", "after the tree's end"]),
+        ("(3 (2 a) (2 b)))", ["line 1, token 12", "')'", "the end of the line"]),
         ("(3 (2 a) (2 b))\n(7 a)", ["line 2, token 2", "'7'", "label 0 to 4"]),
         ("(3 (2 a) (2 b) (2 c))", ["line 1", "3 parts", "a word or two vertices"]),
         ("(3 (2 a b) (2 c))", ["line 1", "2 parts"]),
         ("(3 (2 a))", ["1 parts"]),
         ("a (2 b)", ["line 1, token 1", "'a'", "expected ("]),
-        ("(", ["end of line", "label"]),
+        ("( (2 a) (2 b))", ["line 1, token 2", "'('", "label"]),
+        ("()", ["line 1, token 2", "')'", "label"]),
+        ("(\u00b2 a)", ["label 0 to 4"]),
+        ("(", ["1 brackets open"]),
         ("\n", ["no trees"]),
     ],
 )
@@ -116,6 +126,8 @@ def test_dependency_trees_are_read_with_children_in_the_order_of_the_sentence(si
         ("a.parents", "2 3 0 0 -1\n0\n", ["line 1", "2 roots"]),
         ("a.parents", "2 1 0 3 -1\n0\n", ["line 1", "2 words go round in circles"]),
         ("a.parents", "5 3 0 3 -1\n0\n", ["line 1", "in no tree"]),
+        ("a.parents", "2 3 0 \u00b2 -1\n0\n", ["line 1, word 4"]),
+        ("sim.txt", "4.5\nnan\n", ["sim.txt, line 2", "'nan'"]),
         ("sim.txt", "4.5\nx\n", ["sim.txt, line 2", "'x'", "a number"]),
     ],
 )

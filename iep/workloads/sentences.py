@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from iep.errors import InputError
+from iep.workloads.lines import read_lines
 
 UNKNOWN_WORD = 0
 MIN_COUNT = 5
@@ -61,13 +62,7 @@ def read_wikiner(path: Path) -> tuple[list[Sentence], Vocabularies]:
     Raises:
         InputError: the file cannot be read or has no sentence, or a token is not of that form (names line and token).
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    tagged = [_tokens(line, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    tagged = [_tokens(line, f"{path}, line {n}") for n, line in enumerate(read_lines(path), start=1) if line.strip()]
     if not tagged:
         raise InputError(f"{path}: no sentences, expected one a line, such as Paris|NNP|I-LOC is|VBZ|O")
     count = Counter(word for tokens in tagged for word, _ in tokens)
@@ -81,7 +76,7 @@ def read_wikiner(path: Path) -> tuple[list[Sentence], Vocabularies]:
 
 def _tokens(line: str, where: str) -> list[tuple[str, str]]:
     found = []
-    for n, token in enumerate(line.split(), start=1):
+    for n, token in enumerate((part for part in line.split(" ") if part), start=1):
         parts = token.split("|")
         if len(parts) < 2 or not parts[0] or not parts[-1]:
             raise InputError(f"{where}, token {n}: {token!r}, expected word|part of speech|tag")

@@ -6,15 +6,21 @@ trees as lists of parents (the preprocessed data of Tai et al. 2015, Improved Se
 Tree-Structured Long Short-Term Memory Networks, section 5.2). Parses no raw text.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from iep.errors import InputError
+from iep.workloads.lines import read_lines
 from iep.workloads.trees import SENTIMENTS, Tree, TreePair, tree_from_parents
 
 UNKNOWN = "<unk>"
+SST_TOKEN = re.compile(r"[()]|[^() ]+")
+"""Words of the treebank may hold other white space than the space that parts them."""
+SICK_PARENT = re.compile(r"-?[0-9]+")
 
 
 def index_words(words: Iterable[str]) -> dict[str, int]:
@@ -35,7 +41,7 @@ def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[
     Raises:
         InputError: the file cannot be read, or a line is no such tree (names line and token).
     """
-    parsed = [_parse_sst(line, f"{path}, line {n}") for n, line in enumerate(_lines(path), start=1) if line.strip()]
+    parsed = [_parse_sst(line, f"{path}, line {n}") for n, line in enumerate(read_lines(path), start=1) if line.strip()]
     if not parsed:
         raise InputError(f"{path}: no trees, expected one a line, such as (3 (2 It) (4 works))")
     if word_to_idx is None:
@@ -48,53 +54,38 @@ Bracketed = tuple[list[tuple[int, int]], list[str | None], list[int]]
 
 
 def _parse_sst(line: str, where: str) -> Bracketed:
-    tokens = line.replace("(", " ( ").replace(")", " ) ").split()
     children, words, labels = [], [], []
-    open_labels: list[int] = []
-    open_parts: list[list[int | str]] = []
-    done: int | None = None
-    place = 0
-    while place < len(tokens):
-        token = tokens[place]
-        if done is not None:
-            raise InputError(f"{where}, token {place + 1}: {token!r} after the tree's end")
-        if token == "(":
-            open_labels.append(_sst_label(tokens[place + 1 : place + 2], f"{where}, token {place + 2}"))
-            open_parts.append([])
-            place += 2
-            continue
-        if not open_parts:
-            raise InputError(f"{where}, token {place + 1}: {token!r}, expected (")
-        if token != ")":
-            open_parts[-1].append(token)
-            place += 1
-            continue
-        label, parts = open_labels.pop(), open_parts.pop()
-        if len(parts) == 1 and isinstance(parts[0], str):
-            children.append((-1, -1))
-            words.append(parts[0])
-        elif len(parts) == 2 and all(isinstance(part, int) for part in parts):
-            children.append(tuple(parts))
-            words.append(None)
+    opened: list[list[int | str]] = []
+    """Of each open vertex its label, then its word or its children's numbers."""
+    for place, token in enumerate(SST_TOKEN.findall(line), start=1):
+        at = f"{where}, token {place}: {token!r}"
+        if not opened and (labels or token != "("):
+            raise InputError(f"{at}, expected {'the end of the line' if labels else '('}")
+        if opened and not opened[-1]:
+            opened[-1].append(_sst_label(token, at))
+        elif token == "(":
+            opened.append([])
+        elif token != ")":
+            opened[-1].append(token)
         else:
-            raise InputError(
-                f"{where}, token {place + 1}: a vertex of {len(parts)} parts, expected a word or two vertices"
-            )
-        labels.append(label)
-        if open_parts:
-            open_parts[-1].append(len(labels) - 1)
-        else:
-            done = len(labels) - 1
-        place += 1
-    if done is None:
-        raise InputError(f"{where}: ends with {len(open_parts)} brackets open")
+            label, *parts = opened.pop()
+            kinds = [type(part) for part in parts]
+            if kinds not in ([str], [int, int]):
+                raise InputError(f"{at} ends a vertex of {len(parts)} parts, expected a word or two vertices")
+            words.append(parts[0] if kinds == [str] else None)
+            children.append((-1, -1) if kinds == [str] else tuple(parts))
+            labels.append(label)
+            if opened:
+                opened[-1].append(len(labels) - 1)
+    if opened:
+        raise InputError(f"{where}: ends with {len(opened)} brackets open")
     return children, words, labels
 
 
-def _sst_label(token: Sequence[str], where: str) -> int:
-    if not token or not token[0].isdigit() or int(token[0]) >= SENTIMENTS:
-        raise InputError(f"{where}: {token[0] if token else 'end of line'!r}, expected a label 0 to {SENTIMENTS - 1}")
-    return int(token[0])
+def _sst_label(token: str, at: str) -> int:
+    if token not in map(str, range(SENTIMENTS)):
+        raise InputError(f"{at}, expected a label 0 to {SENTIMENTS - 1}")
+    return int(token)
 
 
 def _sst_tree(children: list, words: list, labels: list, word_to_idx: Mapping[str, int]) -> Tree:
@@ -121,14 +112,14 @@ def read_sick(
             (names file, line and word).
     """
     parts = [directory / name for name in ("a.toks", "a.parents", "b.toks", "b.parents", "sim.txt")]
-    lines = [_lines(part) for part in parts]
+    lines = [read_lines(part) for part in parts]
     for part, found in zip(parts, lines, strict=True):
         if len(found) != len(lines[0]):
             raise InputError(f"{part}: {len(found)} lines, expected {len(lines[0])} as in {parts[0].name}")
     if not lines[0]:
         raise InputError(f"{parts[0]}: empty, expected a sentence a line")
     if word_to_idx is None:
-        word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in line.split())
+        word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in _parted(line))
     pairs = []
     for n, (a_words, a_parents, b_words, b_parents, similar) in enumerate(zip(*lines, strict=True), start=1):
         relatedness = _number(similar, f"{parts[4]}, line {n}")
@@ -139,12 +130,12 @@ def read_sick(
 
 
 def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Mapping[str, int], where: str) -> Tree:
-    words, heads = sentence.split(), parents.split()
+    words, heads = _parted(sentence), _parted(parents)
     if len(words) != len(heads):
         raise InputError(f"{where}: {len(heads)} parents, expected {len(words)}, one a word")
     parent = np.empty(len(heads), dtype=np.int64)
     for n, head in enumerate(heads):
-        if not head.removeprefix("-").isdigit() or not -1 <= int(head) <= len(heads):
+        if not SICK_PARENT.fullmatch(head) or not -1 <= int(head) <= len(heads):
             raise InputError(f"{where}, word {n + 1}: {head!r}, expected a parent, -1 to {len(heads)}")
         parent[n] = int(head)
     used = np.flatnonzero(parent >= 0)
@@ -162,19 +153,15 @@ def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Map
         raise InputError(f"{where}: {error}") from None
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: a directory, expected a file of text") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+def _parted(line: str) -> list[str]:
+    return [part for part in line.split(" ") if part]
 
 
 def _number(text: str, where: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise InputError(f"{where}: {text!r}, expected a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{where}: {text!r}, expected a number")
+    return number
