@@ -63,7 +63,7 @@ def test_every_result_takes_its_gradient_from_all_its_uses(name, graph):
     ]
     used_by_slot = {slot: [] for slot in order}
     for call, group in zip(layout.calls[1:-1], schedule, strict=True):
-        for position, (_, _, uses, _) in enumerate(call.arguments):
+        for position, (_, _, uses, *_) in enumerate(call.arguments):
             for use, slot in zip(range(uses.start, uses.stop), graph.args[group.nodes, position].tolist(), strict=True):
                 used_by_slot[slot].append(use)
     roots = layout.calls[-1].arguments[0].uses

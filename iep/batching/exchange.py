@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.layout import Call, Layout, Result
+from iep.batching.layout import Argument, Call, Layout, Result
 
 Module = Callable[..., Tensor | tuple[Tensor, ...] | None]
 Modules = Sequence[Module] | Mapping[Any, Module]
@@ -86,6 +86,13 @@ class _Buffer:
         self.rows, self.kind = rows, kind
         self.values = self.shaped(rows)
 
+    def alias(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """(*shape, ...) rows from `first` on, themselves: not a view of them in autograd's eyes."""
+        size = self.rows.shape[1]
+        strides = (size, *self.kind.strides) if len(shape) == 1 else (shape[1] * size, size, *self.kind.strides)
+        start = self.rows.storage_offset() + first * size
+        return self.rows.new_empty(0).set_(self.rows.untyped_storage(), start, (*shape, *self.kind.shape), strides)
+
     def write(self, rows: slice, values: Tensor | None) -> None:
         """Copy values, or zeros, into rows."""
         room = self.values[rows]
@@ -123,8 +130,8 @@ class Run:
     A column takes its values' shape, dtype and memory format from the first that are written into it.
     """
 
-    def __init__(self, layout: Layout, device: torch.device):
-        self.layout, self.device = layout, device
+    def __init__(self, layout: Layout, device: torch.device, read_only: bool = False):
+        self.layout, self.device, self.read_only = layout, device, read_only
         self.records = torch.is_grad_enabled()
         self.kinds: list[_Kind | None] = [None] * len(layout.columns)
         self.values: list[_Buffer | None] = [None] * len(layout.columns)
@@ -136,10 +143,13 @@ class Run:
         """Keep a call's results; returns the next call's arguments."""
         for made, values in zip(call.results, results, strict=True):
             self._write(made, values)
-        return [
-            self.values[at].read(self.sources[at][block], shape, self.records)
-            for at, block, _, shape in following.arguments
-        ]
+        return [self._argument(taken) for taken in following.arguments]
+
+    def _argument(self, taken: Argument) -> Tensor:
+        at, block, _, first, shape = taken
+        if self.read_only and first is not None and self.layout.columns[at].stays:
+            return self.values[at].alias(first, shape)
+        return self.values[at].read(self.sources[at][block], shape, self.records)
 
     def _write(self, made: Result, values: Tensor) -> None:
         at = made.column
@@ -174,7 +184,7 @@ class Run:
         if not self.gradients:
             self.gradients = [self._room(at) for at in range(len(self.kinds))]
             self.takers = [column.takers.split(column.results) for column in self.layout.columns]
-        for (at, _, uses, _), gradient in zip(call.arguments, gradients, strict=True):
+        for (at, _, uses, *_), gradient in zip(call.arguments, gradients, strict=True):
             if self.gradients[at] is not None:
                 self.gradients[at].write(uses, gradient)
 
@@ -195,6 +205,8 @@ class Run:
         buffer = self.gradients[made.column]
         if buffer is None or not made.is_used:
             return None
+        if made.first_use is not None:
+            return buffer.values[made.first_use : made.first_use + made.results.stop - made.results.start]
         column = self.layout.columns[made.column]
         rows = buffer.rows.index_select(0, self.takers[made.column][made.block])
         if made.extras.start < made.extras.stop:

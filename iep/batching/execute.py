@@ -22,6 +22,7 @@ def execute(
     modules: Modules,
     inputs: Tensor | Mapping[int, Tensor],
     defer_weight_grads: bool = False,
+    read_only: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Run the schedule that `layout` was made for; returns the roots' values, (B, ...) in the order of the examples.
 
@@ -34,6 +35,7 @@ def execute(
             and memory format. Otherwise one such tensor for each column that has inputs, and a tuple is returned: a
             tensor for each of the types' roots.
         defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
+        read_only: modules change no argument in place, so that not all of them need be copies. Not of a placed layout.
 
     Gradients cannot be differentiated again.
 
@@ -48,7 +50,7 @@ def execute(
     if isinstance(layout, PlacedLayout):
         roots = run_devices(layout, modules, results, defer_weight_grads)
     else:
-        roots = run_calls(Run(layout, results[0].device), modules, results, defer_weight_grads)[1]
+        roots = run_calls(Run(layout, results[0].device, read_only), modules, results, defer_weight_grads)[1]
     return roots[0] if isinstance(inputs, Tensor) else roots
 
 

@@ -35,6 +35,8 @@ class Argument(NamedTuple):
     """Which of the column's blocks taken it is."""
     uses: slice
     """Which uses of the column it is, one a row."""
+    first_place: int | None
+    """Where it begins, if its rows lie one after the other."""
     shape: tuple[int, ...]
     """(G,); or (G, count), where several rows are side by side."""
 
@@ -51,6 +53,8 @@ class Result(NamedTuple):
     """Where they lie."""
     is_used: bool
     """Some of them lead to a root."""
+    first_use: int | None
+    """Where their gradient begins, if each row has one use, and these come one after the other."""
     extras: slice
     """Which of the column's extra uses are of them."""
 
@@ -86,6 +90,8 @@ class Column:
     """(X,) these uses."""
     only_arrives: bool
     """No call makes any of it: what arrives is the buffer."""
+    stays: bool
+    """What lies in a place lies there to the end."""
 
     @property
     def num_uses(self) -> int:
@@ -111,11 +117,12 @@ class Layout:
         return replace(self, columns=tuple(column.map(function) for column in self.columns))
 
 
-def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None) -> Layout:
+def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None, reuse: bool = True) -> Layout:
     """The layout of `schedule`, which runs every node of `graph` once, arguments first.
 
     Args:
         types: which tensors the values are; None where each is one tensor, and all have the inputs' shape.
+        reuse: use places again for the smallest buffer; otherwise every value has a place of its own.
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
@@ -123,11 +130,12 @@ def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None) -> Lay
     """
     types = types or one_column(graph)
     steps = steps_of(graph, schedule, types)
-    return lay_out_steps(steps, leads_to_root(graph, types, steps))
+    return lay_out_steps(steps, leads_to_root(graph, types, steps), reuse)
 
 
-def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
-    """The layout of `steps`, in which what is taken has been made; `leads`: which tensors lead to a root."""
+def lay_out_steps(steps: Steps, leads: np.ndarray, reuse: bool = True) -> Layout:
+    """The layout of `steps`, in which what is taken has been made; `leads`: which tensors lead to a root; `reuse` as of
+    `lay_out`."""
     first_T = np.cumsum(steps.take_rows) - steps.take_rows
     first_M = np.cumsum(steps.make_rows) - steps.make_rows
     column_T = _column_of_blocks(steps, steps.taken, first_T, steps.take_rows)
@@ -137,7 +145,7 @@ def lay_out_steps(steps: Steps, leads: np.ndarray) -> Layout:
     columns: list[Column] = []
     for column in range(int(steps.column.max(initial=0)) + 1):
         blocks_T, blocks_M = (column_T == column).nonzero()[0], (column_M == column).nonzero()[0]
-        laid = _lay_out_column(steps, leads, blocks_T, blocks_M)
+        laid = _lay_out_column(steps, leads, reuse, blocks_T, blocks_M)
         parts = range(len(columns), len(columns) + (steps.parts[column] if column < len(steps.parts) else 1))
         columns += [laid.column] * len(parts)
         for block, argument in zip(blocks_T.tolist(), laid.arguments, strict=True):
@@ -172,7 +180,9 @@ class _LaidOut(NamedTuple):
     """The fields of `Result` but for the column, of those that they make."""
 
 
-def _lay_out_column(steps: Steps, leads: np.ndarray, blocks_T: np.ndarray, blocks_M: np.ndarray) -> _LaidOut:
+def _lay_out_column(
+    steps: Steps, leads: np.ndarray, reuse: bool, blocks_T: np.ndarray, blocks_M: np.ndarray
+) -> _LaidOut:
     """One column: its buffer, and where the blocks of it that calls take and make lie."""
     rows_T, rows_M, call_M = steps.take_rows[blocks_T], steps.make_rows[blocks_M], steps.make_call[blocks_M]
     taken, made = _rows_of(steps.taken, steps.take_rows, blocks_T), _rows_of(steps.made, steps.make_rows, blocks_M)
@@ -180,20 +190,23 @@ def _lay_out_column(steps: Steps, leads: np.ndarray, blocks_T: np.ndarray, block
     result_of_tensor = np.zeros(len(steps.column), dtype=np.int64)
     result_of_tensor[made] = np.arange(len(made))
     result_U = result_of_tensor[taken]
-    last_use_M = call_M.copy()
-    np.maximum.at(last_use_M, block_R[result_U], np.repeat(steps.take_call[blocks_T], rows_T))
     only_arrives = not call_M.any()
-    if only_arrives:  # the buffer is what is given: every row in its place, to the end
-        last_use_M[:] = len(steps.rows)
-    places, num_places = _places(call_M.tolist(), rows_M.tolist(), last_use_M.tolist())
-    first_M = np.cumsum(rows_M) - rows_M
-    place_U = (np.array([place.start for place in places], dtype=np.int64) - first_M)[block_R[result_U]] + result_U
+    bounds_M = np.append(0, np.cumsum(rows_M))
+    first_M = bounds_M[:-1]
+    stays = only_arrives or not reuse
+    if stays:
+        places, num_places, place_U = _slices(bounds_M), len(made), result_U
+    else:
+        last_use_M = call_M.copy()
+        np.maximum.at(last_use_M, block_R[result_U], np.repeat(steps.take_call[blocks_T], rows_T))
+        places, num_places = _places(call_M.tolist(), rows_M.tolist(), last_use_M.tolist())
+        place_U = (np.array([place.start for place in places], dtype=np.int64) - first_M)[block_R[result_U]] + result_U
     takers, extra_results, extra_uses = _takers(result_U, len(made))
     is_used_M = np.bincount(block_R[leads[made]], minlength=len(blocks_M)) > 0
 
-    bounds_M = np.append(first_M, len(made))
     extras = _slices(np.searchsorted(extra_results, bounds_M))
-    uses = _slices(np.append(np.cumsum(rows_T) - rows_T, len(taken)))
+    bounds_T = np.append(0, np.cumsum(rows_T))
+    uses = _slices(bounds_T)
     counts = steps.take_count[blocks_T].tolist()
     shapes = [(rows // many, many) if many else (rows,) for rows, many in zip(rows_T.tolist(), counts, strict=True)]
     return _LaidOut(
@@ -206,10 +219,26 @@ def _lay_out_column(steps: Steps, leads: np.ndarray, blocks_T: np.ndarray, block
             extra_rows=torch.from_numpy(extra_results - first_M[block_R[extra_results]]),
             extra_uses=torch.from_numpy(extra_uses),
             only_arrives=only_arrives,
+            stays=stays,
         ),
-        list(zip(count(), uses, shapes)),
-        list(zip(count(), _slices(bounds_M), places, is_used_M.tolist(), extras)),
+        list(zip(count(), uses, _runs(place_U, bounds_T), shapes)),
+        list(zip(count(), _slices(bounds_M), places, is_used_M.tolist(), _runs(takers, bounds_M, extras), extras)),
     )
+
+
+def _runs(values: np.ndarray, bounds: np.ndarray, but: list[slice] | None = None) -> list[int | None]:
+    """The first value of each block in which values rise one by one; None for others, empty ones, and where `but` is
+    not empty."""
+    breaks = np.append(0, np.cumsum(values[1:] - values[:-1] != 1))
+    firsts, lasts = bounds[:-1], bounds[1:] - 1
+    runs = np.full(len(firsts), -1)
+    filled = lasts >= firsts
+    rising = filled & (breaks[np.minimum(firsts, len(breaks) - 1)] == breaks[lasts])
+    runs[rising] = values[firsts[rising]]
+    found = runs.tolist()
+    if but is not None:
+        found = [-1 if part.stop > part.start else run for run, part in zip(found, but, strict=True)]
+    return [None if run < 0 else run for run in found]
 
 
 def _rows_of(tensors: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:

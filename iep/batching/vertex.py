@@ -51,7 +51,10 @@ class Edges:
 
 
 class Vertices:
-    """The G vertices of one call, to the function that they run: all of them have as many children."""
+    """The G vertices of one call, to the function that they run: all of them have as many children.
+
+    What they gather and pull is to be read alone: it may be the memory of what was scattered or given.
+    """
 
     def __init__(self, num_children: int, gathered: Mapping[str, Tensor], pulled: Mapping[str, Tensor]):
         self.num_children = num_children
@@ -165,7 +168,7 @@ class VertexNetwork:
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
         inputs = joined.pulls + len(self._bundles) + len(self.pushes)
         types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)))
-        layout = lay_out(graph, schedule, types)
+        layout = lay_out(graph, schedule, types, reuse=False)
         return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in joined.rows.items()})
 
     def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Outcome:
@@ -185,7 +188,7 @@ class VertexNetwork:
         modules = {op: self._module(op) for op in {group.op for group in plan.schedule}}
         first = len(self.states) + len(self.pushes)
         columns = {first + place: inputs[name] for place, name in enumerate(self.pulls)}
-        results = execute(plan.layout, modules, columns, defer_weight_grads)
+        results = execute(plan.layout, modules, columns, defer_weight_grads, read_only=True)
         count = len(self.states)
         pushed = zip(self.pushes, results[count:], strict=True)
         return Outcome(dict(zip(self.states, results[:count], strict=True)), dict(pushed))
