@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from iep.batching.rows import is_batched, on_rows
 from torch.overrides import TorchFunctionMode
 
 
@@ -44,7 +46,9 @@ class DeferredWeightGrads(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (torch.is_grad_enabled() and weight.requires_grad) or input.dim() < 2:
+        if is_batched(input) and not is_batched(weight) and not (bias is not None and is_batched(bias)):
+            return on_rows(lambda rows: self._linear(rows, weight, bias), input)
+        if not (torch.is_grad_enabled() and weight.requires_grad) or input.dim() < 2 or is_batched(weight):
             return functional.linear(input, weight, bias)
         return self._deferred(_Linear(), input, weight, bias)
 
@@ -128,6 +132,9 @@ class _Conv2d(NamedTuple):
         )
 
 
+ROWS_OF_THEIR_OWN = 256
+"""A call of a linear layer with so many rows has a product of its own."""
+
 Calls = list[tuple[int, Tensor, Tensor]]
 """What the calls of a layer leave on the way back: which way back it was, their input and their output's gradient."""
 
@@ -163,17 +170,29 @@ class _Weights(Function):
         (weight,) = ctx.saved_tensors
         if not ctx.calls:
             return None, None, None, None
-        by_shape: dict[torch.Size, Calls] = {}
-        for call in ctx.calls:
-            by_shape.setdefault(call[1].shape[1:], []).append(call)
-        ctx.calls.clear()
         sums: list[Tensor | None] = [None, None]
-        for calls in by_shape.values():
-            _, *parts = zip(*calls, strict=True)
-            inputs, gradients = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
+        for inputs, gradients in _put_together(ctx.calls):
             found = ctx.layer.weight_gradients(gradients, inputs, weight, ctx.has_bias)
-            sums = [new if old is None else old + new for old, new in zip(sums, found, strict=True)]
+            sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
         return *sums, None, None
+
+
+def _put_together(calls: Calls) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and gradients of the calls, those of one shape side by side; large ones by themselves, as what one product
+    for all would save would be spent on the copy. `calls` is empty then: what is not needed any more is gone."""
+    together: list[tuple[Tensor, Tensor]] = []
+    by_shape: dict[torch.Size, Calls] = {}
+    for call in calls:
+        _, input, gradient = call
+        if input.shape[:-1].numel() >= ROWS_OF_THEIR_OWN and input.dim() == 2:
+            together.append((input, gradient))
+        else:
+            by_shape.setdefault(input.shape[1:], []).append(call)
+    calls.clear()
+    for alike in by_shape.values():
+        _, inputs, gradients = zip(*alike, strict=True)
+        together.append((torch.cat(inputs), torch.cat(gradients)) if len(alike) > 1 else (inputs[0], gradients[0]))
+    return together
 
 
 class _Call(Function):

@@ -156,7 +156,7 @@ Blocks = tuple[np.ndarray, ...]
 
 def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     """Call and rows of the blocks made, and their tensors."""
-    arriving = stable_order(types.inputs)
+    arriving = stable_order(types.inputs) if types.arrival is None else types.arrival
     arrivals = np.bincount(types.inputs)
     arrivals = arrivals[arrivals > 0]
     width_G = table.width[order.kind_G]

@@ -52,6 +52,9 @@ class Types:
     """How many tensors a column's each stands for, that are always made and read together, so that they are laid out
     once; one, where it says nothing. A module then takes and returns as many; columns are numbered anew, part by
     part."""
+    arrival: np.ndarray | None = None
+    """(num_inputs,) the input slots in the order in which the columns' inputs are given, column by column; None where
+    they are in the order of the slots."""
 
 
 def one_column(graph: Graph) -> Types:

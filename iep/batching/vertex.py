@@ -167,9 +167,13 @@ class VertexNetwork:
         roots += [(slots, len(self._bundles) + places) for slots, places in zip(pushing, joined.places, strict=True)]
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
         inputs = joined.pulls + len(self._bundles) + len(self.pushes)
-        types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)))
+        arrival = _by_use(graph, schedule, joined, sharing, [name in (tables or {}) for name in self.pulls])
+        types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)), arrival=arrival)
         layout = lay_out(graph, schedule, types, reuse=False)
-        return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in joined.rows.items()})
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *joined.rows.values()])[arrival]
+        ends = np.cumsum([len(ids) for ids in joined.rows.values()])
+        each = zip(joined.rows, np.split(rows, ends[:-1]), strict=True)
+        return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in each})
 
     def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Outcome:
         """Run the vertices of a minibatch.
@@ -297,6 +301,22 @@ def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool, table
     op = (children_NA.T >= 0).sum(axis=0) * len(functions) + function_N
     graph = Graph(num_inputs, op, args, sample_N, np.concatenate(outputs))
     return _Joined(graph, places, np.concatenate(pulls), rows)
+
+
+def _by_use(graph: Graph, schedule: Schedule, joined: _Joined, sharing: bool, is_whole: list[bool]) -> np.ndarray:
+    """(num_inputs,) the input slots, pull by pull, in the order in which the calls take them, so that each call's lie
+    side by side; those of tables that are given whole in their own."""
+    args = graph.args[np.concatenate([group.nodes for group in schedule])]
+    parts = []
+    for pull, whole in enumerate(is_whole):
+        slots = np.flatnonzero(joined.pulls == pull)
+        if not whole and len(slots):
+            taken = args[(args >= slots[0]) & (args <= slots[-1])]
+            if sharing:
+                taken = taken[np.sort(np.unique(taken, return_index=True)[1])]
+            slots = taken
+        parts.append(slots)
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def _children(samples: Sequence[Edges]) -> np.ndarray:

@@ -43,17 +43,15 @@ class BiLSTM(nn.Module):
         ]
         self.network = VertexNetwork(functions, states={"h": (width,), "c": (width,)})
 
-    def plan(
-        self, sequences: Sequence[np.ndarray], items: int, scheduler: str = "lookahead", sharing: bool = False
-    ) -> VertexPlan:
+    def plan(self, sequences: Sequence[np.ndarray], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """How to run sequences, each the (T,) rows of its items among all; errors as of `VertexNetwork.plan`."""
-        tables = dict.fromkeys(self.network.pulls, items)
-        return self.network.plan([_chains(rows) for rows in sequences], scheduler, sharing, tables)
+        return self.network.plan([_chains(rows) for rows in sequences], scheduler, sharing)
 
     def forward(self, plan: VertexPlan, x_RE: Tensor, defer_weight_grads: bool = True) -> Outcome:
         """Of all items' vectors x: pushed `h0` (W, H), the states forward, sequence by sequence, and `h1`, those
         backward, each sequence's from its last item to the first; the roots are the last of these."""
-        gates = {f"gates{way}": self.inputs[way](x_RE) for way in WAYS}
+        items = {name: x_RE.index_select(0, rows) for name, rows in plan.rows.items()}
+        gates = {f"gates{way}": self.inputs[way](items[f"gates{way}"]) for way in WAYS}
         return self.network(plan, gates, defer_weight_grads)
 
     def one(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,9 +168,9 @@ class Tagger(nn.Module):
             last = np.cumsum([len(word) for _, word in spelled]) - 1
             letters = np.concatenate([word for _, word in spelled])
             pieces = np.split(np.arange(len(letters)), last[:-1] + 1)
-            spelling = self.spelling.plan(pieces, len(letters), scheduler)
+            spelling = self.spelling.plan(pieces, scheduler)
         return TaggerPlan(
-            words=self.lstm.plan(sequences, len(vocabulary) + len(spelled), scheduler, sharing),
+            words=self.lstm.plan(sequences, scheduler, sharing),
             vocabulary=torch.from_numpy(vocabulary),
             backward=torch.from_numpy(backward),
             letters=None if letters is None else torch.from_numpy(letters),
