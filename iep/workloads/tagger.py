@@ -101,8 +101,10 @@ class TaggerPlan:
     words: VertexPlan
     vocabulary: Tensor
     """Indices of the words whose vectors are rows of x, the first ones."""
+    forward: Tensor
+    """(W,) where each word's state forward is among those that the sentences' chains push."""
     backward: Tensor
-    """(W,) where each word's state backward is among those that the sentences' chains push."""
+    """(W,) the same of states backward."""
     letters: Tensor | None
     """Of all words that are spelled, whose vectors are the last rows of x; None without any."""
     spelling: VertexPlan | None
@@ -160,9 +162,14 @@ class Tagger(nn.Module):
         spelled = self._spelled(sentences)
         vocabulary, row_W = _rows(words_W, [place for place, _ in spelled], sharing)
         lengths = np.array([len(sentence) for sentence in sentences], dtype=np.int64)
-        ends = np.cumsum(lengths)
-        sequences = np.split(row_W, ends[:-1])
-        backward = np.repeat(2 * ends - lengths - 1, lengths) - np.arange(len(words_W))
+        sequences = np.split(row_W, np.cumsum(lengths)[:-1])
+        # The longest first: what goes on at each step then lies side by side.
+        order = np.argsort(-lengths, kind="stable")
+        starts = np.empty_like(lengths)
+        starts[order] = np.cumsum(lengths[order]) - lengths[order]
+        place_W = np.arange(len(words_W)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        forward = np.repeat(starts, lengths) + place_W
+        backward = np.repeat(starts + lengths - 1, lengths) - place_W
         letters = spelling = last = None
         if spelled:
             last = np.cumsum([len(word) for _, word in spelled]) - 1
@@ -170,8 +177,9 @@ class Tagger(nn.Module):
             pieces = np.split(np.arange(len(letters)), last[:-1] + 1)
             spelling = self.spelling.plan(pieces, scheduler)
         return TaggerPlan(
-            words=self.lstm.plan(sequences, scheduler, sharing),
+            words=self.lstm.plan([sequences[place] for place in order], scheduler, sharing),
             vocabulary=torch.from_numpy(vocabulary),
+            forward=torch.from_numpy(forward),
             backward=torch.from_numpy(backward),
             letters=None if letters is None else torch.from_numpy(letters),
             spelling=spelling,
@@ -186,7 +194,8 @@ class Tagger(nn.Module):
             spelled = torch.cat([states.pushed["h0"].index_select(0, plan.last), states.roots["h"]], dim=1)
             x_RE = torch.cat([x_RE, spelled])
         pushed = self.lstm(plan.words, x_RE, defer_weight_grads).pushed
-        return self._scores(pushed["h0"], pushed["h1"].index_select(0, plan.backward))
+        forward_WH = pushed["h0"].index_select(0, plan.forward)
+        return self._scores(forward_WH, pushed["h1"].index_select(0, plan.backward))
 
     def one(self, sentence: Sentence) -> Tensor:
         """(T, tags) scores of one sentence, word by word: slow, to test `forward` against."""
