@@ -1,0 +1,81 @@
+"""A network whose shape depends on the example, by vertex functions: sums of terms written as trees.
+
+Each example is an expression such as (3 + (5 - 2)), each vertex a number or an operation on two results. What a vertex
+does is declared once; an example brings its edges alone. All vertices that are ready run together, whatever example
+they belong to.
+
+    python examples/vertex_functions.py
+"""
+
+import numpy as np
+import torch
+from torch import nn
+
+from iep.batching import Edges, VertexFunction, VertexNetwork
+
+NUMBER, OPERATION = range(2)
+
+
+class Calculator(nn.Module):
+    """Learns what an expression's digits and signs mean from its value."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.digits, self.signs = nn.Embedding(10, width), nn.Embedding(2, width)
+        self.combine = nn.Sequential(nn.Linear(3 * width, width), nn.Tanh(), nn.Linear(width, width))
+        self.read = nn.Linear(width, 1)
+        self.network = VertexNetwork(
+            [
+                VertexFunction(self.number, pulls=("digit",)),
+                VertexFunction(self.operation, gathers=("h",), pulls=("sign",)),
+            ],
+            states={"h": (width,)},
+        )
+
+    def number(self, vertices):
+        vertices.scatter(h=vertices.pull("digit"))
+
+    def operation(self, vertices):
+        terms = vertices.gather("h").flatten(1)  # (G, 2, width): both arguments, in their order
+        vertices.scatter(h=self.combine(torch.cat([terms, vertices.pull("sign")], dim=1)))
+
+    def forward(self, plan):
+        inputs = {"digit": self.digits(plan.rows["digit"]), "sign": self.signs(plan.rows["sign"])}
+        return self.read(self.network(plan, inputs).roots["h"]).squeeze(1)
+
+
+def expression(rng, operations):
+    """Edges and value of a random expression: vertices in the order in which they are made, arguments first."""
+    children, function, symbol, values = [], [], [], []
+    loose = []
+    for _ in range(operations + 1):
+        children.append((-1, -1)), function.append(NUMBER), symbol.append(int(rng.integers(10)))
+        loose.append(len(values))
+        values.append(symbol[-1] / 10)
+    for _ in range(operations):
+        left, right = (loose.pop(rng.integers(len(loose))) for _ in range(2))
+        children.append((left, right)), function.append(OPERATION), symbol.append(int(rng.integers(2)))
+        loose.append(len(values))
+        values.append(values[left] + values[right] if symbol[-1] == 0 else values[left] - values[right])
+    rows = np.array(symbol)
+    return Edges(np.array(children), np.array(function), {"digit": rows, "sign": rows}), values[-1]
+
+
+def main():
+    torch.manual_seed(0)
+    rng, model = np.random.default_rng(0), Calculator()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(201):
+        edges, values = zip(*[expression(rng, operations=int(rng.integers(1, 6))) for _ in range(64)], strict=True)
+        plan = model.network.plan(edges)
+        loss = (model(plan) - torch.tensor(values)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            nodes, calls = plan.graph.num_nodes, len(plan.schedule)
+            print(f"step {step}: squared error {loss:.3f}; {nodes} vertices of 64 trees in {calls} calls")
+
+
+if __name__ == "__main__":
+    main()
