@@ -273,13 +273,23 @@ def test_letters_of_spelled_words_are_cells_and_products_too(rng: np.random.Gene
 
 def test_a_child_sum_cell_has_a_product_for_itself_and_one_for_each_child(rng: np.random.Generator):
     pairs = sick_like(3, WORDS, rng)
-    samples = child_sum_samples(pairs, 3, 7, WIDTH)
+    samples = child_sum_samples(pairs, 3, 7, WIDTH, 2, 5)
     trees = [tree for pair in pairs for tree in (pair.left, pair.right)]
     vertices = sum(map(len, trees))
     inner = sum(int((tree.children[:, 0] >= 0).sum()) for tree in trees)
-    words, cells, edges = samples.layers[0]
+    words, cells, edges, *scores = samples.layers[0]
     assert (samples.cells, words.rows, sum(cells.rows), sum(edges.rows)) == (vertices, (vertices,), inner, vertices - 6)
-    assert flop(samples.layers[0], False) == 2 * (vertices * 7 * 4 + inner * WIDTH * 3 + (vertices - 6) * WIDTH) * WIDTH
+    assert (
+        flop([words, cells, edges], False)
+        == 2 * (vertices * 7 * 4 + inner * WIDTH * 3 + (vertices - 6) * WIDTH) * WIDTH
+    )
+    assert flop(scores, False) == 2 * 3 * (2 * WIDTH * 2 + 2 * 5)
+
+
+def test_construction_within_the_computation_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(contest, "seconds", lambda run, devices: (run(), 2.0)[1])
+    row = compare([way("a", constructed_within=lambda: 0.5)], tiny_samples(), TRAINING, 1, ONCE).rows[0]
+    assert (row.construction.median, row.computation.median) == (2.5, 1.5)
 
 
 def test_all_calls_of_one_sample_after_the_other_are_its_cells():

@@ -86,6 +86,20 @@ def test_trees_of_a_file_are_measured(tmp_path: Path):
     assert "inference, batch 2, 1 thread: 8 cells" in result.output
 
 
+def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Path):
+    given = ("--cell", "child-sum", "--width", 4, "--batch-sizes", 33, *QUICK, "--json", tmp_path / "all.json")
+    result = iep_bench("tree-lstm", *given, "--batching", "height,lookahead+defer")
+    assert result.exit_code == 0, result.output
+    training, inference = json.loads((tmp_path / "all.json").read_text())["comparisons"]
+    names = [[row["name"] for row in each["rows"]] for each in (training, inference)]
+    by_modules, by_operators = ["height", "lookahead+defer"], "lookahead+defer, operators"
+    assert names[0] == [PER_INSTANCE, *by_modules, by_operators, LIMIT, FLOP_LIMIT]
+    assert names[1] == [PER_INSTANCE, "height", by_operators, LIMIT, FLOP_LIMIT]
+    rows = {row["name"]: row for row in training["rows"]}
+    assert rows["height"]["construction"]["median"] > 0
+    assert rows["height"]["calls"] < rows[by_operators]["calls"] < rows[PER_INSTANCE]["calls"] * 20
+
+
 def test_several_numbers_of_threads_are_measured_and_all_is_one():
     given = ("--width", 4, "--leaves", 2, "--repeat", 1, "--words", 9, "--threads", "1,2,2", "--no-per-instance")
     result = iep_bench("tree-fc", *given, "--batching", "height", "--phase", "training")

@@ -33,6 +33,8 @@ class Way:
     """The forward pass; where the second argument is true, with loss and backward pass, and its gradients left."""
     calls: Callable[[Any], int] | None = None
     """How many calls of the network's cells what was constructed makes."""
+    constructed_within: Callable[[], float] | None = None
+    """Seconds of the last `compute` that were construction, where it is done there."""
     phases: tuple[str, ...] = PHASES
     enough_cells: int | None = None
     """Of a minibatch: no more samples are run, where one runs after the other; the time of all is reckoned by cells."""
@@ -187,8 +189,11 @@ class _Way:
         construction, computation = [], []
         for scale, minibatch in zip(self.scales, self.minibatches, strict=True):
             made: list[Any] = []
-            construction.append(scale * seconds(lambda: made.append(self.way.construct(minibatch)), CPU))  # noqa: B023
-            computation.append(scale * seconds(lambda: self.way.compute(made[0], self.training), CPU))  # noqa: B023
+            constructing = seconds(lambda: made.append(self.way.construct(minibatch)), CPU)  # noqa: B023
+            computing = seconds(lambda: self.way.compute(made[0], self.training), CPU)  # noqa: B023
+            within = 0.0 if self.way.constructed_within is None else self.way.constructed_within()
+            construction.append(scale * (constructing + within))
+            computation.append(scale * (computing - within))
         self.construction.append(mean(construction))
         self.computation.append(mean(computation))
 

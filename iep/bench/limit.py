@@ -109,9 +109,9 @@ def tree_fc_layers(rows: Sequence[int], width: int) -> list[Layer]:
 
 def child_sum_layers(cells: Sequence[int], edges: Sequence[int], words: int, embedding: int, width: int) -> list[Layer]:
     """Of a child-sum Tree-LSTM: `cells` with children of each level above the leaves, `edges` to these children, and
-    `words`, one a vertex, whose products are all done at once."""
+    `words`, one a vertex, which are not trained and whose products are all done at once."""
     above = [Layer(width, 3 * width, tuple(cells)), Layer(width, width, tuple(edges))] if cells else []
-    return [Layer(embedding, 4 * width, (words,)), *above]
+    return [Layer(embedding, 4 * width, (words,), input_gradients=False), *above]
 
 
 def bilstm_layers(lengths: Sequence[int], inputs: int, width: int) -> list[Layer]:

@@ -35,8 +35,10 @@ def tree_fc_samples(trees: Sequence[Tree], batch: int, width: int) -> Samples:
     return _samples(trees, batch, setting, layers, cells=lambda tree: tree.num_leaves - 1)
 
 
-def child_sum_samples(pairs: Sequence[TreePair], batch: int, embedding: int, width: int) -> Samples:
-    """Minibatches of `batch` of the pairs, for a child-sum Tree-LSTM, a cell at every word."""
+def child_sum_samples(
+    pairs: Sequence[TreePair], batch: int, embedding: int, width: int, hidden: int, ratings: int
+) -> Samples:
+    """Minibatches of `batch` of the pairs, for a child-sum Tree-LSTM, a cell at every word, and a score of the two."""
 
     def layers(minibatch: Sequence[TreePair]) -> list[Layer]:
         children = [tree.children for pair in minibatch for tree in (pair.left, pair.right)]
@@ -48,7 +50,9 @@ def child_sum_samples(pairs: Sequence[TreePair], batch: int, embedding: int, wid
                 cells[height] += 1
                 edges[height] += int(count)
         by_level = [[counts[level] for level in sorted(counts)] for counts in (cells, edges)]
-        return child_sum_layers(*by_level, sum(map(len, children)), embedding, width)
+        rated = (len(minibatch),)
+        scores = [*[Layer(width, hidden, rated)] * 2, Layer(hidden, ratings, rated)]
+        return child_sum_layers(*by_level, sum(map(len, children)), embedding, width) + scores
 
     return _samples(pairs, batch, {"batch": batch}, layers, cells=lambda pair: len(pair.left) + len(pair.right))
 

@@ -101,7 +101,7 @@ WORDS, TREE_FC_WORDS = 16_000, 1_000
     show_default=True,
     help="Binary, for sentiment, by vertex functions; or child-sum, for relatedness, by the lazy scope.",
 )
-@width(256)
+@click.option("--width", type=click.IntRange(min=1), help="Hidden size.  [default: 256; of child-sum 150]")
 @words(WORDS)
 @click.option(
     "--sst", type=click.Path(path_type=Path, dir_okay=False), help="Bracketed trees for --cell binary; else made."
@@ -112,7 +112,7 @@ WORDS, TREE_FC_WORDS = 16_000, 1_000
 @measuring_options
 @click.pass_context
 def tree_lstm(ctx: click.Context, **options: Any) -> None:
-    """Time a Tree-LSTM per instance, batched, by hand, and its limits.
+    """Time a Tree-LSTM per instance, batched, by hand (binary), and its limits.
 
     What the columns mean: benchmarks/README.md.
     """
@@ -121,6 +121,7 @@ def tree_lstm(ctx: click.Context, **options: Any) -> None:
     if options.pop(unused) is not None:
         raise click.UsageError(f"--{unused} is not for --cell {cell}")
     options["words"] = _words(options, {"binary": "sst", "child-sum": "sick"}[cell])
+    options["width"] = options["width"] or {"binary": 256, "child-sum": 150}[cell]
     if cell == "binary":
         from iep.bench.tree_lstm import binary_cases as make_cases
     else:
