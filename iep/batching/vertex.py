@@ -10,44 +10,20 @@ Shapes: S samples, V vertices of one, N of all, A greatest number of children, G
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from iep.batching.edges import Edges, Joined, join, names_of
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
 from iep.batching.layout import Layout, lay_out
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.batching.types import Read, Signature, Types
-
-
-@dataclass(frozen=True, eq=False)
-class Edges:
-    """One sample: the graph of its vertices.
-
-    Raises:
-        ValueError: the arrays are not of as many vertices, or the children no matrix.
-    """
-
-    children: np.ndarray
-    """(V, A) the vertices that each vertex gathers from, in order, all before itself; -1 after the last."""
-    function: np.ndarray | None = None
-    """(V,) which of the network's functions each runs; None where there is one."""
-    pulls: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """(V,) by name, which row of the table outside each pulls; not read where its function does not pull."""
-
-    def __post_init__(self) -> None:
-        if self.children.ndim != 2:
-            raise ValueError(f"children {self.children.shape}, expected (V, A)")
-        said = self.pulls if self.function is None else {"function": self.function, **self.pulls}
-        for name, each in said.items():
-            if len(each) != len(self.children):
-                raise ValueError(f"{len(self.children)} vertices, but {name!r} of {len(each)}")
 
 
 class Vertices:
@@ -129,8 +105,8 @@ class VertexNetwork:
             ValueError: a function gathers what is no state, or a name is used for two things.
         """
         self.functions, self.shapes = tuple(functions), dict(states)
-        self.pulls = tuple(dict.fromkeys(name for function in self.functions for name in function.pulls))
-        self.pushes = tuple(dict.fromkeys(name for function in self.functions for name in function.pushes))
+        self.pulls = names_of([function.pulls for function in self.functions])
+        self.pushes = names_of([function.pushes for function in self.functions])
         self._bundles = _gathered_together(tuple(self.shapes), self.functions)
         self.states = tuple(chain(*self._bundles))
         names = (*self.states, *self.pushes, *self.pulls)
@@ -159,7 +135,8 @@ class VertexNetwork:
             ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
                 function or scheduler; a vertex lacks a row that its function pulls, or neither pulls nor gathers.
         """
-        joined = _join(samples, self, sharing, tables or {})
+        pulls, pushes = ([getattr(f, name) for f in self.functions] for name in ("pulls", "pushes"))
+        joined = join(samples, pulls, pushes, sharing, tables or {})
         graph = share(joined.graph) if sharing else joined.graph
         schedule = make_schedule(graph, scheduler)
         last, *pushing = np.split(graph.roots, np.cumsum([len(samples), *map(len, joined.places)])[:-1])
@@ -244,66 +221,7 @@ def _gathered_together(states: tuple[str, ...], functions: Sequence[VertexFuncti
     return tuple(map(tuple, bundles.values()))
 
 
-class _Joined(NamedTuple):
-    """A minibatch of samples."""
-
-    graph: Graph
-    """Its roots: the samples' last vertices, then those that push, output by output."""
-    places: list[np.ndarray]
-    """For each output, where it stands among the pushes of its vertices' functions."""
-    pulls: np.ndarray
-    """(num_inputs,) which pull each input is for."""
-    rows: dict[str, np.ndarray]
-    """(U,) by what is pulled."""
-
-
-def _join(samples: Sequence[Edges], network: VertexNetwork, sharing: bool, tables: Mapping[str, int]) -> _Joined:
-    """The samples as one graph, in which vertices keep their order."""
-    functions = network.functions
-    sizes_S = np.array([len(sample.children) for sample in samples], dtype=np.int64)
-    if not len(sizes_S) or not sizes_S.all():
-        empty = f"sample {np.argmin(sizes_S)} has no vertices" if len(sizes_S) else "there is no sample"
-        raise ValueError(f"{empty}, expected one vertex or more")
-    sample_N = np.repeat(np.arange(len(sizes_S)), sizes_S)
-    first_N = (np.cumsum(sizes_S) - sizes_S)[sample_N]
-    children_NA, function_N = _children(samples), _functions(samples, len(functions), sample_N)
-    _check_children(children_NA, first_N, sample_N)
-
-    rows, pulls = {}, [np.empty(0, dtype=np.int64)]
-    args = np.full((len(sample_N), max(len(f.pulls) for f in functions) + children_NA.shape[1]), -1)
-    num_inputs = 0
-    for pull, name in enumerate(network.pulls):
-        place_N = _place_of([function.pulls for function in functions], name)[function_N]
-        vertices = np.flatnonzero(place_N >= 0)
-        ids = _pulled(samples, name, vertices, first_N, sample_N)
-        if name in tables:
-            rows[name], slots = np.arange(tables[name]), ids
-            if len(ids) and ids.max() >= tables[name]:
-                raise ValueError(f"row {ids.max()} of {name!r} is pulled, of which there are {tables[name]}")
-        else:
-            rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
-        args[vertices, place_N[vertices]] = num_inputs + slots
-        num_inputs += len(rows[name])
-        pulls.append(np.full(len(rows[name]), pull))
-    slots_NA = np.where(children_NA >= 0, children_NA + (first_N[:, None] + num_inputs), -1)
-    for place, function in enumerate(functions):
-        vertices = np.flatnonzero(function_N == place)
-        first = len(function.pulls)
-        args[vertices, first : first + slots_NA.shape[1]] = slots_NA[vertices]
-    _check_vertices(args, first_N, sample_N)
-
-    outputs, places = [num_inputs + np.cumsum(sizes_S) - 1], []
-    for name in network.pushes:
-        place_N = _place_of([function.pushes for function in functions], name)[function_N]
-        vertices = np.flatnonzero(place_N >= 0)
-        outputs.append(num_inputs + vertices)
-        places.append(place_N[vertices])
-    op = (children_NA.T >= 0).sum(axis=0) * len(functions) + function_N
-    graph = Graph(num_inputs, op, args, sample_N, np.concatenate(outputs))
-    return _Joined(graph, places, np.concatenate(pulls), rows)
-
-
-def _by_use(graph: Graph, schedule: Schedule, joined: _Joined, sharing: bool, is_whole: list[bool]) -> np.ndarray:
+def _by_use(graph: Graph, schedule: Schedule, joined: Joined, sharing: bool, is_whole: list[bool]) -> np.ndarray:
     """(num_inputs,) the input slots, pull by pull, in the order in which the calls take them, so that each call's lie
     side by side; those of tables that are given whole in their own."""
     args = graph.args[np.concatenate([group.nodes for group in schedule])]
@@ -317,72 +235,3 @@ def _by_use(graph: Graph, schedule: Schedule, joined: _Joined, sharing: bool, is
             slots = taken
         parts.append(slots)
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-
-def _children(samples: Sequence[Edges]) -> np.ndarray:
-    """(N, A) children of all vertices, numbered in their sample."""
-    widths = {sample.children.shape[1] for sample in samples}
-    if len(widths) == 1:
-        return np.concatenate([sample.children for sample in samples])
-    children = np.full((sum(len(sample.children) for sample in samples), max(widths)), -1)
-    start = 0
-    for sample in samples:
-        rows, width = sample.children.shape
-        children[start : start + rows, :width] = sample.children
-        start += rows
-    return children
-
-
-def _functions(samples: Sequence[Edges], count: int, sample_N: np.ndarray) -> np.ndarray:
-    """(N,) which function each vertex runs."""
-    if count == 1:
-        return np.zeros(len(sample_N), dtype=np.int64)
-    lacking = next((place for place, sample in enumerate(samples) if sample.function is None), None)
-    if lacking is not None:
-        raise ValueError(f"sample {lacking} does not say which of {count} functions its vertices run")
-    function_N = np.concatenate([sample.function for sample in samples])
-    if not 0 <= function_N.min() <= function_N.max() < count:
-        at = int(np.argmax((function_N < 0) | (function_N >= count)))
-        raise ValueError(f"sample {sample_N[at]}: function {function_N[at]}, expected 0 to {count - 1}")
-    return function_N
-
-
-def _place_of(names_F: Sequence[Sequence[str]], name: str) -> np.ndarray:
-    """(F,) where each function has the name, -1 without it."""
-    return np.array([names.index(name) if name in names else -1 for names in names_F])
-
-
-def _pulled(
-    samples: Sequence[Edges], name: str, vertices: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray
-) -> np.ndarray:
-    """The rows that some vertices pull."""
-    lacking = next((place for place, sample in enumerate(samples) if name not in sample.pulls), None)
-    if lacking is not None:
-        raise ValueError(f"sample {lacking} does not say which rows of {name!r} its vertices pull")
-    ids = np.concatenate([sample.pulls[name] for sample in samples])[vertices]
-    if ids.min(initial=0) < 0:
-        at = int(vertices[np.argmin(ids)])
-        raise ValueError(
-            f"sample {sample_N[at]}, vertex {at - first_N[at]}: its function pulls {name!r}, but it has no row"
-        )
-    return ids
-
-
-def _check_children(children_NA: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
-    own_N = np.arange(len(first_N)) - first_N
-    children_AN = children_NA.T
-    bad_N = (children_AN >= own_N).any(axis=0)
-    # A vertex after a gap: -1 comes after the last.
-    bad_N |= ((children_AN[1:] >= 0) & (children_AN[:-1] < 0)).any(axis=0)
-    if bad_N.any():
-        at = int(np.argmax(bad_N))
-        raise ValueError(
-            f"sample {sample_N[at]}, vertex {own_N[at]} has children {children_NA[at].tolist()}, expected vertices "
-            "before it, then -1"
-        )
-
-
-def _check_vertices(args: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
-    if len(args) and args[:, 0].min() < 0:
-        at = int(np.argmin(args[:, 0]))
-        raise ValueError(f"sample {sample_N[at]}, vertex {at - first_N[at]} neither pulls nor gathers")
