@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from iep.batching.rows import is_batched, on_rows
-from torch.overrides import TorchFunctionMode
 
 
 class DeferredWeightGrads(TorchFunctionMode):
@@ -63,7 +63,7 @@ class DeferredWeightGrads(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor:
         needed = torch.is_grad_enabled() and weight.requires_grad
-        if not needed or isinstance(padding, str) or input.dim() != 4:
+        if not needed or isinstance(padding, str) or input.dim() != 4 or is_batched(input):
             return functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
         return self._deferred(_Conv2d(_pair(stride), _pair(padding), _pair(dilation), groups), input, weight, bias)
 

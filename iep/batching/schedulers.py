@@ -156,6 +156,11 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: n
 
 def lower_bound(graph: Graph) -> int:
     """Calls that no schedule of `graph` can do without: for each op the most nodes on any one path, summed over ops."""
+    return sum(most_on_a_path(graph).values())
+
+
+def most_on_a_path(graph: Graph) -> dict[int, int]:
+    """By op, the most of its nodes that lie on any one path, and so wait for one another."""
     ops, kind = np.unique(graph.op, return_inverse=True)
     # The last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
@@ -163,7 +168,7 @@ def lower_bound(graph: Graph) -> int:
     for nodes in levels(distance_from_leaves(graph)):
         count[nodes] = count[takes[nodes]].max(axis=1)
         count[nodes, kind[nodes]] += 1
-    return int(count.max(axis=0, initial=0).sum())
+    return dict(zip(ops.tolist(), count.max(axis=0, initial=0).tolist(), strict=True))
 
 
 def distance_from_root(graph: Graph) -> np.ndarray:

@@ -1,0 +1,257 @@
+"""What one recorded op computes: a module or function, found out once for all its calls alike, and run on a group.
+
+Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or, where a plain batched
+call is known to be the same (`direct.py`), as that. What can do neither runs singly, row by row, and says why. Shapes
+and dtypes of the results are found by a run on fake tensors, which computes nothing.
+
+Shapes: G rows of a group.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.func import functional_call
+
+from iep.batching.direct import batched_call
+
+VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
+
+
+class Spec(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    return Spec(tensor.shape, tensor.dtype, tensor.device)
+
+
+class Leaf(NamedTuple):
+    """The place of a tensor in nested lists, tuples and dicts."""
+
+    index: int
+
+
+class Call(NamedTuple):
+    """A function or module and its arguments, with a `Leaf` for every tensor that differs from node to node."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def __call__(self, leaves: Sequence[Tensor]) -> Any:
+        return self.function(*fill(self.args, leaves), **fill(self.kwargs, leaves))
+
+
+@dataclass(eq=False)
+class Kernel:
+    """How calls of one key run, and what they return."""
+
+    how: str
+    reason: str | None = None
+    """Why singly."""
+    outputs: tuple[Spec, ...] = ()
+    structure: Any = None
+    """What a call returns, with a `Leaf` for each tensor."""
+    batched: Callable | None = None
+    """For `DIRECT`: the function that takes (G, ...) leaves in the call's places."""
+
+
+@dataclass(eq=False)
+class Known:
+    """What has been found out about one function or module."""
+
+    kernels: dict[tuple, Kernel]
+    warned: bool = False
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+_known_methods: dict[Any, Known] = {}
+"""Methods of tensors, which cannot be referred to weakly and are never freed."""
+
+
+def known(function: Callable) -> Known:
+    """What has been found out about `function`; kept as long as it lives."""
+    try:
+        return _known.setdefault(function, Known({}))
+    except TypeError:
+        return _known_methods.setdefault(function, Known({}))
+
+
+def fill(structure: Any, leaves: Sequence[Any]) -> Any:
+    """Nested lists, tuples, dicts and slices with `leaves` in their places."""
+    kind = type(structure)
+    if kind is Leaf:
+        return leaves[structure.index]
+    if kind is tuple or kind is list:
+        return kind([fill(value, leaves) for value in structure])
+    if isinstance(structure, dict):
+        return {name: fill(value, leaves) for name, value in structure.items()}
+    if kind is slice:
+        return slice(*[fill(part, leaves) for part in (structure.start, structure.stop, structure.step)])
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return kind(*[fill(value, leaves) for value in structure])
+    return structure
+
+
+def split(result: Any, tensors: list[Tensor]) -> Any:
+    """`result` with leaves in its tensors' places; the tensors are appended to `tensors`."""
+    if isinstance(result, Tensor):
+        tensors.append(result)
+        return Leaf(len(tensors) - 1)
+    if isinstance(result, dict):
+        return {name: split(value, tensors) for name, value in result.items()}
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*[split(value, tensors) for value in result])
+    if isinstance(result, tuple | list):
+        parts = [split(value, tensors) for value in result]
+        return parts if isinstance(result, list) else tuple(parts)
+    return result
+
+
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    tensors: list[Tensor] = []
+    split(result, tensors)
+    return tuple(tensors)
+
+
+def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+    """How `call` runs on leaves like `specs`.
+
+    Args:
+        sample: computes the leaves of one sample, where a run on fake tensors does not do.
+    """
+    try:
+        result, changed = _fake_run(call, specs)
+    except DynamicOutputShapeException:
+        return Kernel(NOW, "the shape of its result depends on values")
+    except Exception as failure:
+        return _kernel_by_trial(call, sample(), failure)
+    tensors: list[Tensor] = []
+    structure = split(result, tensors)
+    outputs = tuple(map(spec_of, tensors))
+    if not tensors:
+        return Kernel(STATIC, structure=structure)
+    reason = _unsafe(call.function) or changed
+    if reason is not None:
+        return Kernel(SINGLY, reason, outputs, structure)
+    batched = batched_call(call, specs)
+    return Kernel(VMAP if batched is None else DIRECT, None, outputs, structure, batched)
+
+
+def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None]:
+    """What `call` returns on fake tensors, and in what way it is unsafe to batch, if it is."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
+        if not isinstance(call.function, nn.Module):
+            return call(leaves), None
+        module = call.function
+        buffers = {name: mode.from_tensor(buffer) for name, buffer in module.named_buffers()}
+        parameters = {name: mode.from_tensor(parameter) for name, parameter in module.named_parameters()}
+        before = [buffer._version for buffer in buffers.values()]
+        args = fill(call.args, leaves), fill(call.kwargs, leaves)
+        result = functional_call(module, parameters | buffers, *args)
+        changed = [name for name, version in zip(buffers, before, strict=True) if buffers[name]._version != version]
+    return result, f"it changes its buffer {changed[0]}" if changed else None
+
+
+def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Kernel:
+    """How `call` runs, by running it on one sample after fake tensors have failed; raises what that raises."""
+    with torch.random.fork_rng(), torch.no_grad():
+        if isinstance(call.function, nn.Module):
+            buffers = {name: buffer.clone() for name, buffer in call.function.named_buffers()}
+            result = functional_call(call.function, buffers, fill(call.args, leaves), fill(call.kwargs, leaves))
+        else:
+            result = call(leaves)
+    tensors: list[Tensor] = []
+    structure = split(result, tensors)
+    is_layer = isinstance(call.function, nn.Module) or type(call.function).__name__ == "function"
+    reason = "its control flow depends on values" if "data-dependent" in _text(failure) else _text(failure)
+    if not tensors or not is_layer or _has_statics(structure):
+        return Kernel(NOW, reason)
+    return Kernel(SINGLY, reason, tuple(map(spec_of, tensors)), structure)
+
+
+def _text(failure: Exception) -> str:
+    name = type(failure).__name__
+    if "DataDependent" in name:
+        return "data-dependent"
+    return f"{name}: {str(failure).strip().splitlines()[0] if str(failure).strip() else ''}"
+
+
+def _has_statics(structure: Any) -> bool:
+    if isinstance(structure, Leaf) or structure is None:
+        return False
+    if isinstance(structure, dict):
+        return any(map(_has_statics, structure.values()))
+    return not isinstance(structure, tuple | list) or any(map(_has_statics, structure))
+
+
+def _unsafe(function: Callable) -> str | None:
+    """Why one call on many samples would not be the same as one each, where a look at the module tells."""
+    layers = function.modules() if isinstance(function, nn.Module) else ()
+    for layer in layers:
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training and layer.track_running_stats:
+            return f"{type(layer).__name__} in training changes its running statistics"
+    return None
+
+
+def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[str], None]) -> tuple[Tensor, ...]:
+    """The results of `call` on G rows of leaves, (G, ...) each; `warn` is told why they run singly if vmap cannot."""
+    if kernel.how == DIRECT:
+        return tensors_of(kernel.batched(*fill(call.args, leaves), **fill(call.kwargs, leaves)))
+    if kernel.how == VMAP:
+        try:
+            return torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)
+        except Exception as failure:
+            results = _singly(kernel, call, leaves)  # what is wrong with the code itself is raised here
+            kernel.how, kernel.reason = SINGLY, f"vmap cannot: {_text(failure)}"
+            warn(kernel.reason)
+            return results
+    return _singly(kernel, call, leaves)
+
+
+def _singly(kernel: Kernel, call: Call, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    rows = [tensors_of(call(row)) for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    for row in rows:
+        if tuple(map(spec_of, row)) != kernel.outputs:
+            raise ValueError(
+                f"{name_of(call.function)} returned tensors of shapes {[tuple(t.shape) for t in row]}, after "
+                f"{[tuple(spec.shape) for spec in kernel.outputs]} for a call alike; call it outside the scope"
+            )
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def warn_singly(function: Callable, reason: str) -> None:
+    """Once for each function or module."""
+    facts = known(function)
+    if not facts.warned:
+        facts.warned = True
+        warnings.warn(f"{name_of(function)} is run singly, sample by sample: {reason}", stacklevel=2)
+
+
+def name_of(function: Callable) -> str:
+    if isinstance(function, nn.Module):
+        return type(function).__name__
+    name = getattr(function, "__name__", None) or repr(function)
+    if name == "__get__":  # a tensor's attribute, such as T
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return name.strip("_") or name
+
+
+def state_of(module: Callable) -> tuple:
+    """What else a module's results depend on: whether its parts are in training, and where and what its weights are."""
+    if not isinstance(module, nn.Module):
+        return ()
+    tensors = chain(module.parameters(), module.buffers())
+    return (*(part.training for part in module.modules()), *((tensor.dtype, tensor.device) for tensor in tensors))

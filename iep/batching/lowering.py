@@ -1,0 +1,167 @@
+"""What a lazy scope has recorded -> a graph with its types, and which address everything in it is.
+
+Addresses are those of `recording.py`. What has been computed already counts as an input.
+
+Shapes: N nodes of the graph, A greatest number of arguments, R addresses that are wanted.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from iep.batching.graph import Graph
+from iep.batching.recording import Recording
+from iep.batching.sharing import share
+from iep.batching.types import Read, Signature, Types
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A graph, and what its inputs and results are to the recording."""
+
+    graph: Graph
+    types: Types
+    inputs: np.ndarray
+    """(num_inputs,) address of each input."""
+    wanted: tuple[np.ndarray, ...]
+    """Addresses of the results, for each of the types' roots."""
+
+
+def needed_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
+    """The nodes that have not run and that values at `addresses` depend on, rising."""
+    found, waiting = set[int](), list(addresses)
+    while waiting:
+        address = waiting.pop()
+        if address < 0 or address in recording.computed:
+            continue
+        node = bisect_right(recording.node_address, address) - 1
+        if node not in found:
+            found.add(node)
+            waiting.extend(recording.node_args[node])
+    return np.array(sorted(found), dtype=np.int64)
+
+
+def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: bool = False) -> Lowered:
+    """The graph of `nodes`, (N,) rising, none of which has run, that returns the values at `wanted`, (R,) rising.
+
+    Args:
+        shared: nodes of one op with equal arguments are one.
+    """
+    address_N = np.array(recording.node_address, dtype=np.int64)
+    all_op = np.array(recording.node_op, dtype=np.int64)
+    args_N = [recording.node_args[node] for node in nodes.tolist()]
+    count_N = np.fromiter(map(len, args_N), dtype=np.int64, count=len(args_N))
+    flat = np.fromiter(chain.from_iterable(args_N), dtype=np.int64, count=int(count_N.sum()))
+    if shared and len(nodes):
+        same = _same_results(recording, nodes, count_N, flat, address_N, all_op)
+        kept = same[address_N[nodes]] == address_N[nodes]
+        flat = np.where(flat >= 0, same[flat], flat)[np.repeat(kept, count_N)]
+        nodes, count_N, stand_ins = nodes[kept], count_N[kept], same[wanted]
+    else:
+        stand_ins = wanted
+
+    position = np.full(len(address_N) + 1, -1)  # the last entry is that of tensors from outside
+    position[nodes] = np.arange(len(nodes))
+    maker = np.where(flat >= 0, np.searchsorted(address_N, flat, "right") - 1, -1)
+    node = position[maker]
+    inputs, number = _numbered(flat, node < 0, recording.num_addresses, len(recording.inputs))
+    slot = np.where(node < 0, number, len(inputs) + node)
+    field = np.where(node < 0, 0, flat - address_N[maker])
+    row, column = np.repeat(np.arange(len(nodes)), count_N), _places(count_N)
+    args_NA = np.full((len(nodes), int(count_N.max(initial=1))), -1)
+    fields_NA = np.zeros_like(args_NA)
+    args_NA[row, column], fields_NA[row, column] = slot, field
+
+    table = _columns_of_ops(recording)
+    maker_R = np.searchsorted(address_N, stand_ins, "right") - 1
+    slot_R, field_R = len(inputs) + position[maker_R], stand_ins - address_N[maker_R]
+    column_R = table[all_op[maker_R], field_R]
+    by_column = [np.flatnonzero(column_R == one) for one in np.unique(column_R)]
+    op_N = all_op[nodes]
+    columns = _input_columns(recording, inputs, address_N, all_op, table)
+    return Lowered(
+        graph=Graph(len(inputs), op_N, args_NA, np.zeros(len(nodes), dtype=np.int64), slot_R),
+        types=Types(
+            inputs=columns,
+            signatures=_signatures(recording, op_N),
+            roots=tuple((slot_R[rows], field_R[rows]) for rows in by_column),
+            fields=fields_NA,
+        ),
+        inputs=inputs,
+        wanted=tuple(wanted[rows] for rows in by_column),
+    )
+
+
+def _numbered(flat: np.ndarray, outside: np.ndarray, num_addresses: int, num_inputs: int) -> tuple:
+    """The different addresses from outside, rising, and for each of `flat` its number among them."""
+    is_there = np.zeros(num_inputs + num_addresses, dtype=bool)
+    is_there[flat[outside] + num_inputs] = True
+    number = np.cumsum(is_there) - 1
+    return np.flatnonzero(is_there) - num_inputs, number[flat + num_inputs]
+
+
+def _places(count_N: np.ndarray) -> np.ndarray:
+    """0 to count - 1 for every node, one after the other."""
+    return np.arange(count_N.sum()) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+
+
+def _columns_of_ops(recording: Recording) -> np.ndarray:
+    """(ops, most results) column of every result of every op."""
+    most = max((len(op.columns) for op in recording.ops), default=1)
+    table = np.full((len(recording.ops), most), -1)
+    for op in recording.ops:
+        table[op.index, : len(op.columns)] = [column.index for column in op.columns]
+    return table
+
+
+def _input_columns(
+    recording: Recording, inputs: np.ndarray, address_N: np.ndarray, all_op: np.ndarray, table: np.ndarray
+) -> np.ndarray:
+    own = np.array(recording.input_columns, dtype=np.int64)
+    columns = np.empty(len(inputs), dtype=np.int64)
+    outside = inputs < 0
+    columns[outside] = own[-1 - inputs[outside]]
+    computed = inputs[~outside]
+    maker = np.searchsorted(address_N, computed, "right") - 1
+    columns[~outside] = table[all_op[maker], computed - address_N[maker]]
+    return columns
+
+
+def _signatures(recording: Recording, op_N: np.ndarray) -> dict[int, Signature]:
+    ops = [recording.ops[op] for op in np.unique(op_N).tolist()]
+    return {
+        op.index: Signature(tuple(map(Read, range(op.num_leaves))), tuple(column.index for column in op.columns))
+        for op in ops
+    }
+
+
+def _same_results(
+    recording: Recording,
+    nodes: np.ndarray,
+    count_N: np.ndarray,
+    flat: np.ndarray,
+    address_N: np.ndarray,
+    all_op: np.ndarray,
+) -> np.ndarray:
+    """For every address the first one with an equal result. Every result is a node of its own to `share`."""
+    width_O = np.array([len(op.columns) for op in recording.ops])
+    width_N, offset = width_O[all_op[nodes]], len(recording.inputs) + recording.num_addresses
+    slot = np.arange(recording.num_addresses) + len(recording.inputs)  # what has run is an input
+    result = np.repeat(address_N[nodes], width_N) + _places(width_N)
+    slot[result] = offset + np.arange(len(result))
+    slot = np.concatenate([np.arange(len(recording.inputs))[::-1], slot])  # address -1 is the first input
+    args = np.full((len(nodes), int(count_N.max(initial=1))), -1)
+    args[np.repeat(np.arange(len(nodes)), count_N), _places(count_N)] = slot[flat + len(recording.inputs)]
+    op = np.repeat(all_op[nodes], width_N) * int(width_O.max()) + _places(width_N)
+    graph = Graph(
+        offset, op, np.repeat(args, width_N, axis=0), np.zeros(len(op), dtype=np.int64), slot[-len(result) :] * 0
+    )
+    graph = Graph(offset, op, graph.args, graph.example, offset + np.arange(len(op)))
+    merged = share(graph).roots
+    _, first, kind = np.unique(merged, return_index=True, return_inverse=True)
+    same = np.arange(recording.num_addresses)
+    same[result] = result[first[kind]]
+    return same

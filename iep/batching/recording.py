@@ -1,0 +1,414 @@
+"""Calls on futures -> nodes: what a lazy scope has recorded, in plain lists of integers.
+
+Every result has an *address*: results of nodes count up from 0 in the order of recording, tensors from outside are
+-1, -2, ... Nodes of one key (function or module, its arguments' structure, shapes, dtypes, devices and static values,
+gradients on or off, autocast) are of one op. What is recorded becomes a graph in `lowering.py`.
+"""
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iep.batching.future import Future, values_of
+from iep.batching.kernels import (
+    NOW,
+    SINGLY,
+    STATIC,
+    Call,
+    Kernel,
+    Leaf,
+    Spec,
+    fill,
+    find_kernel,
+    known,
+    name_of,
+    spec_of,
+    state_of,
+    warn_singly,
+)
+
+_HERE = os.path.dirname(__file__)
+_TORCH = os.path.dirname(torch.__file__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Column:
+    """Tensors of one shape, dtype and device."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Constant:
+    """A tensor that all calls of an op share, such as a parameter."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Modes:
+    """What PyTorch keeps for a thread and a call's result depends on."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Kinds of device for which it is on, and to which dtype."""
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """What nodes of one key run."""
+
+    index: int
+    call: Call
+    kernel: Kernel
+    num_leaves: int
+    """How many tensors each of its nodes takes."""
+    columns: tuple[Column, ...]
+    """Of its results."""
+    modes: Modes
+    is_tuple: bool
+    """The call returns a tuple of tensors and nothing else."""
+
+
+class Recording:
+    """Nodes, and tensors from outside, of one scope.
+
+    Args:
+        run: called with the recording, addresses to compute, or None for all that somebody waits for, and a reason;
+            stores what it has computed by `computed`.
+        constants: tensors that are shared by all calls, besides parameters.
+    """
+
+    def __init__(self, run: Callable[["Recording", list[int] | None, str], None], constants: list[Tensor]):
+        self._run = run
+        self.ops: list[Op] = []
+        self.node_op: list[int] = []
+        self.node_args: list[list[int]] = []
+        self.node_address: list[int] = []
+        """Of its first result."""
+        self.num_addresses = 0
+        self.columns: list[Column] = []
+        self.inputs: list[Tensor] = []
+        self.input_columns: list[int] = []
+        self._input_versions: list[int | None] = []
+        self.computed: dict[int, Tensor] = {}
+        self.futures: list[ref] = []
+        self.backwards: list[tuple[Future, Tensor | None]] = []
+        self.ran_at_once: Counter[tuple[str, str]] = Counter()
+        self.is_over = False
+        self.takes_call: Callable | None = None
+        """Called with the original `nn.Module.__call__`, a module and its arguments; set by the scope."""
+        self._ops_by_key: dict[tuple, Op | Kernel] = {}
+        self._columns_by_spec: dict[Spec, Column] = {}
+        self._inputs_by_id: dict[int, int] = {}
+        self._constants = {id(tensor): Constant(tensor) for tensor in constants}
+        self._states: dict[nn.Module, tuple] = {}
+        self._modes: dict[tuple, Modes] = {}
+
+    def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A node for `function(*args, **kwargs)`: returns futures in the structure of what it would return.
+
+        Where it cannot be a node, it runs at once and its result is returned.
+        """
+        if self.is_over:
+            return function(*values_of(args), **values_of(dict(kwargs)))
+        grad = torch.is_grad_enabled()
+        key: list = [function, grad]
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            key.append(autocast_of_thread())
+        addresses: list[int] = []
+        try:
+            self._walk(args, key, addresses)
+            if kwargs:
+                self._walk(kwargs, key, addresses)
+            op = self._ops_by_key.get(tuple(key))
+        except (TypeError, _NotRecordableError) as failure:
+            return self._run_at_once(function, args, kwargs, f"{failure}")
+        if op is None:
+            op = self._new_op(tuple(key), function, args, kwargs, addresses)
+        if type(op) is Kernel:
+            return op.structure if op.how == STATIC else self._run_at_once(function, args, kwargs, op.reason)
+        return self._new_node(op, addresses)
+
+    def _new_node(self, op: Op, addresses: list[int]) -> Any:
+        first = self.num_addresses
+        self.node_op.append(op.index)
+        self.node_args.append(addresses)
+        self.node_address.append(first)
+        columns = op.columns
+        if op.is_tuple:
+            futures = [Future(self, address, column) for address, column in enumerate(columns, first)]
+            self.num_addresses = first + len(columns)
+            self.futures.extend(map(ref, futures))
+            return tuple(futures)
+        if len(columns) == 1 and type(op.kernel.structure) is Leaf:
+            self.num_addresses = first + 1
+            future = Future(self, first, columns[0])
+            self.futures.append(ref(future))
+            return future
+        futures = [Future(self, address, column) for address, column in enumerate(columns, first)]
+        self.num_addresses = first + len(columns)
+        self.futures.extend(map(ref, futures))
+        return fill(op.kernel.structure, futures)
+
+    def _walk(self, value: Any, key: list, addresses: list[int]) -> None:
+        """Append to `key` what an argument is, and to `addresses` where its tensors are."""
+        kind = type(value)
+        if kind is Future:
+            if value._recording is self:
+                key.append(value._column)
+                addresses.append(value._address)
+            else:
+                self._walk(value.value, key, addresses)
+        elif kind is tuple or kind is list:
+            key.append(kind)
+            key.append(len(value))
+            for part in value:
+                self._walk(part, key, addresses)
+        elif kind is Tensor or isinstance(value, Tensor):
+            self._walk_tensor(value, key, addresses)
+        elif isinstance(value, dict):
+            key.append(dict)
+            key.append(len(value))
+            for name, part in value.items():
+                key.append(name)
+                self._walk(part, key, addresses)
+        elif kind is slice:
+            key.append(slice)
+            for part in (value.start, value.stop, value.step):
+                self._walk(part, key, addresses)
+        elif isinstance(value, tuple):  # a named one
+            key.append(kind)
+            for part in value:
+                self._walk(part, key, addresses)
+        else:
+            key.append(kind)  # 1, 1.0 and True are equal
+            key.append(value)
+
+    def _walk_tensor(self, tensor: Tensor, key: list, addresses: list[int]) -> None:
+        address = self._inputs_by_id.get(id(tensor))
+        if address is None:
+            constant = self._constants.get(id(tensor))
+            if constant is None and isinstance(tensor, nn.Parameter):
+                constant = self._constants[id(tensor)] = Constant(tensor)
+            if constant is not None:
+                key.append(constant)
+                return
+            address = self.add_input(tensor)
+        key.append(self.columns[self.input_columns[-1 - address]])
+        addresses.append(address)
+
+    def add_input(self, tensor: Tensor) -> int:
+        """The address of a tensor from outside; each is kept once."""
+        address = self._inputs_by_id.get(id(tensor))
+        if address is not None:
+            return address
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise _NotRecordableError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
+        self.inputs.append(tensor)
+        self.input_columns.append(self._column(spec_of(tensor)).index)
+        self._input_versions.append(None if tensor.is_inference() else tensor._version)
+        address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
+        return address
+
+    def input_future(self, tensor: Tensor) -> Future:
+        """A future that stands for a tensor from outside."""
+        address = self.add_input(tensor)
+        return Future(self, address, self.columns[self.input_columns[-1 - address]])
+
+    def futures_for(self, arguments: Any) -> Any:
+        """Nested lists, tuples and dicts with futures in the places of tensors that are not shared by all calls."""
+        if (
+            isinstance(arguments, Tensor)
+            and type(arguments) is not nn.Parameter
+            and id(arguments) not in self._constants
+        ):
+            return self.input_future(arguments)
+        if isinstance(arguments, dict):
+            return {name: self.futures_for(value) for name, value in arguments.items()}
+        if type(arguments) in (list, tuple):
+            return type(arguments)(self.futures_for(value) for value in arguments)
+        return arguments
+
+    def pending_nodes(self) -> np.ndarray:
+        """Nodes that have not run, rising."""
+        address = np.array(self.node_address, dtype=np.int64)
+        if not self.computed:
+            return np.arange(len(address))
+        has_run = np.zeros(self.num_addresses, dtype=bool)
+        has_run[list(self.computed)] = True
+        return np.flatnonzero(~has_run[address])
+
+    def results_of(self, nodes: np.ndarray) -> np.ndarray:
+        """Addresses of all results of nodes, rising."""
+        first = [self.node_address[node] for node in nodes.tolist()]
+        count = [len(self.ops[self.node_op[node]].columns) for node in nodes.tolist()]
+        return np.array([at + field for at, many in zip(first, count, strict=True) for field in range(many)])
+
+    def values_at(self, addresses: np.ndarray, columns: np.ndarray) -> dict[int, Tensor]:
+        """By column, the values at addresses of tensors from outside or of what has been computed, (n, ...) each."""
+        return {
+            column: torch.stack([self.read(address) for address in addresses[columns == column].tolist()])
+            for column in np.unique(columns).tolist()
+        }
+
+    def forget(self) -> None:
+        """Let go of all that futures outside do not hold."""
+        self.is_over = True
+        for kept in (self.inputs, self.computed, self.futures, self.backwards, self.node_args, self._inputs_by_id):
+            kept.clear()
+        self._ops_by_key.clear()
+        self._constants.clear()
+
+    def check_inputs(self) -> None:
+        """Refuse tensors that were changed in place after calls on them were recorded."""
+        for tensor, version in zip(self.inputs, self._input_versions, strict=True):
+            if version is not None and tensor._version != version:
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call on it was recorded"
+                )
+
+    def _column(self, spec: Spec) -> Column:
+        column = self._columns_by_spec.get(spec)
+        if column is None:
+            column = self._columns_by_spec[spec] = Column(len(self.columns), *spec)
+            self.columns.append(column)
+        return column
+
+    def _new_op(
+        self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any], addresses: list[int]
+    ) -> Op | Kernel:
+        """What nodes of `key` run; a kernel by itself where they are no nodes."""
+        call, specs = self._call_of(function, args, kwargs)
+        if not specs:
+            self._ops_by_key[key] = Kernel(NOW, "it takes no tensor")
+            return self._ops_by_key[key]
+        facts, general = known(function), self._general_key(key, function)
+        kernel = facts.kernels.get(general)
+        if kernel is None:
+            with recording_into(None):
+                kernel = find_kernel(call, specs, lambda: [self.read(address) for address in addresses])
+            facts.kernels[general] = kernel
+        if kernel.how in (STATIC, NOW):
+            self._ops_by_key[key] = kernel
+            return kernel
+        if kernel.how == SINGLY:
+            warn_singly(function, kernel.reason)
+        is_tuple = kernel.structure == tuple(map(Leaf, range(len(kernel.outputs))))
+        columns = tuple(map(self._column, kernel.outputs))
+        op = Op(
+            len(self.ops),
+            call,
+            kernel,
+            len(specs),
+            columns,
+            Modes(torch.is_grad_enabled(), autocast_of_thread()),
+            is_tuple,
+        )
+        self.ops.append(op)
+        self._ops_by_key[key] = op
+        return op
+
+    def _call_of(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list[Spec]]:
+        """The call with leaves in the places of what differs between nodes, and these leaves' specs."""
+        specs: list[Spec] = []
+
+        def leave(value: Any) -> Any:
+            kind = type(value)
+            if kind is Future or (isinstance(value, Tensor) and id(value) not in self._constants):
+                specs.append(Spec(value.shape, value.dtype, value.device))
+                return Leaf(len(specs) - 1)
+            if kind is tuple or kind is list:
+                return kind([leave(part) for part in value])
+            if isinstance(value, dict):
+                return {name: leave(part) for name, part in value.items()}
+            if kind is slice:
+                return slice(leave(value.start), leave(value.stop), leave(value.step))
+            if isinstance(value, tuple):
+                return kind(*[leave(part) for part in value])
+            return value
+
+        return Call(function, leave(args), leave(dict(kwargs))), specs
+
+    def _general_key(self, key: tuple, function: Callable) -> tuple:
+        """`key` without what belongs to this scope or keeps tensors alive."""
+        parts = [
+            Spec(part.shape, part.dtype, part.device)
+            if type(part) is Column
+            else ("constant", *spec_of(part.tensor))
+            if type(part) is Constant
+            else part
+            for part in key[1:]
+        ]
+        if isinstance(function, nn.Module):
+            if function not in self._states:
+                self._states[function] = state_of(function)
+            parts.append(self._states[function])
+        return tuple(parts)
+
+    def _run_at_once(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], why: str) -> Any:
+        self.ran_at_once[name_of(function), why] += 1
+        with recording_into(None):
+            arguments = values_of(args), values_of(dict(kwargs))
+            return function(*arguments[0], **arguments[1])
+
+    def read(self, address: int) -> Tensor:
+        """The value at an address; runs what it depends on."""
+        if address < 0:
+            return self.inputs[-1 - address]
+        if address not in self.computed:
+            if self.is_over:
+                raise ValueError("the scope of this future ended with an exception before it was computed")
+            self._run(self, [address], f"a value is read at {_users_line()}")
+        return self.computed[address]
+
+    def backward_later(self, future: Future, gradient: Tensor | None) -> None:
+        self.backwards.append((future, gradient))
+
+
+@contextmanager
+def recording_into(recording: Recording | None) -> Iterator[None]:
+    """Within it, calls of this thread are recorded into `recording`; with None they run as ever."""
+    before = current.recording
+    current.recording = recording
+    try:
+        yield
+    finally:
+        current.recording = before
+
+
+class _NotRecordableError(Exception):
+    """An argument that no node can have."""
+
+
+class _Current(threading.local):
+    recording: Recording | None = None
+
+
+current = _Current()
+
+
+def autocast_of_thread() -> tuple[tuple[str, torch.dtype], ...]:
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def _users_line() -> str:
+    """File and line of the innermost caller that is neither this package's nor PyTorch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,220 @@
+"""The lazy scope: code for one sample, run for many at once, with one line added.
+
+    with iep.batching.scope(model.cell) as batch:
+        losses = [model.loss(sample) for sample in samples]
+    torch.stack(losses).mean().backward()
+
+Inside, a call is recorded and returns futures; leaving the scope runs all that was recorded and that somebody still
+holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019, sections 3 and 4). Calls become a
+graph (`recording.py`, `lowering.py`), which is scheduled, laid out and executed as every other graph of this package.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cache, partial, wraps
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iep.batching.execute import execute
+from iep.batching.kernels import run, warn_singly
+from iep.batching.lowering import Lowered, lower, needed_nodes
+from iep.batching.plans import plan
+from iep.batching.recording import Op, Recording, autocast_of_thread, current, recording_into
+from iep.batching.schedulers import SCHEDULERS
+from iep.batching.scope_report import Report, Tally
+
+GRANULARITIES = ("module", "op")
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class scope:  # noqa: N801 - a context manager, used as a function is
+    """Within it, calls of modules are put off, and run batched at its end.
+
+    Args:
+        modules: whose calls are recorded. With none, those of all layers that `torch.nn` itself defines.
+        granularity: "module" records each call of a listed module as one node; "op" each function of PyTorch that it
+            calls. Functions on futures outside of these modules are recorded in both.
+        scheduler: one of `iep.batching.SCHEDULERS`.
+        share: nodes of one op with the same arguments run once. Not for modules that draw random numbers.
+        defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
+
+    A recorded call takes tensors, futures, nested lists, tuples and dicts of them, and static values, by which calls
+    are told apart; parameters are shared by all calls, other tensors are a sample's own. It returns futures in the
+    structure that the module returns. `Future.value`, `float(future)`, printing and all else that needs numbers runs
+    what this one value needs. What a module does besides returning tensors (counting its calls, say) it does once for
+    a group. Scopes may be nested, and open in several threads; each records the calls of its own thread.
+
+    Gradients of what a scope computes cannot be differentiated again.
+
+    Raises:
+        ValueError: an unknown granularity or scheduler, or what is listed is no module.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module,
+        granularity: str = "module",
+        scheduler: str = "lookahead",
+        share: bool = False,
+        defer_weight_grads: bool = True,
+    ):
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"no scheduler is called {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+        self._listed = frozenset(_without_lists(modules))
+        self._by_op = granularity == "op"
+        self._scheduler, self._share, self._defer = scheduler, share, defer_weight_grads
+        self._tally = Tally()
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Self:
+        if self._recording is not None:
+            raise ValueError("a scope is entered once; make another")
+        buffers = [buffer for module in self._listed for buffer in module.buffers()]
+        self._recording = Recording(self._run, buffers)
+        self._recording.takes_call = self._takes_call
+        _patch()
+        self._outer = current.recording
+        current.recording = self._recording
+        self._entered = perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        current.recording = self._outer
+        _unpatch()
+        recording = self._recording
+        try:
+            if kind is None:
+                self._finish(recording)
+        finally:
+            self._tally.seconds_in_all = perf_counter() - self._entered
+            recording.forget()
+
+    def wrap(self, function: Callable) -> Callable:
+        """`function`, whose calls are recorded as a listed module's are. Wrap it once, not once a sample."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if current.recording is not self._recording or self._recording is None:
+                return function(*args, **kwargs)
+            return self._call(function, function, args, kwargs)
+
+        return call
+
+    def report(self) -> Report:
+        """What was batched so far, what was not, and why. Printed, it is a table."""
+        return self._tally.report(self._recording)
+
+    def _takes_call(self, original: Callable, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """A call of any module while this scope is this thread's."""
+        if module in self._listed if self._listed else _is_layer(type(module)):
+            return self._call(module, partial(original, module), args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def _call(self, function: Callable, original: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        if not self._by_op:
+            return self._recording.record(function, args, kwargs)
+        futures = self._recording.futures_for
+        return original(*futures(args), **futures(dict(kwargs)))
+
+    def _finish(self, recording: Recording) -> None:
+        """Run what somebody waits for, hand it out, and do the backward calls that were put off."""
+        waiting = [future for future in (reference() for reference in recording.futures) if future is not None]
+        addresses = {future._address for future in waiting if future._value is None and future._address >= 0}
+        wanted = sorted(addresses - recording.computed.keys())
+        if wanted:
+            nodes = recording.pending_nodes()
+            self._execute(lower(recording, nodes, np.array(wanted), self._share), "the scope's end")
+        for future in waiting:
+            if future._value is None:
+                future._value = recording.read(future._address)
+        if recording.backwards:
+            futures, gradients = zip(*recording.backwards, strict=True)
+            torch.autograd.backward([future._value for future in futures], list(gradients))
+
+    def _run(self, recording: Recording, addresses: list[int], why: str) -> None:
+        """Run what values at `addresses` need, and keep all of it: what is recorded later may take it."""
+        with recording_into(None):
+            nodes = needed_nodes(recording, addresses)
+            self._execute(lower(recording, nodes, recording.results_of(nodes), self._share), why)
+
+    def _execute(self, lowered: Lowered, why: str) -> None:
+        recording, began = self._recording, perf_counter()
+        layout, was_there = plan(lowered.graph, lowered.types, self._scheduler)
+        planned = perf_counter()
+        recording.check_inputs()
+        with recording_into(None), torch.set_grad_enabled(any(op.modes.grad for op in recording.ops)):
+            outs = execute(
+                layout,
+                {index: partial(_run_op, recording.ops[index]) for index in lowered.types.signatures},
+                recording.values_at(lowered.inputs, lowered.types.inputs),
+                self._defer,
+            )
+            for addresses, out in zip(lowered.wanted, outs, strict=True):
+                recording.computed.update(zip(addresses.tolist(), out.unbind(0), strict=True))
+        self._tally.add(lowered, layout, why, was_there, planned - began, perf_counter() - planned)
+
+
+def _run_op(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """An op's results on a group, in the modes in which its calls were recorded."""
+    if op.modes.grad == torch.is_grad_enabled() and op.modes.autocast == autocast_of_thread():
+        return run(op.kernel, op.call, leaves, partial(warn_singly, op.call.function))
+    kinds = dict(op.modes.autocast)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(op.modes.grad))
+        for kind in ("cpu", "cuda"):
+            if kind in kinds or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, kinds.get(kind), kind in kinds))
+        return run(op.kernel, op.call, leaves, partial(warn_singly, op.call.function))
+
+
+def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"{module!r} is no module; a function's calls are recorded by the scope's wrap")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from _without_lists(module.children())
+        else:
+            yield module
+
+
+@cache
+def _is_layer(kind: type) -> bool:
+    """Whether `torch.nn` itself defines it, and it is no mere container."""
+    return kind.__module__.startswith("torch.nn.") and not issubclass(kind, CONTAINERS)
+
+
+_lock = threading.Lock()
+_open = 0
+_original_call: Callable | None = None
+
+
+def _patch() -> None:
+    """Let `nn.Module.__call__` ask the scope of its thread; undone when the last scope of all threads is left."""
+    global _open, _original_call
+    with _lock:
+        if not _open:
+            original = _original_call = nn.Module.__call__
+
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                recording = current.recording
+                if recording is None:
+                    return original(module, *args, **kwargs)
+                return recording.takes_call(original, module, args, kwargs)
+
+            nn.Module.__call__ = call
+        _open += 1
+
+
+def _unpatch() -> None:
+    global _open
+    with _lock:
+        _open -= 1
+        if not _open:
+            nn.Module.__call__ = _original_call
