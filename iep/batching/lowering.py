@@ -30,6 +30,18 @@ class Lowered:
     """Addresses of the results, for each of the types' roots."""
 
 
+def waiting_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
+    """As `needed_nodes`; quick where these are all that have not run."""
+    nodes, first = recording.pending_nodes(), np.array(recording.node_address, dtype=np.int64)
+    taken = np.fromiter(chain.from_iterable(recording.node_args), dtype=np.int64)
+    is_used = np.zeros(recording.num_addresses, dtype=bool)
+    is_used[taken[taken >= 0]] = True
+    is_used[addresses] = True
+    if np.logical_or.reduceat(is_used, first)[nodes].all():  # each is wanted, or taken by what is
+        return nodes
+    return needed_nodes(recording, addresses)
+
+
 def needed_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
     """The nodes that have not run and that values at `addresses` depend on, rising."""
     found, waiting = set[int](), list(addresses)

@@ -8,6 +8,7 @@ gradients on or off, autocast) are of one op. What is recorded becomes a graph i
 import os
 import sys
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from iep.batching.kernels import (
     state_of,
     warn_singly,
 )
+
+is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
@@ -125,9 +128,8 @@ class Recording:
         """
         if self.is_over:
             return function(*values_of(args), **values_of(dict(kwargs)))
-        grad = torch.is_grad_enabled()
-        key: list = [function, grad]
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        key: list = [function, is_grad_enabled()]
+        if is_any_autocast_enabled():
             key.append(autocast_of_thread())
         addresses: list[int] = []
         try:
@@ -177,7 +179,11 @@ class Recording:
             key.append(kind)
             key.append(len(value))
             for part in value:
-                self._walk(part, key, addresses)
+                if type(part) is Future and part._recording is self:
+                    key.append(part._column)
+                    addresses.append(part._address)
+                else:
+                    self._walk(part, key, addresses)
         elif kind is Tensor or isinstance(value, Tensor):
             self._walk_tensor(value, key, addresses)
         elif isinstance(value, dict):
@@ -202,7 +208,7 @@ class Recording:
         address = self._inputs_by_id.get(id(tensor))
         if address is None:
             constant = self._constants.get(id(tensor))
-            if constant is None and isinstance(tensor, nn.Parameter):
+            if constant is None and type(tensor) is nn.Parameter:
                 constant = self._constants[id(tensor)] = Constant(tensor)
             if constant is not None:
                 key.append(constant)
@@ -264,6 +270,15 @@ class Recording:
             column: torch.stack([self.read(address) for address in addresses[columns == column].tolist()])
             for column in np.unique(columns).tolist()
         }
+
+    def detach(self, wanted: tuple[np.ndarray, ...]) -> None:
+        """Take what was recorded without gradients out of the way back, where other calls of its group are in it."""
+        if {op.modes.grad for op in self.ops} != {False, True}:
+            return
+        for address in (address for addresses in wanted for address in addresses.tolist()):
+            node = bisect_right(self.node_address, address) - 1
+            if not self.ops[self.node_op[node]].modes.grad:
+                self.computed[address] = self.computed[address].detach()
 
     def forget(self) -> None:
         """Let go of all that futures outside do not hold."""

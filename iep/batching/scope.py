@@ -9,6 +9,7 @@ holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019,
 graph (`recording.py`, `lowering.py`), which is scheduled, laid out and executed as every other graph of this package.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from iep.batching.execute import execute
 from iep.batching.kernels import run, warn_singly
-from iep.batching.lowering import Lowered, lower, needed_nodes
+from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes
 from iep.batching.plans import plan
 from iep.batching.recording import Op, Recording, autocast_of_thread, current, recording_into
 from iep.batching.schedulers import SCHEDULERS
@@ -87,12 +88,13 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         current.recording = self._outer
-        _unpatch()
         recording = self._recording
         try:
             if kind is None:
-                self._finish(recording)
+                with recording_into(None):
+                    self._finish(recording)
         finally:
+            _unpatch()
             self._tally.seconds_in_all = perf_counter() - self._entered
             recording.forget()
 
@@ -129,7 +131,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         addresses = {future._address for future in waiting if future._value is None and future._address >= 0}
         wanted = sorted(addresses - recording.computed.keys())
         if wanted:
-            nodes = recording.pending_nodes()
+            nodes = waiting_nodes(recording, wanted)
             self._execute(lower(recording, nodes, np.array(wanted), self._share), "the scope's end")
         for future in waiting:
             if future._value is None:
@@ -158,6 +160,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             )
             for addresses, out in zip(lowered.wanted, outs, strict=True):
                 recording.computed.update(zip(addresses.tolist(), out.unbind(0), strict=True))
+        recording.detach(lowered.wanted)
         self._tally.add(lowered, layout, why, was_there, planned - began, perf_counter() - planned)
 
 
@@ -193,11 +196,13 @@ def _is_layer(kind: type) -> bool:
 _lock = threading.Lock()
 _open = 0
 _original_call: Callable | None = None
+_collects = True
 
 
 def _patch() -> None:
-    """Let `nn.Module.__call__` ask the scope of its thread; undone when the last scope of all threads is left."""
-    global _open, _original_call
+    """Let `nn.Module.__call__` ask the scope of its thread, without garbage collection; undone when the last scope of
+    all threads is left."""
+    global _open, _original_call, _collects
     with _lock:
         if not _open:
             original = _original_call = nn.Module.__call__
@@ -209,6 +214,9 @@ def _patch() -> None:
                 return recording.takes_call(original, module, args, kwargs)
 
             nn.Module.__call__ = call
+            # What is recorded is no garbage, and looking through all of it for some would take as long as recording.
+            _collects = gc.isenabled()
+            gc.disable()
         _open += 1
 
 
@@ -218,3 +226,5 @@ def _unpatch() -> None:
         _open -= 1
         if not _open:
             nn.Module.__call__ = _original_call
+            if _collects:
+                gc.enable()

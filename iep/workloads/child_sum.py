@@ -55,7 +55,7 @@ class Similarity(nn.Module):
 
 
 class ChildSumTreeLSTM(nn.Module):
-    """How related two sentences are. Words are not trained, as in Tai et al. 2015, section 5.3, where they are GloVe's."""
+    """How related two sentences are. Words are not trained, as in Tai et al. 2015, section 5.3."""
 
     def __init__(self, words: int, word_width: int = 300, width: int = 150, ratings: int = 5):
         super().__init__()
