@@ -1,0 +1,209 @@
+"""Tokens, their experts and gates -> gated sums of what the experts make of them: by the token, by the expert, or by a
+grouped matrix product.
+
+All experts that a minibatch calls are known at once, so batching them is the degenerate case of a topological sort
+(Suarez & Zhu, section 3.2): sort the tokens by expert, run each expert once on its contiguous rows, put the rows back
+and add them up. Which tokens go where is `gating.py`'s.
+
+Shapes: T tokens, K experts each, R = T K rows sorted by expert, D inputs, H hidden, O outputs, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from iep.errors import InputError
+from iep.workloads.expert_products import GroupedProducts, ProductsByExpert, Routing, grouped_refusal
+from iep.workloads.reused_memory import ReusedMemory
+
+Products = ProductsByExpert | GroupedProducts
+EXECUTIONS = ("vanilla", "batched", "grouped")
+
+
+class Experts(nn.Module):
+    """E networks of one hidden layer each, relu(x W_hidden) W_output, without biases as in Shazeer et al.'s own.
+
+    Every expert has parameters of its own, so that those which a minibatch does not call get no gradient (None, as if
+    they had not been there) and cost nothing; all lie side by side in one block of memory, which a grouped product
+    reads as it is. Gradients cannot be differentiated again.
+
+    Attributes:
+        execution: `vanilla` (a loop over tokens and their experts, the reference), `batched` (one call per expert) or
+            `grouped` (PyTorch's grouped matrix product; `batched` where there is none, see `grouped_refusal`).
+
+    Raises:
+        InputError: a size is less than 1, or there is no such execution.
+    """
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, experts: int, execution: str = "batched"):
+        super().__init__()
+        if min(inputs, hidden, outputs, experts) < 1:
+            raise InputError(f"{experts} experts of {inputs}-{hidden}-{outputs}, expected at least 1 of each")
+        if execution not in EXECUTIONS:
+            raise InputError(f"execution {execution!r}, expected one of {', '.join(EXECUTIONS)}")
+        self.execution = execution
+        self.sizes = inputs, hidden, outputs
+        self.hidden_weights = _made(experts, inputs, hidden)
+        self.output_weights = _made(experts, hidden, outputs)
+        self._memory = ReusedMemory()
+
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """(T, O) each token's sum over its experts of gate times what the expert makes of it.
+
+        Args:
+            experts_TK: int64, which experts.
+            gates_TK: how much of each.
+
+        Raises:
+            InputError: shapes or dtypes do not fit, or there is no expert of a number.
+        """
+        self._check(x_TD, experts_TK, gates_TK)
+        if not experts_TK.numel():
+            return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
+        if self.execution == "vanilla":
+            tokens = zip(x_TD, experts_TK.tolist(), gates_TK, strict=True)
+            return torch.stack([self.one(*token) for token in tokens])
+        products = self._products(experts_TK)
+        weights = [weight for layer in self._active(products.routing) for weight in layer]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TD, gates_TK, *weights)):
+            return _GatedSum.apply(x_TD, gates_TK, products, *weights)
+        return gated_sum(x_TD, gates_TK, products)[0]
+
+    def one(self, x_D: Tensor, experts_K: Sequence[int], gates_K: Tensor) -> Tensor:
+        """(O,) what the layer makes of one token: the reference, in plain PyTorch."""
+        results = [(x_D @ self.hidden_weights[e]).relu() @ self.output_weights[e] for e in experts_K]
+        return sum(gate * result for gate, result in zip(gates_K, results, strict=True))
+
+    def grouped_refusal(self) -> str | None:
+        """Why `grouped` runs as `batched` with these weights, in PyTorch's words; None where it does not."""
+        return grouped_refusal(self.hidden_weights[0].device, self.hidden_weights[0].dtype)
+
+    def _products(self, experts_TK: Tensor) -> Products:
+        routing = route(experts_TK, len(self.hidden_weights))
+        if self.execution == "grouped" and self.grouped_refusal() is None:
+            stacks = _stacked(self.hidden_weights), _stacked(self.output_weights)
+            return GroupedProducts(routing, stacks, self._memory)
+        return ProductsByExpert(routing, self._active(routing), self._memory)
+
+    def _active(self, routing: Routing) -> tuple[list[Tensor], list[Tensor]]:
+        hidden = [self.hidden_weights[expert] for expert in routing.active]
+        return hidden, [self.output_weights[expert] for expert in routing.active]
+
+    def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> None:
+        weight, number = self.hidden_weights[0], len(self.hidden_weights)
+        if x_TD.dim() != 2 or x_TD.shape[1] != self.sizes[0]:
+            raise InputError(f"experts got inputs {tuple(x_TD.shape)}, expected (tokens, {self.sizes[0]})")
+        if experts_TK.dim() != 2 or experts_TK.shape != gates_TK.shape or len(experts_TK) != len(x_TD):
+            given = f"experts {tuple(experts_TK.shape)} and gates {tuple(gates_TK.shape)}"
+            raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
+        if x_TD.dtype != weight.dtype or gates_TK.dtype != weight.dtype:
+            raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {weight.dtype}")
+        if experts_TK.dtype != torch.int64:
+            raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
+        if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < number:
+            raise InputError(f"experts {int(experts_TK.min())} to {int(experts_TK.max())}, expected 0 to {number - 1}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
+        """As for every module, whatever moves or converts it; then lay the weights side by side again."""
+        super()._apply(fn, recurse)
+        for weights in (self.hidden_weights, self.output_weights):
+            for weight, piece in zip(weights, _stacked(weights).unbind(0), strict=True):
+                weight.data = piece
+        return self
+
+
+def route(experts_TK: Tensor, experts: int) -> Routing:
+    """Sort the (T, K) assignments, at least one, by expert; those of one expert keep their order."""
+    flat_R = experts_TK.flatten()
+    order_R = flat_R.argsort(stable=True)
+    positions_R = torch.arange(len(flat_R), device=flat_R.device)
+    counts_E = torch.bincount(flat_R, minlength=experts)
+    counts = counts_E.tolist()
+    active = tuple(expert for expert, count in enumerate(counts) if count)
+    return Routing(
+        order_R=order_R,
+        inverse_R=torch.empty_like(order_R).scatter_(0, order_R, positions_R),
+        active=active,
+        counts=tuple(counts[expert] for expert in active),
+        ends_E=counts_E.cumsum(0).to(torch.int32),
+    )
+
+
+def gated_sum(x_TD: Tensor, gates_TK: Tensor, products: Products) -> tuple[Tensor, ...]:
+    """(T, O) the layer's result; and what its way back needs: rows (R, D), hidden (R, H), gates (R,)."""
+    k = gates_TK.shape[1]
+    x_RD = _rows_of_tokens(x_TD, products, k)
+    gates_R = gates_TK.flatten()[products.routing.order_R]
+    hidden_RH = products.rows(x_RD, layer=0).relu_()
+    result_RO = products.rows(hidden_RH, layer=1).mul_(gates_R[:, None])
+    return _sums_of_rows(result_RO, products, k), x_RD, hidden_RH, gates_R
+
+
+class _GatedSum(Function):
+    """The layer's result; on the way back the gradients of tokens, gates and the active experts' weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gates_TK: Tensor, products: Products, *weights: Tensor) -> Tensor:
+        result_TO, *kept = gated_sum(x_TD, gates_TK, products)
+        ctx.save_for_backward(*kept, *weights)  # the weights so that PyTorch notices when they are changed meanwhile
+        ctx.products, ctx.k = products, gates_TK.shape[1]
+        return result_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, hidden_RH, gates_R, *weights = ctx.saved_tensors
+        products, k = ctx.products, ctx.k
+        of_x, of_gates, _, *of_weights = ctx.needs_input_grad
+        gradient_RO = _rows_of_tokens(gradient_TO, products, k)
+        gradient_RH = products.rows_back(gradient_RO, layer=1)
+        gates_TK = None
+        if of_gates:
+            # Of a gate: gradient times result, which is (hidden W) gradient = hidden (W gradient).
+            gates_TK = torch.linalg.vecdot(gradient_RH, hidden_RH)[products.routing.inverse_R].view(-1, k)
+        gradient_RH.mul_(gates_R[:, None]).mul_(hidden_RH > 0)
+        x_TD = _sums_of_rows(products.rows_back(gradient_RH, layer=0), products, k) if of_x else None
+        if not any(of_weights):
+            return x_TD, gates_TK, None, *(None for _ in weights)
+        gradient_RO.mul_(gates_R[:, None])
+        output = products.weights(hidden_RH, gradient_RO)
+        return x_TD, gates_TK, None, *products.weights(x_RD, gradient_RH), *output
+
+
+def _rows_of_tokens(values_TX: Tensor, products: Products, k: int) -> Tensor:
+    """(R, X) the token of every row."""
+    rows_RX = products.memory.empty((len(products.routing.order_R), values_TX.shape[1]), like=values_TX)
+    return torch.index_select(values_TX, 0, products.routing.order_R // k, out=rows_RX)
+
+
+def _sums_of_rows(values_RX: Tensor, products: Products, k: int) -> Tensor:
+    """(T, X) the sum of every token's rows."""
+    width = values_RX.shape[1]
+    by_token_RX = products.memory.empty(tuple(values_RX.shape), like=values_RX)
+    torch.index_select(values_RX, 0, products.routing.inverse_R, out=by_token_RX)
+    if k == 1:
+        return by_token_RX
+    result_TX = products.memory.empty((len(values_RX) // k, width), like=values_RX)
+    return torch.sum(by_token_RX.view(-1, k, width), dim=1, out=result_TX)
+
+
+def _made(experts: int, inputs: int, outputs: int) -> nn.ParameterList:
+    """A weight for each expert, initialised as PyTorch does linear layers, all in one block of memory."""
+    weights_EIO = torch.empty(experts, inputs, outputs).uniform_(-(inputs**-0.5), inputs**-0.5)
+    return nn.ParameterList(nn.Parameter(weight_IO) for weight_IO in weights_EIO)
+
+
+def _stacked(weights: nn.ParameterList) -> Tensor:
+    """(E, I, O) all weights, without a gradient: their own memory where they lie side by side in it, else a copy."""
+    pieces = [weight.detach() for weight in weights]
+    first = pieces[0]
+    size, start = first.numel() * first.element_size(), first.data_ptr()
+    room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - start
+    side_by_side = all(piece.data_ptr() == start + n * size for n, piece in enumerate(pieces))
+    if start and side_by_side and room >= len(pieces) * size and all(piece.is_contiguous() for piece in pieces):
+        return first.as_strided((len(pieces), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(pieces)

@@ -1,0 +1,186 @@
+"""Mixture of experts: batched and grouped execution equal the loop over tokens, outputs and every gradient; gating and
+its losses equal a naive loop."""
+
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from batching_cases import quick
+from hypothesis import given
+
+from iep.batching import Graph, execute, lay_out, make_schedule
+from iep.errors import InputError
+from iep.workloads import experts as experts_module
+from iep.workloads.expert_products import in_threads, shares
+from iep.workloads.experts import Experts
+from iep.workloads.gating import NoisyTopKGating, squared_variation
+from iep.workloads.moe import MixtureOfExperts
+
+sizes = st.tuples(
+    *[st.integers(1, 9)] * 3, st.integers(1, 6), st.integers(0, 12), st.integers(1, 6), st.integers(0, 99)
+)
+
+
+def results(layer: Experts, execution: str, seed: int, tokens: int, k: int) -> list[torch.Tensor | None]:
+    torch.manual_seed(seed)
+    layer.execution, dtype = execution, layer.hidden_weights[0].dtype
+    x = torch.randn(tokens, layer.sizes[0], dtype=dtype, requires_grad=True)
+    chosen = torch.rand(tokens, len(layer.hidden_weights)).argsort(1)[:, :k].contiguous()
+    gates = torch.rand(tokens, k, dtype=dtype, requires_grad=True)
+    layer.zero_grad(set_to_none=True)
+    outputs = layer(x, chosen, gates)
+    outputs.sum().backward()  # an expanded gradient
+    with torch.no_grad():
+        no_grad = layer(x, chosen, gates)
+    return [outputs, no_grad, x.grad, gates.grad, *(weight.grad for weight in layer.parameters())]
+
+
+def assert_same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None or not one.numel():
+            assert one is other is None or (one is None or not one.numel()) == (other is None or not other.numel())
+        else:
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@quick
+@given(sizes)
+def test_batched_outputs_and_every_gradient_equal_the_loop_over_tokens(case: tuple[int, ...]):
+    inputs, hidden, outputs, experts, tokens, k, seed = case
+    layer = Experts(inputs, hidden, outputs, experts).double()
+    expected = results(layer, "vanilla", seed, tokens, min(k, experts))
+    assert_same(results(layer, "batched", seed, tokens, min(k, experts)), expected, 1e-9)
+
+
+@quick
+@given(sizes)
+def test_grouped_outputs_and_every_gradient_equal_the_loop_over_tokens_at_any_width(case: tuple[int, ...]):
+    inputs, hidden, outputs, experts, tokens, k, seed = case
+    layer = Experts(inputs, hidden, outputs, experts)
+    expected = results(layer, "vanilla", seed, tokens, min(k, experts))
+    assert_same(results(layer, "grouped", seed, tokens, min(k, experts)), expected, 1e-4)
+
+
+def test_many_experts_shared_out_among_threads_give_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("iep.workloads.expert_products.MIN_SHARED_BYTES", 0)
+    layer, threads = Experts(8, 8, 8, 64).double(), torch.get_num_threads()
+    expected = results(layer, "vanilla", 0, 40, 2)
+    try:
+        torch.set_num_threads(2)
+        assert_same(results(layer, "batched", 0, 40, 2), expected, 1e-9)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_shares_cover_all_experts_once_and_a_threads_error_is_raised():
+    pieces = shares([5, 1, 1, 1, 900, 2], 2)
+    assert [n for first, last in pieces for n in range(first, last)] == list(range(6))
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda first, last: 1 // first, [(1, 2), (0, 1)], before)
+    assert torch.get_num_threads() == before
+
+
+def test_results_and_gradients_that_are_kept_are_never_overwritten():
+    layer = Experts(256, 256, 256, 4)
+    torch.manual_seed(0)
+    kept = []
+    for _ in range(3):
+        x, chosen = torch.randn(600, 256), torch.randint(4, (600, 1))
+        layer.zero_grad(set_to_none=True)
+        outputs = layer(x, chosen, torch.ones(600, 1))
+        outputs.square().sum().backward()
+        tensors = [outputs.detach(), *(weight.grad for weight in layer.parameters())]
+        kept.append((tensors, [tensor.clone() for tensor in tensors]))
+    assert all(torch.equal(one, copy) for tensors, copies in kept for one, copy in zip(tensors, copies, strict=True))
+
+
+@pytest.mark.parametrize("scheduler", ["vanilla", "standard", "lookahead"])
+def test_the_layer_equals_the_cores_executor_with_an_expert_as_an_op(scheduler: str):
+    torch.manual_seed(0)
+    layer, (tokens, k) = Experts(4, 6, 4, 5).double(), (7, 2)
+    x, gates = torch.randn(tokens, 4, dtype=torch.float64), torch.rand(tokens, k, dtype=torch.float64)
+    chosen = torch.rand(tokens, 5).argsort(1)[:, :k].contiguous()
+    token = np.repeat(np.arange(tokens), k)
+    graph = Graph(tokens, chosen.flatten().numpy(), token[:, None], token, tokens + np.arange(tokens * k))
+
+    def expert(e: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda rows: (rows @ layer.hidden_weights[e]).relu() @ layer.output_weights[e]
+
+    every = execute(lay_out(graph, make_schedule(graph, scheduler)), {e: expert(e) for e in range(5)}, x)
+    torch.testing.assert_close(layer(x, chosen, gates), (every.view(tokens, k, 4) * gates[..., None]).sum(1))
+
+
+def test_where_there_is_no_grouped_product_the_reason_is_said_and_execution_is_batched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(experts_module, "grouped_refusal", lambda device, dtype: "none here")
+    layer = Experts(4, 4, 4, 3)
+    assert layer.grouped_refusal() == "none here"
+    assert_same(results(layer, "grouped", 0, 5, 2), results(layer, "vanilla", 0, 5, 2), 1e-5)
+
+
+def test_noisy_gates_and_losses_equal_a_naive_loop():
+    torch.manual_seed(0)
+    gating = NoisyTopKGating(4, 5, 2).double()
+    torch.nn.init.normal_(gating.gate_weight)
+    torch.nn.init.normal_(gating.noise_weight)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    torch.manual_seed(1)
+    gates = gating(x)
+    torch.manual_seed(1)
+    noise = torch.randn(6, 5, dtype=torch.float64)
+    importance, load = [0.0] * 5, [0.0] * 5
+    for t in range(6):
+        clean = [float(x[t] @ gating.gate_weight.detach()[:, e]) for e in range(5)]
+        deviation = [math.log1p(math.exp(float(x[t] @ gating.noise_weight.detach()[:, e]))) for e in range(5)]
+        noisy = [clean[e] + float(noise[t, e]) * deviation[e] for e in range(5)]
+        best = sorted(range(5), key=lambda e: -noisy[e])[:2]
+        assert gates.experts_TK[t].tolist() == best
+        total = sum(math.exp(noisy[e]) for e in best)
+        for place, e in enumerate(best):
+            assert float(gates.gates_TK[t, place]) == pytest.approx(math.exp(noisy[e]) / total)
+            importance[e] += math.exp(noisy[e]) / total
+        for e in range(5):
+            kth = sorted((noisy[other] for other in range(5) if other != e), reverse=True)[1]
+            load[e] += 0.5 * (1 + math.erf((clean[e] - kth) / deviation[e] / math.sqrt(2)))
+    for values, loss in ((importance, gates.importance_loss), (load, gates.load_loss)):
+        mean = sum(values) / 5
+        assert float(loss) == pytest.approx(sum((v - mean) ** 2 for v in values) / 5 / mean**2)
+
+
+def test_without_training_there_is_no_noise_and_equal_loads_lose_nothing():
+    gating = NoisyTopKGating(3, 4, 4).eval()
+    x = torch.randn(7, 3)
+    assert torch.equal(gating(x).gates_TK, gating(x).gates_TK)
+    assert float(gating(x).load_loss) == 0
+    assert float(squared_variation(torch.zeros(3))) == 0
+
+
+def test_the_whole_layer_trains_and_equals_its_reference():
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(5, 6, 3, experts=4, k=2)
+    outputs, gates = layer(torch.randn(9, 5))
+    (outputs.square().sum() + gates.importance_loss + gates.load_loss).backward()
+    assert layer.gating.gate_weight.grad.abs().sum() > 0
+    layer.eval()
+    x = torch.randn(9, 5)
+    torch.testing.assert_close(layer(x)[0], torch.stack([layer.one(x_D) for x_D in x]))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NoisyTopKGating(3, 2, 3), "k is 3, expected at most the number of experts, 2"),
+        (lambda: MixtureOfExperts(3, 3, 3, 0, 1), "at least 1"),
+        (lambda: Experts(3, 3, 3, 2, "fast"), "execution 'fast'"),
+        (lambda: NoisyTopKGating(3, 2, 1)(torch.zeros(4, 2)), r"got \(4, 2\), expected \(tokens, 3\)"),
+        (lambda: Experts(3, 3, 3, 2)(torch.zeros(1, 3), torch.tensor([[2]]), torch.ones(1, 1)), "expected 0 to 1"),
+        (lambda: Experts(3, 3, 3, 2)(torch.zeros(1, 3), torch.tensor([[1]]), torch.ones(1, 2)), "for 1 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_named(make, words: str):
+    with pytest.raises(InputError, match=words):
+        make()
