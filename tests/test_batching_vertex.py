@@ -126,6 +126,19 @@ def test_all_activated_vertices_run_together():
     assert [len(group.nodes) for group in plan.schedule] == [4, 4, 4]
 
 
+def test_samples_of_the_same_shape_run_by_the_same_plan_on_rows_of_their_own():
+    model = Model()
+    other = changed(pulls={"x": np.array([4, 3, 0]), "y": np.ones(3, int)})
+    first, second = model.network.plan([CHAIN, CHAIN]), model.network.plan([other, CHAIN])
+    assert second.layout is first.layout
+    assert first.rows["x"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert second.rows["x"].tolist() == [4, 0, 3, 1, 0, 2]
+    expected = model.one_by_one([other, CHAIN])["a"]
+    torch.testing.assert_close(model.batched([other, CHAIN])["a"], expected)
+    assert model.network.plan([CHAIN] * 3).layout is not first.layout
+    assert model.network.plan([CHAIN, CHAIN], "agenda").layout is not first.layout
+
+
 def test_sharing_runs_equal_vertices_once_and_brings_each_row_once():
     model = Model()
     plan = model.network.plan([CHAIN] * 4, sharing=True)

@@ -1,8 +1,10 @@
-"""Graph -> layout, remembered: graphs of the same shape are scheduled and laid out once."""
+"""Plans, remembered: graphs of the same shape are scheduled and laid out once."""
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,11 +13,55 @@ from iep.batching.layout import Layout, lay_out
 from iep.batching.schedulers import make_schedule
 from iep.batching.types import Types
 
-MOST_PLANS = 64
-"""Layouts that are kept; the one used longest ago goes first."""
+MOST_NODES = 1 << 18
+"""Of all graphs together whose plans are kept; what was used longest ago goes first."""
 
-_plans: OrderedDict[bytes, Layout] = OrderedDict()
-_lock = threading.Lock()
+Plan = TypeVar("Plan")
+
+
+class _Memory:
+    """Plans by key, the one used longest ago first, and how many nodes their graphs have together."""
+
+    def __init__(self) -> None:
+        self.plans: OrderedDict[bytes, tuple[int, object]] = OrderedDict()
+        self.nodes = 0
+        self.lock = threading.Lock()
+
+
+_memory = _Memory()
+
+
+def remembered(key: bytes, nodes: int, make: Callable[[], Plan]) -> tuple[Plan, bool]:
+    """The plan of this key, made for a graph of so many nodes if it is not there; and whether it was."""
+    with _memory.lock:
+        if key in _memory.plans:
+            _memory.plans.move_to_end(key)
+            return _memory.plans[key][1], True
+    plan = make()
+    with _memory.lock:
+        before, _ = _memory.plans.pop(key, (0, None))  # another thread's, made meanwhile
+        _memory.plans[key] = nodes, plan
+        _memory.nodes += nodes - before
+        while _memory.nodes > MOST_NODES:
+            _memory.nodes -= _memory.plans.popitem(last=False)[1][0]
+    return plan, False
+
+
+def forget_plans() -> None:
+    """Begin anew; for who measures what plans cost."""
+    with _memory.lock:
+        _memory.plans.clear()
+        _memory.nodes = 0
+
+
+def key_of(name: str, *arrays: np.ndarray | int) -> bytes:
+    """A digest of a name and of integers, all that a plan depends on."""
+    digest = blake2b(name.encode())
+    for array in arrays:
+        array = np.ascontiguousarray(array, dtype=np.int64)
+        digest.update(str(array.shape).encode())
+        digest.update(array)
+    return digest.digest()
 
 
 def plan(graph: Graph, types: Types, scheduler: str) -> tuple[Layout, bool]:
@@ -24,31 +70,7 @@ def plan(graph: Graph, types: Types, scheduler: str) -> tuple[Layout, bool]:
     Raises:
         ValueError: there is no such scheduler.
     """
-    key = _key(graph, types, scheduler)
-    with _lock:
-        if key in _plans:
-            _plans.move_to_end(key)
-            return _plans[key], True
-    layout = lay_out(graph, make_schedule(graph, scheduler), types)
-    with _lock:
-        _plans[key] = layout
-        while len(_plans) > MOST_PLANS:
-            _plans.popitem(last=False)
-    return layout, False
-
-
-def forget_plans() -> None:
-    """Begin anew; for who measures what plans cost."""
-    with _lock:
-        _plans.clear()
-
-
-def _key(graph: Graph, types: Types, scheduler: str) -> bytes:
-    """A digest of all integers that a layout depends on."""
-    digest = blake2b(f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}".encode())
+    name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
     fields = () if types.fields is None else (types.fields,)
-    for array in (graph.op, graph.args, *fields, types.inputs, *(part for root in types.roots for part in root)):
-        array = np.ascontiguousarray(array, dtype=np.int64)
-        digest.update(f"{array.shape}".encode())
-        digest.update(array)
-    return digest.digest()
+    key = key_of(name, graph.op, graph.args, *fields, types.inputs, *(part for root in types.roots for part in root))
+    return remembered(key, graph.num_nodes, lambda: lay_out(graph, make_schedule(graph, scheduler), types))

@@ -21,6 +21,7 @@ from iep.batching.edges import Edges, Joined, join, names_of
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
 from iep.batching.layout import Layout, lay_out
+from iep.batching.plans import key_of, remembered
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.batching.types import Read, Signature, Types
@@ -109,6 +110,8 @@ class VertexNetwork:
         self.pushes = names_of([function.pushes for function in self.functions])
         self._bundles = _gathered_together(tuple(self.shapes), self.functions)
         self.states = tuple(chain(*self._bundles))
+        functions = [(function.gathers, function.pulls, function.pushes) for function in self.functions]
+        self._kind = repr((self.states, functions))
         names = (*self.states, *self.pushes, *self.pulls)
         if len(set(names)) < len(self.states) + len(self.pushes) + len(self.pulls):
             raise ValueError("states, pulls and pushes have a name in common, expected different ones")
@@ -124,7 +127,7 @@ class VertexNetwork:
         sharing: bool = False,
         tables: Mapping[str, int] | None = None,
     ) -> VertexPlan:
-        """How to run a minibatch of samples.
+        """How to run a minibatch of samples. Those of the same shape as an earlier one run as that did.
 
         Args:
             scheduler: a name in `SCHEDULERS`.
@@ -138,19 +141,29 @@ class VertexNetwork:
         pulls, pushes = ([getattr(f, name) for f in self.functions] for name in ("pulls", "pushes"))
         joined = join(samples, pulls, pushes, sharing, tables or {})
         graph = share(joined.graph) if sharing else joined.graph
-        schedule = make_schedule(graph, scheduler)
-        last, *pushing = np.split(graph.roots, np.cumsum([len(samples), *map(len, joined.places)])[:-1])
-        roots = [(last, bundle) for bundle in range(len(self._bundles))]
-        roots += [(slots, len(self._bundles) + places) for slots, places in zip(pushing, joined.places, strict=True)]
-        signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
-        inputs = joined.pulls + len(self._bundles) + len(self.pushes)
-        arrival = _by_use(graph, schedule, joined, sharing, [name in (tables or {}) for name in self.pulls])
-        types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)), arrival=arrival)
-        layout = lay_out(graph, schedule, types, reuse=False)
+        is_whole = [name in (tables or {}) for name in self.pulls]
+        key = key_of(f"{scheduler} {sharing} {is_whole} {self._kind}", *_integers(graph, joined, len(samples)))
+        (schedule, layout, arrival), _ = remembered(
+            key, graph.num_nodes, lambda: self._lay_out(graph, joined, len(samples), scheduler, sharing, is_whole)
+        )
         rows = np.concatenate([np.empty(0, dtype=np.int64), *joined.rows.values()])[arrival]
         ends = np.cumsum([len(ids) for ids in joined.rows.values()])
         each = zip(joined.rows, np.split(rows, ends[:-1]), strict=True)
         return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in each})
+
+    def _lay_out(
+        self, graph: Graph, joined: Joined, num_samples: int, scheduler: str, sharing: bool, is_whole: list[bool]
+    ) -> tuple[Schedule, Layout, np.ndarray]:
+        """Schedule and layout, and the input slots in the order in which they arrive."""
+        schedule = make_schedule(graph, scheduler)
+        last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, joined.places)])[:-1])
+        roots = [(last, bundle) for bundle in range(len(self._bundles))]
+        roots += [(slots, len(self._bundles) + places) for slots, places in zip(pushing, joined.places, strict=True)]
+        signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
+        inputs = joined.pulls + len(self._bundles) + len(self.pushes)
+        arrival = _by_use(graph, schedule, joined, sharing, is_whole)
+        types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)), arrival=arrival)
+        return schedule, lay_out(graph, schedule, types, reuse=False), arrival
 
     def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Outcome:
         """Run the vertices of a minibatch.
@@ -219,6 +232,11 @@ def _gathered_together(states: tuple[str, ...], functions: Sequence[VertexFuncti
     for state in states:
         bundles.setdefault(tuple(state in function.gathers for function in functions), []).append(state)
     return tuple(map(tuple, bundles.values()))
+
+
+def _integers(graph: Graph, joined: Joined, num_samples: int) -> list[np.ndarray | int]:
+    """All that a plan depends on but for the functions' names."""
+    return [num_samples, graph.num_inputs, graph.op, graph.args, graph.roots, joined.pulls, *joined.places]
 
 
 def _by_use(graph: Graph, schedule: Schedule, joined: Joined, sharing: bool, is_whole: list[bool]) -> np.ndarray:
