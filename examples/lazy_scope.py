@@ -39,7 +39,7 @@ def vector(tree):
 
 
 optimizer = torch.optim.Adam([*embed.parameters(), *merge.parameters(), *classify.parameters()], lr=0.02)
-for step in range(30):
+for _step in range(30):
     with iep.batching.scope(embed, merge, classify) as batch:  # the one line; without it, everything runs one by one
         scores = [classify(vector(tree)) for tree, _ in SENTENCES]
     loss = functional.cross_entropy(torch.stack(scores), torch.tensor([label for _, label in SENTENCES]))

@@ -40,6 +40,8 @@ from iep.batching.kernels import (
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
+DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
 
@@ -176,8 +178,7 @@ class Recording:
             else:
                 self._walk(value.value, key, addresses)
         elif kind is tuple or kind is list:
-            key.append(kind)
-            key.append(len(value))
+            key += (kind, len(value))
             for part in value:
                 if type(part) is Future and part._recording is self:
                     key.append(part._column)
@@ -222,10 +223,10 @@ class Recording:
         address = self._inputs_by_id.get(id(tensor))
         if address is not None:
             return address
-        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             raise _NotRecordableError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
-        self.input_columns.append(self._column(spec_of(tensor)).index)
+        self.input_columns.append(self._column((tensor.shape, tensor.dtype, tensor.device)).index)
         self._input_versions.append(None if tensor.is_inference() else tensor._version)
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
@@ -296,7 +297,7 @@ class Recording:
                     f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call on it was recorded"
                 )
 
-    def _column(self, spec: Spec) -> Column:
+    def _column(self, spec: tuple) -> Column:
         column = self._columns_by_spec.get(spec)
         if column is None:
             column = self._columns_by_spec[spec] = Column(len(self.columns), *spec)

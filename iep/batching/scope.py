@@ -94,9 +94,9 @@ class scope:  # noqa: N801 - a context manager, used as a function is
                 with recording_into(None):
                     self._finish(recording)
         finally:
+            recording.forget()
             _unpatch()
             self._tally.seconds_in_all = perf_counter() - self._entered
-            recording.forget()
 
     def wrap(self, function: Callable) -> Callable:
         """`function`, whose calls are recorded as a listed module's are. Wrap it once, not once a sample."""
