@@ -5,13 +5,9 @@ Every result has an *address*: results of nodes count up from 0 in the order of 
 gradients on or off, autocast) are of one op. What is recorded becomes a graph in `lowering.py`.
 """
 
-import os
-import sys
-import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -20,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iep.batching.current import autocast_of_thread, recording_into, users_line
 from iep.batching.future import Future, values_of
 from iep.batching.kernels import (
     NOW,
@@ -41,9 +38,6 @@ from iep.batching.kernels import (
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
-
-_HERE = os.path.dirname(__file__)
-_TORCH = os.path.dirname(torch.__file__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,6 +80,10 @@ class Op:
     modes: Modes
     is_tuple: bool
     """The call returns a tuple of tensors and nothing else."""
+
+
+class _NotRecordableError(Exception):
+    """An argument that no node can have."""
 
 
 class Recording:
@@ -388,43 +386,8 @@ class Recording:
         if address not in self.computed:
             if self.is_over:
                 raise ValueError("the scope of this future ended with an exception before it was computed")
-            self._run(self, [address], f"a value is read at {_users_line()}")
+            self._run(self, [address], f"a value is read at {users_line()}")
         return self.computed[address]
 
     def backward_later(self, future: Future, gradient: Tensor | None) -> None:
         self.backwards.append((future, gradient))
-
-
-@contextmanager
-def recording_into(recording: Recording | None) -> Iterator[None]:
-    """Within it, calls of this thread are recorded into `recording`; with None they run as ever."""
-    before = current.recording
-    current.recording = recording
-    try:
-        yield
-    finally:
-        current.recording = before
-
-
-class _NotRecordableError(Exception):
-    """An argument that no node can have."""
-
-
-class _Current(threading.local):
-    recording: Recording | None = None
-
-
-current = _Current()
-
-
-def autocast_of_thread() -> tuple[tuple[str, torch.dtype], ...]:
-    kinds = ("cpu", "cuda")
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-
-
-def _users_line() -> str:
-    """File and line of the innermost caller that is neither this package's nor PyTorch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iep.batching.current import autocast_of_thread, current, recording_into
 from iep.batching.execute import execute
 from iep.batching.kernels import run, warn_singly
 from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes
 from iep.batching.plans import plan
-from iep.batching.recording import Op, Recording, autocast_of_thread, current, recording_into
+from iep.batching.recording import Op, Recording
 from iep.batching.schedulers import SCHEDULERS
 from iep.batching.scope_report import Report, Tally
 

@@ -1,0 +1,43 @@
+"""What a thread is at: which recording takes its calls, in which modes of PyTorch, at which line of the user's code."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+HERE, TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+
+
+@contextmanager
+def recording_into(recording: Any) -> Iterator[None]:
+    """Within it, calls of this thread are recorded into `recording`; with None they run as ever."""
+    before = current.recording
+    current.recording = recording
+    try:
+        yield
+    finally:
+        current.recording = before
+
+
+class _Current(threading.local):
+    recording: Any = None
+
+
+current = _Current()
+
+
+def autocast_of_thread() -> tuple[tuple[str, torch.dtype], ...]:
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def users_line() -> str:
+    """File and line of the innermost caller that is neither this package's nor PyTorch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((HERE, TORCH)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
