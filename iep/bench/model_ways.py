@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from iep.batching.plans import forget_plans
 from iep.bench.contest import PER_INSTANCE, PHASES, TRAINING, Way
 from iep.bench.hand_ways import step
 from iep.bench.strategy import Strategy
@@ -28,20 +29,25 @@ class _Planned(NamedTuple):
 def batched_ways(model: nn.Module, strategies: Sequence[Strategy], targets: Targets, loss: Loss) -> list[Way]:
     """`model.plan(samples, scheduler=..., sharing=...)`, then `model(plan, defer_weight_grads=...)`, by strategy.
 
-    One that defers weight gradients is measured in training alone.
+    One that defers weight gradients is measured in training alone. The last of each phase is measured twice: where
+    every minibatch's shape is new, as all the others, and where it was seen before, as in the epochs after the first.
     """
-    return [_batched(model, strategy, targets, loss) for strategy in strategies]
+    last = {strategy.defer: strategy for strategy in strategies}
+    new = [_batched(model, strategy, targets, loss, is_new=True) for strategy in strategies]
+    return [*new, *(_batched(model, strategy, targets, loss, is_new=False) for strategy in last.values())]
 
 
-def _batched(model: nn.Module, strategy: Strategy, targets: Targets, loss: Loss) -> Way:
+def _batched(model: nn.Module, strategy: Strategy, targets: Targets, loss: Loss, is_new: bool) -> Way:
     def construct(samples: Sequence[Any]) -> _Planned:
+        if is_new:
+            forget_plans()
         return _Planned(model.plan(samples, scheduler=strategy.batching, sharing=strategy.sharing), targets(samples))
 
     def forward(planned: _Planned) -> Tensor:
         return model(planned.plan, defer_weight_grads=strategy.defer)
 
     return Way(
-        name=strategy.name,
+        name=strategy.name if is_new else f"{strategy.name}, shapes seen",
         construct=construct,
         compute=step(model, forward, lambda planned, results: loss(results, planned.targets)),
         calls=lambda planned: len(planned.plan.schedule),
