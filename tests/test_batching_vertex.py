@@ -72,7 +72,7 @@ class Model(nn.Module):
                     for name, shape in self.network.shapes.items()
                 }
                 pulled = {name: self.tables[name][ids[vertex : vertex + 1]] for name, ids in sample.pulls.items()}
-                alone = Vertices(len(taken), gathered, pulled)
+                alone = Vertices(len(taken), gathered | pulled)
                 self.network.functions[function].run(alone)
                 made.append(alone.results)
                 for name in ("score", "seen"):

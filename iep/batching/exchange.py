@@ -170,11 +170,12 @@ class Run:
         for made, values in zip(call.results, results, strict=True):
             kind = self.kinds[made.column]
             rows = made.results.stop - made.results.start
-            expected = (rows, *(values.shape[1:] if kind is None else kind.shape))
-            if values.shape != expected:
-                raise ValueError(
-                    f"op {call.op} returned {tuple(values.shape)} for a group of {rows}, expected {expected}"
-                )
+            shape = values.shape
+            if shape[0] == rows and kind is not None and shape[1:] == kind.shape and values.dtype == kind.dtype:
+                continue
+            expected = (rows, *(shape[1:] if kind is None else kind.shape))
+            if shape != expected:
+                raise ValueError(f"op {call.op} returned {tuple(shape)} for a group of {rows}, expected {expected}")
             if kind is not None and values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
                 raise ValueError(f"op {call.op} returned {values.dtype}, expected what {kind.dtype} can hold")
         return results

@@ -2,7 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -28,30 +30,35 @@ class _Memory:
         self.lock = threading.Lock()
 
 
-_memory = _Memory()
+_everyones = _Memory()
+_own: ContextVar[_Memory | None] = ContextVar("plans", default=None)
 
 
 def remembered(key: bytes, nodes: int, make: Callable[[], Plan]) -> tuple[Plan, bool]:
     """The plan of this key, made for a graph of so many nodes if it is not there; and whether it was."""
-    with _memory.lock:
-        if key in _memory.plans:
-            _memory.plans.move_to_end(key)
-            return _memory.plans[key][1], True
+    memory = _own.get() or _everyones
+    with memory.lock:
+        if key in memory.plans:
+            memory.plans.move_to_end(key)
+            return memory.plans[key][1], True
     plan = make()
-    with _memory.lock:
-        before, _ = _memory.plans.pop(key, (0, None))  # another thread's, made meanwhile
-        _memory.plans[key] = nodes, plan
-        _memory.nodes += nodes - before
-        while _memory.nodes > MOST_NODES:
-            _memory.nodes -= _memory.plans.popitem(last=False)[1][0]
+    with memory.lock:
+        before, _ = memory.plans.pop(key, (0, None))  # another thread's, made meanwhile
+        memory.plans[key] = nodes, plan
+        memory.nodes += nodes - before
+        while memory.nodes > MOST_NODES:
+            memory.nodes -= memory.plans.popitem(last=False)[1][0]
     return plan, False
 
 
-def forget_plans() -> None:
-    """Begin anew; for who measures what plans cost."""
-    with _memory.lock:
-        _memory.plans.clear()
-        _memory.nodes = 0
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """Within it every shape is a new one; for who measures what plans cost."""
+    token = _own.set(_Memory())
+    try:
+        yield
+    finally:
+        _own.reset(token)
 
 
 def key_of(name: str, *arrays: np.ndarray | int) -> bytes:

@@ -33,18 +33,19 @@ class Vertices:
     What they gather and pull is to be read alone: it may be the memory of what was scattered or given.
     """
 
-    def __init__(self, num_children: int, gathered: Mapping[str, Tensor], pulled: Mapping[str, Tensor]):
+    def __init__(self, num_children: int, arguments: Mapping[str, Tensor]):
+        """`arguments` by name, gathered or pulled."""
         self.num_children = num_children
-        self._gathered, self._pulled = gathered, pulled
+        self._arguments = arguments
         self.results: dict[str, Tensor] = {}
 
     def gather(self, state: str) -> Tensor:
         """(G, num_children, ...) what their children scattered, in order."""
-        return self._gathered[state]
+        return self._arguments[state]
 
     def pull(self, name: str) -> Tensor:
         """(G, ...) their rows from outside."""
-        return self._pulled[name]
+        return self._arguments[name]
 
     def scatter(self, **states: Tensor) -> None:
         """Hand on (G, ...) states to the vertices that gather them."""
@@ -209,19 +210,20 @@ class VertexNetwork:
         gathers = [state for state in self.states if state in function.gathers]
         made = (*self.states, *function.pushes)
 
+        taken = (*function.pulls, *gathers) if num_children else function.pulls
+
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
-            pulled = dict(zip(function.pulls, arguments, strict=False))
-            if num_children:
-                gathered = dict(zip(gathers, arguments[len(pulled) :], strict=True))
-            else:
+            named = dict(zip(taken, arguments, strict=True))
+            if gathers and not num_children:
                 like = arguments[0]
-                gathered = {name: like.new_empty(len(like), 0, *self.shapes[name]) for name in gathers}
-            vertices = Vertices(num_children, gathered, pulled)
+                named.update((name, like.new_empty(len(like), 0, *self.shapes[name])) for name in gathers)
+            vertices = Vertices(num_children, named)
             function.run(vertices)
-            if vertices.results.keys() != set(made):
-                done = ", ".join(vertices.results) or "nothing"
+            results = vertices.results
+            if len(results) != len(made) or any(name not in results for name in made):
+                done = ", ".join(results) or "nothing"
                 raise ValueError(f"function {op % len(self.functions)} hands on {done}, expected {', '.join(made)}")
-            return tuple(vertices.results[name] for name in made)
+            return tuple([results[name] for name in made])
 
         return module
 

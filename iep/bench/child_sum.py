@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from iep.batching import scope
-from iep.batching.plans import forget_plans
+from iep.batching.plans import nothing_remembered
 from iep.batching.scope_report import Report
 from iep.bench.contest import PHASES, TRAINING, Way
 from iep.bench.hand_ways import step, summed_cross_entropy
@@ -76,11 +76,12 @@ def _in_scope(model: ChildSumTreeLSTM, strategy: Strategy, granularity: str) -> 
     reports: list[Report] = []
 
     def forward(pairs: Sequence[TreePair]) -> Tensor:
-        forget_plans()
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer}
-        with scope(
-            model.cell, model.similarity, granularity=granularity, scheduler=strategy.batching, **options
-        ) as batch:
+        parts = (model.cell, model.similarity)
+        with (
+            nothing_remembered(),
+            scope(*parts, granularity=granularity, scheduler=strategy.batching, **options) as batch,
+        ):
             scores = [model.one(pair) for pair in pairs]
         scores_PK = torch.stack([score.value for score in scores])
         reports[:] = [batch.report()]

@@ -2,12 +2,13 @@
 after the other."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from iep.batching.plans import forget_plans
+from iep.batching.plans import nothing_remembered
 from iep.bench.contest import PER_INSTANCE, PHASES, TRAINING, Way
 from iep.bench.hand_ways import step
 from iep.bench.strategy import Strategy
@@ -39,9 +40,10 @@ def batched_ways(model: nn.Module, strategies: Sequence[Strategy], targets: Targ
 
 def _batched(model: nn.Module, strategy: Strategy, targets: Targets, loss: Loss, is_new: bool) -> Way:
     def construct(samples: Sequence[Any]) -> _Planned:
-        if is_new:
-            forget_plans()
-        return _Planned(model.plan(samples, scheduler=strategy.batching, sharing=strategy.sharing), targets(samples))
+        with nothing_remembered() if is_new else nullcontext():
+            return _Planned(
+                model.plan(samples, scheduler=strategy.batching, sharing=strategy.sharing), targets(samples)
+            )
 
     def forward(planned: _Planned) -> Tensor:
         return model(planned.plan, defer_weight_grads=strategy.defer)

@@ -32,10 +32,10 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None, bias: Tensor | N
         c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
     if bias is None:
         bias = gates.new_zeros(gates.shape[1])
-    with torch._C.DisableTorchFunction():  # nothing in here is for a mode such as deferred weight gradients to see
-        if torch.is_grad_enabled():
-            return _State.apply(gates, c_children, bias)
+    if not torch.is_grad_enabled():
         return _state(gates, c_children, bias)
+    with torch._C.DisableTorchFunction():  # nothing in here is for a mode such as deferred weight gradients to see
+        return _State.apply(gates, c_children, bias)
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
