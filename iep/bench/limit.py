@@ -7,14 +7,16 @@ of operations of these products over the fastest product that this machine was s
 Shapes: G rows of a product, K its columns in, M its columns out.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-SIDES = (256, 512, 1024)
+from iep.bench.measure import seconds
+
+SIDES, GPU_SIDES = (256, 512, 1024), (1024, 4096, 8192)
 """Of the square products whose fastest counts as the machine's speed."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,19 @@ class _Ready:
         torch.mm(self.dy.T, self.x, out=self.dw)
 
 
-def fastest_product(repeats: int = 3) -> float:
-    """Operations a second of the fastest square float32 product, with the threads that PyTorch now uses."""
-    return max(_square(side, repeats) for side in SIDES)
+def fastest_product(repeats: int = 3, device: torch.device = CPU) -> float:
+    """Operations a second of the fastest square float32 product, on a CPU with the threads that PyTorch now uses."""
+    return max(_square(side, repeats, device) for side in (SIDES if device.type == "cpu" else GPU_SIDES))
 
 
-def _square(side: int, repeats: int) -> float:
-    left, right, out = (torch.randn(side, side) for _ in range(3))
-    torch.mm(left, right, out=out)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+def _square(side: int, repeats: int, device: torch.device) -> float:
+    left, right, out = (torch.randn(side, side, device=device) for _ in range(3))
+
+    def product() -> None:
         torch.mm(left, right, out=out)
-        times.append(time.perf_counter() - start)
-    return 2 * side**3 / min(times)
+
+    product()
+    return 2 * side**3 / min(seconds(product, (device,)) for _ in range(repeats))
 
 
 def tree_lstm_layers(rows: Sequence[int], trees: int, width: int, classes: int) -> list[Layer]:

@@ -28,21 +28,26 @@ class Threads(click.ParamType):
 
 
 def measuring_options(command: Callable) -> Callable:
-    """How to measure and where to write: the options that the workloads' commands have in common."""
+    """What to measure, how, and where to write: the options that these commands have in common."""
+    command = run_options(command)
+    command = click.option(
+        "--per-instance/--no-per-instance",
+        "with_per_instance",
+        default=True,
+        show_default=True,
+        help="Also one sample after the other, which speed-ups are over.",
+    )(command)
+    return click.option(
+        "--batching",
+        default=STRATEGIES,
+        show_default=True,
+        help="Comma list of strategies: a scheduler, and with + what it runs with: sharing, defer.",
+    )(command)
+
+
+def run_options(command: Callable) -> Callable:
+    """How to measure and where to write."""
     options = [
-        click.option(
-            "--batching",
-            default=STRATEGIES,
-            show_default=True,
-            help="Comma list of strategies: a scheduler, and with + what it runs with: sharing, defer.",
-        ),
-        click.option(
-            "--per-instance/--no-per-instance",
-            "with_per_instance",
-            default=True,
-            show_default=True,
-            help="Also one sample after the other, which speed-ups are over.",
-        ),
         click.option(
             "--phase",
             "phases",
