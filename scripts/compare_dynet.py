@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from iep.allocator import keep_freed_memory
 from iep.bench.contest import PHASES, Comparison, Samples, Way, compare
 from iep.bench.contest_report import format_comparison, write_report
 from iep.bench.hand_tagger import PackedTagger
@@ -276,6 +277,7 @@ def main(
         raise click.ClickException("DyNet is not installed: pip install dynet38")
     if out is not None:
         check_writable([out / REPORT, out / TABLE])
+    keep_freed_memory()  # as the commands do
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     start_dynet(seed)

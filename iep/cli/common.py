@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from iep.allocator import keep_freed_memory
 from iep.errors import InputError
 from iep.signals import Stopped, handled
 
@@ -32,6 +33,7 @@ class _Stoppable(click.Command):
     """A click command that ends on Ctrl-C or SIGTERM with a line and exit code 130 or 143."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        keep_freed_memory()
         with handled():
             try:
                 return super().main(*args, **kwargs)
