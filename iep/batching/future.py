@@ -34,16 +34,18 @@ class Future:
     `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes.
     """
 
-    __slots__ = ("__weakref__", "_address", "_column", "_recording", "_value")
+    __slots__ = ("__weakref__", "_address", "_column", "_value")
 
-    def __init__(self, recording: Any, address: int, column: Any):
-        self._recording, self._address, self._column, self._value = recording, address, column, None
+    def __init__(self, column: Any, address: int):
+        self._column = column
+        self._address = address
+        self._value = None
 
     @property
     def value(self) -> Tensor:
         """The tensor; inside its scope this runs what it depends on."""
         if self._value is None:
-            self._value = self._recording.read(self._address)
+            self._value = self._column.recording.read(self._address)
         return self._value
 
     @property
@@ -74,7 +76,7 @@ class Future:
     def backward(self, gradient: Tensor | None = None) -> None:
         """As a tensor's; inside its scope it is put off to the scope's end, all of them together."""
         if self._value is None:
-            self._recording.backward_later(self, gradient)
+            self._column.recording.backward_later(self, gradient)
         else:
             self._value.backward(gradient)
 
@@ -107,10 +109,12 @@ class Future:
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Record a function on futures; run it at once where all of them have been computed."""
     kwargs = kwargs or {}
+    if args and type(args[0]) is Future and args[0]._value is None:
+        return args[0]._column.recording.record(func, args, kwargs)
     pending = first_pending((*args, *kwargs.values()))
     if pending is None:
         return func(*values_of(args), **values_of(kwargs))
-    return pending._recording.record(func, args, kwargs)
+    return pending._column.recording.record(func, args, kwargs)
 
 
 def first_pending(arguments: Any) -> Future | None:
@@ -126,18 +130,18 @@ def first_pending(arguments: Any) -> Future | None:
     return None
 
 
-def values_of(arguments: Any) -> Any:
-    """Nested lists, tuples and dicts with the tensors in their futures' places."""
+def values_of(arguments: Any, but_of: Any = None) -> Any:
+    """Nested lists, tuples and dicts with the tensors in their futures' places, but for futures of one recording."""
     if type(arguments) is Future:
-        return arguments.value
+        return arguments if arguments._column.recording is but_of else arguments.value
     if isinstance(arguments, dict):
-        return {name: values_of(value) for name, value in arguments.items()}
+        return {name: values_of(value, but_of) for name, value in arguments.items()}
     if isinstance(arguments, slice):
-        return slice(*(values_of(part) for part in (arguments.start, arguments.stop, arguments.step)))
+        return slice(*(values_of(part, but_of) for part in (arguments.start, arguments.stop, arguments.step)))
     if isinstance(arguments, tuple) and hasattr(arguments, "_fields"):
-        return type(arguments)(*(values_of(value) for value in arguments))
+        return type(arguments)(*(values_of(value, but_of) for value in arguments))
     if type(arguments) in (list, tuple):
-        return type(arguments)(values_of(value) for value in arguments)
+        return type(arguments)(values_of(value, but_of) for value in arguments)
     return arguments
 
 

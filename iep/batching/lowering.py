@@ -8,7 +8,6 @@ Shapes: N nodes of the graph, A greatest number of arguments, R addresses that a
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -32,8 +31,7 @@ class Lowered:
 
 def waiting_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
     """As `needed_nodes`; quick where these are all that have not run."""
-    nodes, first = recording.pending_nodes(), np.array(recording.node_address, dtype=np.int64)
-    taken = np.fromiter(chain.from_iterable(recording.node_args), dtype=np.int64)
+    nodes, first, taken = recording.pending_nodes(), np.array(recording.node_address), np.array(recording.taken)
     is_used = np.zeros(recording.num_addresses, dtype=bool)
     is_used[taken[taken >= 0]] = True
     is_used[addresses] = True
@@ -45,6 +43,7 @@ def waiting_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
 def needed_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
     """The nodes that have not run and that values at `addresses` depend on, rising."""
     found, waiting = set[int](), list(addresses)
+    begins, taken = [*recording.node_first, len(recording.taken)], recording.taken
     while waiting:
         address = waiting.pop()
         if address < 0 or address in recording.computed:
@@ -52,7 +51,7 @@ def needed_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
         node = bisect_right(recording.node_address, address) - 1
         if node not in found:
             found.add(node)
-            waiting.extend(recording.node_args[node])
+            waiting.extend(taken[begins[node] : begins[node + 1]])
     return np.array(sorted(found), dtype=np.int64)
 
 
@@ -62,11 +61,10 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
     Args:
         shared: nodes of one op with equal arguments are one.
     """
-    address_N = np.array(recording.node_address, dtype=np.int64)
-    all_op = np.array(recording.node_op, dtype=np.int64)
-    args_N = [recording.node_args[node] for node in nodes.tolist()]
-    count_N = np.fromiter(map(len, args_N), dtype=np.int64, count=len(args_N))
-    flat = np.fromiter(chain.from_iterable(args_N), dtype=np.int64, count=int(count_N.sum()))
+    address_N, all_op = np.array(recording.node_address), np.array(recording.node_op)
+    bounds = np.append(np.array(recording.node_first), len(recording.taken))
+    count_N = (bounds[1:] - bounds[:-1])[nodes]
+    flat = np.array(recording.taken)[np.repeat(bounds[nodes], count_N) + _places(count_N)]
     if shared and len(nodes):
         same = _same_results(recording, nodes, count_N, flat, address_N, all_op)
         kept = same[address_N[nodes]] == address_N[nodes]
@@ -132,7 +130,7 @@ def _columns_of_ops(recording: Recording) -> np.ndarray:
 def _input_columns(
     recording: Recording, inputs: np.ndarray, address_N: np.ndarray, all_op: np.ndarray, table: np.ndarray
 ) -> np.ndarray:
-    own = np.array(recording.input_columns, dtype=np.int64)
+    own = np.array([column.index for column in recording.input_columns], dtype=np.int64)
     columns = np.empty(len(inputs), dtype=np.int64)
     outside = inputs < 0
     columns[outside] = own[-1 - inputs[outside]]

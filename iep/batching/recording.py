@@ -5,10 +5,12 @@ Every result has an *address*: results of nodes count up from 0 in the order of 
 gradients on or off, autocast) are of one op. What is recorded becomes a graph in `lowering.py`.
 """
 
+from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -38,12 +40,14 @@ from iep.batching.kernels import (
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
+STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Column:
     """Tensors of one shape, dtype and device."""
 
+    recording: "Recording"
     index: int
     shape: torch.Size
     dtype: torch.dtype
@@ -78,8 +82,18 @@ class Op:
     columns: tuple[Column, ...]
     """Of its results."""
     modes: Modes
+    is_single: bool
+    """The call returns a tensor and nothing else."""
     is_tuple: bool
     """The call returns a tuple of tensors and nothing else."""
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was changed in place; None for a tensor of inference mode, which does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 class _NotRecordableError(Exception):
@@ -98,22 +112,26 @@ class Recording:
     def __init__(self, run: Callable[["Recording", list[int] | None, str], None], constants: list[Tensor]):
         self._run = run
         self.ops: list[Op] = []
-        self.node_op: list[int] = []
-        self.node_args: list[list[int]] = []
-        self.node_address: list[int] = []
+        self.node_op = array("q")
+        self.node_address = array("q")
         """Of its first result."""
+        self.node_first = array("q")
+        """Where the addresses that it takes begin in `taken`."""
+        self.taken = array("q")
         self.num_addresses = 0
         self.columns: list[Column] = []
         self.inputs: list[Tensor] = []
-        self.input_columns: list[int] = []
+        self.input_columns: list[Column] = []
         self._input_versions: list[int | None] = []
         self.computed: dict[int, Tensor] = {}
         self.futures: list[ref] = []
         self.backwards: list[tuple[Future, Tensor | None]] = []
         self.ran_at_once: Counter[tuple[str, str]] = Counter()
         self.is_over = False
-        self.takes_call: Callable | None = None
-        """Called with the original `nn.Module.__call__`, a module and its arguments; set by the scope."""
+        self.takes: Callable[[nn.Module], bool]
+        """Whether calls of a module are for `call`; set by the scope."""
+        self.call: Callable[[Callable, tuple, Mapping[str, Any]], Any]
+        """What a recorded module's or function's call with these arguments returns; set by the scope."""
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
         self._columns_by_spec: dict[Spec, Column] = {}
         self._inputs_by_id: dict[int, int] = {}
@@ -129,92 +147,98 @@ class Recording:
         if self.is_over:
             return function(*values_of(args), **values_of(dict(kwargs)))
         key: list = [function, is_grad_enabled()]
+        addresses: list[int] = []
         if is_any_autocast_enabled():
             key.append(autocast_of_thread())
-        addresses: list[int] = []
         try:
             self._walk(args, key, addresses)
             if kwargs:
-                self._walk(kwargs, key, addresses)
+                self._walk_other(kwargs, key, addresses)
             op = self._ops_by_key.get(tuple(key))
         except (TypeError, _NotRecordableError) as failure:
             return self._run_at_once(function, args, kwargs, f"{failure}")
-        if op is None:
-            op = self._new_op(tuple(key), function, args, kwargs, addresses)
-        if type(op) is Kernel:
+        if type(op) is not Op:
+            if op is None:
+                return self._record_new(tuple(key), function, args, kwargs, addresses)
             return op.structure if op.how == STATIC else self._run_at_once(function, args, kwargs, op.reason)
-        return self._new_node(op, addresses)
 
-    def _new_node(self, op: Op, addresses: list[int]) -> Any:
         first = self.num_addresses
         self.node_op.append(op.index)
-        self.node_args.append(addresses)
         self.node_address.append(first)
-        columns = op.columns
-        if op.is_tuple:
-            futures = [Future(self, address, column) for address, column in enumerate(columns, first)]
-            self.num_addresses = first + len(columns)
-            self.futures.extend(map(ref, futures))
-            return tuple(futures)
-        if len(columns) == 1 and type(op.kernel.structure) is Leaf:
+        self.node_first.append(len(self.taken))
+        self.taken.extend(addresses)
+        if op.is_single:
             self.num_addresses = first + 1
-            future = Future(self, first, columns[0])
+            future = Future(op.columns[0], first)
             self.futures.append(ref(future))
             return future
-        futures = [Future(self, address, column) for address, column in enumerate(columns, first)]
-        self.num_addresses = first + len(columns)
+        futures = tuple(map(Future, op.columns, count(first)))
+        self.num_addresses = first + len(futures)
         self.futures.extend(map(ref, futures))
-        return fill(op.kernel.structure, futures)
+        return futures if op.is_tuple else fill(op.kernel.structure, futures)
 
-    def _walk(self, value: Any, key: list, addresses: list[int]) -> None:
-        """Append to `key` what an argument is, and to `addresses` where its tensors are."""
-        kind = type(value)
-        if kind is Future:
-            if value._recording is self:
+    def _record_new(
+        self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any], addresses: list[int]
+    ) -> Any:
+        """As `record`, of a call whose like has not been recorded."""
+        if any(type(part) is Column and part.recording is not self for part in key):
+            return self.record(function, self._without_others(args), self._without_others(dict(kwargs)))
+        self._new_op(key, function, args, kwargs, addresses)
+        return self.record(function, args, kwargs)
+
+    def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
+        """Append to `key` what arguments are, and to `addresses` where their tensors are."""
+        for value in values:
+            kind = type(value)
+            if kind is Future:
                 key.append(value._column)
                 addresses.append(value._address)
+            elif kind is tuple or kind is list:
+                key.append(kind)
+                key.append(len(value))
+                self._walk(value, key, addresses)
+            elif kind is Tensor:
+                address = self._inputs_by_id.get(id(value))
+                if address is None:
+                    if id(value) in self._constants:
+                        key.append(self._constants[id(value)])
+                        continue
+                    address = self.add_input(value)
+                key.append(self.input_columns[-1 - address])
+                addresses.append(address)
+            elif kind in STATIC_KINDS:
+                key.append(kind)  # 1, 1.0 and True are equal
+                key.append(value)
             else:
-                self._walk(value.value, key, addresses)
-        elif kind is tuple or kind is list:
-            key += (kind, len(value))
-            for part in value:
-                if type(part) is Future and part._recording is self:
-                    key.append(part._column)
-                    addresses.append(part._address)
-                else:
-                    self._walk(part, key, addresses)
-        elif kind is Tensor or isinstance(value, Tensor):
-            self._walk_tensor(value, key, addresses)
+                self._walk_other(value, key, addresses)
+
+    def _walk_other(self, value: Any, key: list, addresses: list[int]) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if id(value) not in self._constants and kind is nn.Parameter:
+                self._constants[id(value)] = Constant(value)
+            if id(value) in self._constants:
+                key.append(self._constants[id(value)])
+            else:
+                address = self.add_input(value)
+                key.append(self.input_columns[-1 - address])
+                addresses.append(address)
         elif isinstance(value, dict):
-            key.append(dict)
-            key.append(len(value))
-            for name, part in value.items():
-                key.append(name)
-                self._walk(part, key, addresses)
+            key += (dict, len(value), *value)
+            self._walk(value.values(), key, addresses)
         elif kind is slice:
             key.append(slice)
-            for part in (value.start, value.stop, value.step):
-                self._walk(part, key, addresses)
+            self._walk((value.start, value.stop, value.step), key, addresses)
         elif isinstance(value, tuple):  # a named one
             key.append(kind)
-            for part in value:
-                self._walk(part, key, addresses)
+            self._walk(value, key, addresses)
         else:
-            key.append(kind)  # 1, 1.0 and True are equal
+            key.append(kind)
             key.append(value)
 
-    def _walk_tensor(self, tensor: Tensor, key: list, addresses: list[int]) -> None:
-        address = self._inputs_by_id.get(id(tensor))
-        if address is None:
-            constant = self._constants.get(id(tensor))
-            if constant is None and type(tensor) is nn.Parameter:
-                constant = self._constants[id(tensor)] = Constant(tensor)
-            if constant is not None:
-                key.append(constant)
-                return
-            address = self.add_input(tensor)
-        key.append(self.columns[self.input_columns[-1 - address]])
-        addresses.append(address)
+    def _without_others(self, arguments: Any) -> Any:
+        """Arguments with the tensors in the places of other scopes' futures."""
+        return values_of(arguments, but_of=self)
 
     def add_input(self, tensor: Tensor) -> int:
         """The address of a tensor from outside; each is kept once."""
@@ -224,15 +248,15 @@ class Recording:
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             raise _NotRecordableError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
-        self.input_columns.append(self._column((tensor.shape, tensor.dtype, tensor.device)).index)
-        self._input_versions.append(None if tensor.is_inference() else tensor._version)
+        self.input_columns.append(self._column((tensor.shape, tensor.dtype, tensor.device)))
+        self._input_versions.append(_version(tensor))
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
 
     def input_future(self, tensor: Tensor) -> Future:
         """A future that stands for a tensor from outside."""
         address = self.add_input(tensor)
-        return Future(self, address, self.columns[self.input_columns[-1 - address]])
+        return Future(self.input_columns[-1 - address], address)
 
     def futures_for(self, arguments: Any) -> Any:
         """Nested lists, tuples and dicts with futures in the places of tensors that are not shared by all calls."""
@@ -250,7 +274,7 @@ class Recording:
 
     def pending_nodes(self) -> np.ndarray:
         """Nodes that have not run, rising."""
-        address = np.array(self.node_address, dtype=np.int64)
+        address = np.array(self.node_address)
         if not self.computed:
             return np.arange(len(address))
         has_run = np.zeros(self.num_addresses, dtype=bool)
@@ -282,15 +306,19 @@ class Recording:
     def forget(self) -> None:
         """Let go of all that futures outside do not hold."""
         self.is_over = True
-        for kept in (self.inputs, self.computed, self.futures, self.backwards, self.node_args, self._inputs_by_id):
+        for kept in (
+            *(self.inputs, self.input_columns, self.computed, self.futures, self.backwards),
+            *(self._inputs_by_id, self._ops_by_key, self._constants),
+        ):
             kept.clear()
-        self._ops_by_key.clear()
-        self._constants.clear()
 
     def check_inputs(self) -> None:
         """Refuse tensors that were changed in place after calls on them were recorded."""
-        for tensor, version in zip(self.inputs, self._input_versions, strict=True):
-            if version is not None and tensor._version != version:
+        versions = list(map(_version, self.inputs))
+        if versions == self._input_versions:
+            return
+        for tensor, now, before in zip(self.inputs, versions, self._input_versions, strict=True):
+            if now != before:
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call on it was recorded"
                 )
@@ -298,7 +326,7 @@ class Recording:
     def _column(self, spec: tuple) -> Column:
         column = self._columns_by_spec.get(spec)
         if column is None:
-            column = self._columns_by_spec[spec] = Column(len(self.columns), *spec)
+            column = self._columns_by_spec[spec] = Column(self, len(self.columns), *spec)
             self.columns.append(column)
         return column
 
@@ -321,7 +349,6 @@ class Recording:
             return kernel
         if kernel.how == SINGLY:
             warn_singly(function, kernel.reason)
-        is_tuple = kernel.structure == tuple(map(Leaf, range(len(kernel.outputs))))
         columns = tuple(map(self._column, kernel.outputs))
         op = Op(
             len(self.ops),
@@ -330,7 +357,8 @@ class Recording:
             len(specs),
             columns,
             Modes(torch.is_grad_enabled(), autocast_of_thread()),
-            is_tuple,
+            is_single=type(kernel.structure) is Leaf,
+            is_tuple=kernel.structure == tuple(map(Leaf, range(len(kernel.outputs)))),
         )
         self.ops.append(op)
         self._ops_by_key[key] = op

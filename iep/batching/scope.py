@@ -80,7 +80,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             raise ValueError("a scope is entered once; make another")
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
         self._recording = Recording(self._run, buffers)
-        self._recording.takes_call = self._takes_call
+        self._recording.takes = self._listed.__contains__ if self._listed else _is_layer
+        self._recording.call = self._call_by_op if self._by_op else self._recording.record
         _patch()
         self._outer = current.recording
         current.recording = self._recording
@@ -106,7 +107,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         def call(*args: Any, **kwargs: Any) -> Any:
             if current.recording is not self._recording or self._recording is None:
                 return function(*args, **kwargs)
-            return self._call(function, function, args, kwargs)
+            return self._recording.call(function, args, kwargs)
 
         return call
 
@@ -114,21 +115,16 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         """What was batched so far, what was not, and why. Printed, it is a table."""
         return self._tally.report(self._recording)
 
-    def _takes_call(self, original: Callable, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """A call of any module while this scope is this thread's."""
-        if module in self._listed if self._listed else _is_layer(type(module)):
-            return self._call(module, partial(original, module), args, kwargs)
-        return original(module, *args, **kwargs)
-
-    def _call(self, function: Callable, original: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        if not self._by_op:
-            return self._recording.record(function, args, kwargs)
+    def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call it now, on futures: what it calls in turn is recorded."""
         futures = self._recording.futures_for
-        return original(*futures(args), **futures(dict(kwargs)))
+        if isinstance(function, nn.Module):
+            function = partial(_original_call, function)
+        return function(*futures(args), **futures(dict(kwargs)))
 
     def _finish(self, recording: Recording) -> None:
         """Run what somebody waits for, hand it out, and do the backward calls that were put off."""
-        waiting = [future for future in (reference() for reference in recording.futures) if future is not None]
+        waiting = [future for reference in recording.futures if (future := reference()) is not None]
         addresses = {future._address for future in waiting if future._value is None and future._address >= 0}
         wanted = sorted(addresses - recording.computed.keys())
         if wanted:
@@ -188,9 +184,13 @@ def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-@cache
-def _is_layer(kind: type) -> bool:
+def _is_layer(module: nn.Module) -> bool:
     """Whether `torch.nn` itself defines it, and it is no mere container."""
+    return _is_kind_of_layer(type(module))
+
+
+@cache
+def _is_kind_of_layer(kind: type) -> bool:
     return kind.__module__.startswith("torch.nn.") and not issubclass(kind, CONTAINERS)
 
 
@@ -210,9 +210,9 @@ def _patch() -> None:
 
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 recording = current.recording
-                if recording is None:
+                if recording is None or not recording.takes(module):
                     return original(module, *args, **kwargs)
-                return recording.takes_call(original, module, args, kwargs)
+                return recording.call(module, args, kwargs)
 
             nn.Module.__call__ = call
             # What is recorded is no garbage, and looking through all of it for some would take as long as recording.
