@@ -7,6 +7,7 @@ import click
 from tqdm import tqdm
 
 from iep.bench.strategy import ALL, BEST, PHASES, parse_strategies
+from iep.cli.bench_moe import moe
 from iep.cli.bench_trees import tagger, tree_fc, tree_lstm
 from iep.cli.common import Command, Group
 from iep.cli.options import CommaList, PicturePath, RecordedCommand, parsed, placement_options, where
@@ -280,7 +281,7 @@ def processes(ctx: click.Context, out: Path | None, **options: Any) -> None:
         click.echo(f"\nWrote {out / REPORT} and {out / TABLE}")
 
 
-for command in (tree_lstm, tree_fc, tagger):
+for command in (moe, tree_lstm, tree_fc, tagger):
     main.add_command(command)
 
 
