@@ -223,6 +223,15 @@ def test_a_function_that_forgets_a_state_is_named():
         network(plan, {"x": torch.zeros(1, 2)})
 
 
+def test_what_a_function_does_not_declare_it_cannot_read():
+    network = VertexNetwork(
+        [VertexFunction(lambda v: v.scatter(a=v.gather("b")), pulls=("x",))], {"a": (2,), "b": (2,)}
+    )
+    plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
+    with pytest.raises(ValueError, match="'b' is not among what the vertex function gathers, expected of x"):
+        network(plan, {"x": torch.zeros(1, 2)})
+
+
 @pytest.mark.parametrize(
     ("functions", "states", "message"),
     [

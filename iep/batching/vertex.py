@@ -40,11 +40,25 @@ class Vertices:
         self.results: dict[str, Tensor] = {}
 
     def gather(self, state: str) -> Tensor:
-        """(G, num_children, ...) what their children scattered, in order."""
-        return self._arguments[state]
+        """(G, num_children, ...) what their children scattered, in order.
+
+        Raises:
+            ValueError: the function does not say that it gathers this state.
+        """
+        return self._argument(state, "gathers")
 
     def pull(self, name: str) -> Tensor:
-        """(G, ...) their rows from outside."""
+        """(G, ...) their rows from outside.
+
+        Raises:
+            ValueError: the function does not say that it pulls these.
+        """
+        return self._argument(name, "pulls")
+
+    def _argument(self, name: str, kind: str) -> Tensor:
+        if name not in self._arguments:
+            known = ", ".join(self._arguments) or "nothing"
+            raise ValueError(f"{name!r} is not among what the vertex function {kind}, expected of {known}")
         return self._arguments[name]
 
     def scatter(self, **states: Tensor) -> None:
@@ -61,10 +75,13 @@ class VertexFunction:
     """What a vertex does. Every function scatters all states of its network."""
 
     run: Callable[[Vertices], None]
+    """Plain PyTorch code for G vertices."""
     gathers: tuple[str, ...] = ()
-    """States."""
+    """Names of the states that it gathers."""
     pulls: tuple[str, ...] = ()
+    """Of the tables outside of which each vertex pulls a row."""
     pushes: tuple[str, ...] = ()
+    """Of what each vertex pushes."""
 
 
 @dataclass(frozen=True, eq=False)
