@@ -1,6 +1,8 @@
 """The vertex functions' models against the same networks vertex by vertex: outputs and all gradients."""
 
+import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -89,6 +91,19 @@ def assert_same_gradients(actual, expected, relative):
     assert_same({name: actual[name] for name in kept}, {name: expected[name] for name in kept}, relative)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_results_and_gradients_are_those_of_the_cpu(case):
+    construct, make = CASES[case]
+    torch.manual_seed(0)
+    model, samples = construct().double(), make([7, 3, 5], np.random.default_rng(0))
+    expected = results(model, lambda: model(model.plan(samples)))
+    there = copy.deepcopy(model).cuda()
+    actual = results(there, lambda: there(there.plan(samples).to("cuda")))
+    on_cpu = {name: None if value is None else value.cpu() for name, value in actual.items()}
+    assert_same_gradients(on_cpu, expected, 1e-9)
+
+
 def test_sharing_computes_equal_subtrees_and_beginnings_once():
     rng = np.random.default_rng(0)
     trees = complete_trees(3, 4, 1, rng)  # of one word: every subtree of a height is the same
@@ -97,6 +112,28 @@ def test_sharing_computes_equal_subtrees_and_beginnings_once():
     plan = Tagger(WORDS, TAGS, None, 4, 3, 2).plan(sentences, sharing=True)
     assert plan.vocabulary.tolist() == [1, 2, 3, 4]
     assert plan.words.graph.num_nodes == 2 * 6 - 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_copy_of_a_model_runs_with_weights_of_its_own(case):
+    construct, make = CASES[case]
+    model, samples = construct(), make([4, 5], np.random.default_rng(0))
+    plan, copied = model.plan(samples), copy.deepcopy(model)
+    before = model(plan)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(0)
+    assert not copied(plan).any()
+    assert torch.equal(model(plan), before)
+    assert before.any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_that_was_sent_to_another_process_runs_the_same(case):
+    construct, make = CASES[case]
+    model, samples = construct(), make([4, 5], np.random.default_rng(0))
+    plan = model.plan(samples)
+    assert torch.equal(model(pickle.loads(pickle.dumps(plan))), model(plan))
 
 
 @pytest.mark.parametrize("case", CASES)
