@@ -15,6 +15,7 @@ from iep.bench.contest import TRAINING
 from iep.bench.measure import Effort, Spread, seconds, spread, turns
 from iep.bench.moe_bound import Bound, Probe, Speeds, bound
 from iep.bench.moe_ways import BATCHED, GROUPED, LOOP, NAMES, VANILLA, ExpertsWay, uniform_experts, ways_to_run
+from iep.devices import is_out_of_memory
 from iep.workloads.experts import Experts
 
 ROUND_SECONDS, ROUND_STEPS = 0.02, 200
@@ -139,10 +140,16 @@ class _Subject:
         return len(self.times)
 
     def warm_up(self) -> None:
-        """Twice, since memory that is written for the first time is slow; left out if that takes too long."""
+        """Twice, since memory that is written for the first time is slow; left out if time or memory is short."""
         if self.left_out is not None:
             return
-        took = self._step()
+        try:
+            took = self._step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.left_out = str(error).splitlines()[0]
+            return
         if took > self.effort.max_seconds:
             self.left_out = f"took {took:.3g} s, longer than --max-seconds"
             return

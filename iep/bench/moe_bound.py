@@ -106,6 +106,7 @@ def refused_for_memory(
 def available_memory(device: torch.device) -> float:
     """Bytes that a process may still take; infinitely many where the system does not say."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
