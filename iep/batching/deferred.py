@@ -213,12 +213,27 @@ class _Call(Function):
         if gradient is None:
             return None, None, None, None, None
         input, weight = ctx.saved_tensors
-        way_back = torch._C._current_graph_task_id()
-        if ctx.calls and ctx.calls[-1][0] != way_back:
-            ctx.calls.clear()  # left by one that was for the inputs' gradients alone and never reached the weights
-        ctx.calls.append((way_back, input, gradient))
+        put_aside(ctx.calls, input, gradient)
         needed = ctx.needs_input_grad[0]
         return ctx.layer.input_gradient(gradient, input, weight) if needed else None, None, None, None, None
+
+
+def put_aside(calls: Calls, input: Tensor, gradient: Tensor) -> None:
+    """On the way back: keep a call's input and its output's gradient until its weight's is computed."""
+    way_back = torch._C._current_graph_task_id()
+    if calls and calls[-1][0] != way_back:
+        calls.clear()  # left by one that was for the inputs' gradients alone and never reached the weights
+    calls.append((way_back, input, gradient))
+
+
+def linear_gradients(gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
+    """A linear layer's gradients of weight and bias, None without a bias, from one call's."""
+    return _Linear().weight_gradients(gradient, input, weight, bias is not None)
+
+
+def share_linear(weight: Tensor, bias: Tensor | None) -> "_Shared":
+    """What the calls of a linear layer take in place of its weight and bias, and where each puts its own aside."""
+    return _share(_Linear(), weight, bias)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from iep.batching.cells import Cell, CellCall, Sharing
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.layout import Argument, Call, Layout, Result
 
-Module = Callable[..., Tensor | tuple[Tensor, ...] | None]
+Module = Cell | Callable[..., Tensor | tuple[Tensor, ...] | None]
 Modules = Sequence[Module] | Mapping[Any, Module]
 
 
@@ -37,16 +38,22 @@ def run_calls(
     """
     token = torch.empty(0, device=run.device)
     context = DeferredWeightGrads() if defer and run.records else nullcontext()
-    departure = run.layout.calls[-1]
+    sharing, departure = Sharing(defer), run.layout.calls[-1]
     for before, call in pairwise(run.layout.calls):
+        module = None if call is departure else modules[call.op]
+        if run.records and isinstance(module, Cell):
+            weight, bias, calls = sharing.of(module)
+            token = CellCall.apply(token, run, before, call, module, calls, weight, bias, *results)
+            results = ()  # are kept already
+            continue
         if run.records:
             token, *arguments = _Exchange.apply(token, run, before, call, *results)
         else:
             arguments = run.exchange(before, call, results)
-        if call is departure:
+        if module is None:
             break
         with context:
-            returned = modules[call.op](*arguments)
+            returned = module(*arguments)
         results = run.checked(call, returned)
     run.values = []  # arguments are copies, so that nothing reads it on the way back
     return token, tuple(arguments)
@@ -140,10 +147,15 @@ class Run:
         self.sources = [column.sources.split(column.uses) for column in layout.columns]
 
     def exchange(self, call: Call, following: Call, results: tuple[Tensor, ...]) -> list[Tensor]:
-        """Keep a call's results; returns the next call's arguments."""
+        """Keep a call's results, unless they are there already; returns the next call's arguments."""
+        if results:
+            self.keep(call, results)
+        return [self._argument(taken) for taken in following.arguments]
+
+    def keep(self, call: Call, results: tuple[Tensor, ...]) -> None:
+        """Keep a call's results."""
         for made, values in zip(call.results, results, strict=True):
             self._write(made, values)
-        return [self._argument(taken) for taken in following.arguments]
 
     def _argument(self, taken: Argument) -> Tensor:
         at, block, _, first, shape = taken
@@ -225,7 +237,7 @@ class _Exchange(Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, run: Run, call: Call, following: Call, *results: Tensor) -> tuple[Tensor, ...]:
-        ctx.run, ctx.call, ctx.following = run, call, following
+        ctx.run, ctx.call, ctx.following, ctx.num_results = run, call, following, len(results)
         ctx.set_materialize_grads(False)
         arguments = run.exchange(call, following, results)
         ctx.mark_non_differentiable(*(x for x in arguments if not (x.is_floating_point() or x.is_complex())))
@@ -235,7 +247,7 @@ class _Exchange(Function):
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.run.take_gradients(ctx.following, gradients)
-        found = ctx.run.result_gradients(ctx.call)
+        found = ctx.run.result_gradients(ctx.call) if ctx.num_results else []
         if not ctx.needs_input_grad[0]:  # the end of the way back: nothing before this call has a gradient
             ctx.run.gradients = []
         return None, None, None, None, *found

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from iep.batching.cells import Cell
 from iep.batching.edges import Edges, Joined, join, names_of
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
@@ -74,8 +75,9 @@ class Vertices:
 class VertexFunction:
     """What a vertex does. Every function scatters all states of its network."""
 
-    run: Callable[[Vertices], None]
-    """Plain PyTorch code for G vertices."""
+    run: Callable[[Vertices], None] | Cell
+    """Plain PyTorch code for G vertices. Or a cell: it takes what they pull and then what they gather, by the network's
+    order of states, nothing of this without children, and makes what they scatter, by that order, and push."""
     gathers: tuple[str, ...] = ()
     """Names of the states that it gathers."""
     pulls: tuple[str, ...] = ()
@@ -224,6 +226,8 @@ class VertexNetwork:
     def _module(self, op: int) -> Callable[..., tuple[Tensor, ...]]:
         """What maps the arguments of a call to its results."""
         function, num_children = self._function(op)
+        if isinstance(function.run, Cell):
+            return function.run
         gathers = [state for state in self.states if state in function.gathers]
         made = (*self.states, *function.pushes)
 

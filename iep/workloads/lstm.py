@@ -7,6 +7,7 @@ Shapes: G cells, A children, H width.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from iep.batching.cells import Cell
 from iep.workloads import native
 
 
@@ -41,6 +43,59 @@ def lstm_state(gates: Tensor, c_children: Tensor | None = None, bias: Tensor | N
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
     """A weight matrix that lies in memory column by column: its products with a few rows take up to a quarter less."""
     return nn.Parameter(weight.detach().T.contiguous().T)
+
+
+class LSTMCell(Cell):
+    """An LSTM's vertices, with a forget gate for each child, as one cell of `iep.batching`.
+
+    Takes what is pulled, (G, K) the layer's factor or, where `gates_pulled`, (G, (3 + A) H) gates to which the product
+    is added; then h and c of the children, (G, A, H) each, where there are any. Without pulled gates h of all children
+    is the layer's factor, with them as well. Makes h and c, and h once more where it `pushes` it.
+    """
+
+    def __init__(self, layer: nn.Linear, gates_pulled: bool = False, pushes: bool = False):
+        self.layer, self.gates_pulled, self.pushes = layer, gates_pulled, pushes
+
+    def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:
+        if len(arguments) > 1:
+            return arguments[-2].flatten(1)
+        return None if self.gates_pulled else arguments[0]
+
+    def results(self, product: Tensor | None, bias: Tensor | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        h, c = _state(*self._gates(product, bias, arguments))
+        return (h, c, h) if self.pushes else (h, c)
+
+    def gradients(
+        self,
+        product: Tensor | None,
+        bias: Tensor | None,
+        arguments: Sequence[Tensor],
+        results: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        dh, dc, *pushed = given
+        if pushed and pushed[0] is not None:
+            dh = pushed[0] if dh is None else dh + pushed[0]
+        d_gates, d_children = _state_back(*self._gates(product, bias, arguments), results[1], dh, dc)
+        gradients: list[Tensor | None] = [d_gates] if self.gates_pulled else [None] * (len(arguments) == 1)
+        return d_gates, [*gradients, *([None, d_children] if len(arguments) > 1 else ())]
+
+    def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
+        at = -2 if len(arguments) > 1 else 0
+        gradients[at] = gradient.view(arguments[at].shape)
+
+    def _gates(
+        self, product: Tensor | None, bias: Tensor | None, arguments: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gates, c of the children, and what is added to the gates."""
+        if product is None:
+            gates = arguments[0]
+            width = gates.shape[1] // 4
+            return gates, gates.new_zeros(len(gates), 1, width), gates.new_zeros(4 * width)
+        added = arguments[0] if self.gates_pulled else bias
+        if len(arguments) > 1:
+            return product, arguments[-1], added
+        return product, product.new_empty(len(product), 0, product.shape[1] // 3), added
 
 
 class _State(Function):

@@ -9,15 +9,14 @@ Shapes: W words of a minibatch, T of a sentence, R rows of vectors, G vertices o
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from iep.batching import Edges, Outcome, Schedule, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.workloads.lstm import by_columns, lstm_state
+from iep.batching import Edges, Outcome, Schedule, VertexFunction, VertexNetwork, VertexPlan
+from iep.workloads.lstm import LSTMCell, by_columns
 from iep.workloads.sentences import Sentence
 
 WAYS = FORWARD, BACKWARD = range(2)
@@ -38,7 +37,12 @@ class BiLSTM(nn.Module):
         for layer in (*self.inputs, *self.recurrent):
             layer.weight = by_columns(layer.weight)
         functions = [
-            VertexFunction(partial(self._step, way), ("h", "c"), pulls=(f"gates{way}",), pushes=(f"h{way}",))
+            VertexFunction(
+                LSTMCell(self.recurrent[way], gates_pulled=True, pushes=True),
+                gathers=("h", "c"),
+                pulls=(f"gates{way}",),
+                pushes=(f"h{way}",),
+            )
             for way in WAYS
         ]
         self.network = VertexNetwork(functions, states={"h": (width,), "c": (width,)})
@@ -67,16 +71,6 @@ class BiLSTM(nn.Module):
             h = o.sigmoid() * c.tanh()
             states.append(h)
         return torch.stack(states)
-
-    def _step(self, way: int, vertices: Vertices) -> None:
-        from_input = vertices.pull(f"gates{way}")
-        if vertices.num_children:
-            recurrent = functional.linear(vertices.gather("h").flatten(1), self.recurrent[way].weight)
-            h, c = lstm_state(recurrent, vertices.gather("c"), from_input)
-        else:
-            h, c = lstm_state(from_input, from_input.new_zeros(len(from_input), 1, self.width))
-        vertices.scatter(h=h, c=c)
-        vertices.push(**{f"h{way}": h})
 
 
 def _chains(rows_T: np.ndarray) -> Edges:

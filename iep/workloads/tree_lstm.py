@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.workloads.lstm import by_columns, lstm_state
+from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan
+from iep.workloads.lstm import LSTMCell, by_columns
 from iep.workloads.trees import Tree
 
 LEAF, INNER = range(2)
@@ -33,8 +32,8 @@ class BinaryTreeLSTM(nn.Module):
         for layer in (self.leaf, self.inner):
             layer.weight = by_columns(layer.weight)
         self.classifier = nn.Linear(width, classes)
-        leaf = VertexFunction(self._leaf, pulls=("word",))
-        inner = VertexFunction(self._inner, gathers=("h", "c"))
+        leaf = VertexFunction(LSTMCell(self.leaf), pulls=("word",))
+        inner = VertexFunction(LSTMCell(self.inner), gathers=("h", "c"))
         self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
@@ -61,13 +60,3 @@ class BinaryTreeLSTM(nn.Module):
             c.append(sum(kept, i.sigmoid() * u.tanh()))
             h.append(o.sigmoid() * c[-1].tanh())
         return self.classifier(h[-1])
-
-    def _leaf(self, vertices: Vertices) -> None:
-        h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), bias=self.leaf.bias)
-        vertices.scatter(h=h, c=c)
-
-    def _inner(self, vertices: Vertices) -> None:
-        h, c = lstm_state(
-            functional.linear(vertices.gather("h").flatten(1), self.inner.weight), vertices.gather("c"), self.inner.bias
-        )
-        vertices.scatter(h=h, c=c)
