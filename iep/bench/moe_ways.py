@@ -46,11 +46,10 @@ def sort_and_loop(layer: Experts, x_TD: Tensor, experts_TK: Tensor, gates_TK: Te
     flat_R = experts_TK.flatten()
     order_R = flat_R.argsort(stable=True)
     tokens_R = order_R // k
-    counts = flat_R.bincount(minlength=len(layer.hidden_weights)).tolist()
+    active, counts = flat_R[order_R].unique_consecutive(return_counts=True)
     results = [
         (rows @ layer.hidden_weights[expert]).relu() @ layer.output_weights[expert]
-        for expert, rows in enumerate(x_TD[tokens_R].split(counts))
-        if len(rows)
+        for expert, rows in zip(active.tolist(), x_TD[tokens_R].split(counts.tolist()), strict=True)
     ]
     result_RO = torch.cat(results) * gates_TK.flatten()[order_R, None]
     return result_RO.new_zeros(len(x_TD), result_RO.shape[1]).index_add(0, tokens_R, result_RO)
