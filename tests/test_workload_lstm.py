@@ -41,6 +41,22 @@ def by_equations(gates, c_children, bias=0):
     return o.sigmoid() * c.tanh(), c
 
 
+class LSTMState(torch.autograd.Function):
+    """`lstm_state` with `lstm_gradients` for its way back."""
+
+    @staticmethod
+    def forward(ctx, gates, c_children, bias):
+        h, c = lstm.lstm_state(gates, c_children, bias)
+        ctx.save_for_backward(gates, c_children, bias, c)
+        ctx.set_materialize_grads(False)
+        return h, c
+
+    @staticmethod
+    def backward(ctx, dh, dc):
+        d_gates, d_children = lstm.lstm_gradients(*ctx.saved_tensors, dh, dc)
+        return d_gates, d_children, d_gates if ctx.saved_tensors[2].dim() == 2 else d_gates.sum(0)
+
+
 def results(function, gates, c_children, bias, uses):
     h, c = function(gates, c_children, bias)
     weights = torch.linspace(-1, 1, h.numel(), dtype=h.dtype).view_as(h)
@@ -66,7 +82,7 @@ def test_states_and_gradients_are_those_of_the_equations(
     c_children = torch.randn(cells, children, width, dtype=dtype, requires_grad=True)
     bias = torch.randn(gates.shape if bias_of_each else gates.shape[1:], dtype=dtype, requires_grad=True)
     with only(kernel):
-        actual = results(lstm.lstm_state, gates, c_children, bias, uses)
+        actual = results(LSTMState.apply, gates, c_children, bias, uses)
     for ours, theirs in zip(actual, results(by_equations, gates, c_children, bias, uses), strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -78,7 +94,7 @@ def test_gates_without_bounds_saturate_and_what_is_not_a_number_stays_so(kernel)
         [[-1e30, 1e30, 1e30], [200.0, -200.0, 200.0], [float("nan"), 1.0, 1.0], [1.0, 1.0, float("nan")]]
     )
     with only(kernel):
-        h, c = lstm.lstm_state(gates)
+        h, c = lstm.lstm_state(gates, gates.new_empty(4, 0, 1), gates.new_zeros(3))
     assert c[:2].flatten().tolist() == [0, 1]
     assert h[:2].flatten().tolist() == [0, 0]
     assert c[2:].isnan().all()
@@ -87,11 +103,11 @@ def test_gates_without_bounds_saturate_and_what_is_not_a_number_stays_so(kernel)
 
 def test_gradients_need_not_lie_in_one_piece():
     torch.manual_seed(0)
-    gates, children = torch.randn(4, 20, requires_grad=True), torch.randn(4, 2, 4)
+    gates, children, bias = torch.randn(4, 20, requires_grad=True), torch.randn(4, 2, 4), torch.randn(20)
     upstream = torch.randn(4, 8)[:, ::2]
-    h, _ = lstm.lstm_state(gates, children)
+    h, _ = LSTMState.apply(gates, children, bias)
     (ours,) = torch.autograd.grad(h, gates, upstream)
-    (theirs,) = torch.autograd.grad(by_equations(gates, children)[0], gates, upstream)
+    (theirs,) = torch.autograd.grad(by_equations(gates, children, bias)[0], gates, upstream)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -100,9 +116,9 @@ def test_many_rows_are_shared_among_threads():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        many = lstm.lstm_state(gates, children)
+        many = lstm.lstm_state(gates, children, torch.zeros(5 * 64))
         torch.set_num_threads(1)
-        one = lstm.lstm_state(gates, children)
+        one = lstm.lstm_state(gates, children, torch.zeros(5 * 64))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
@@ -113,7 +129,8 @@ def test_many_rows_are_shared_among_threads():
 )
 def test_without_a_compiler_pytorch_does_it(environment):
     imports = "import torch; from iep.workloads import lstm, native"
-    code = f"{imports}; print(native.library('lstm'), lstm.lstm_state(torch.zeros(1, 6))[0].tolist())"
+    state = "lstm.lstm_state(torch.zeros(1, 6), torch.empty(1, 0, 2), torch.zeros(6))"
+    code = f"{imports}; print(native.library('lstm'), {state}[0].tolist())"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
     )

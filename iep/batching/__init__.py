@@ -3,6 +3,7 @@
 Knows nothing of CLEVR: imports torch, numpy, the standard library and itself.
 """
 
+from iep.batching.cells import Cell
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.execute import execute
 from iep.batching.future import Future
@@ -18,6 +19,7 @@ from iep.batching.vertex import Edges, Outcome, VertexFunction, VertexNetwork, V
 
 __all__ = [
     "SCHEDULERS",
+    "Cell",
     "DeferredWeightGrads",
     "Edges",
     "Future",

@@ -13,31 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from iep.batching.cells import Cell
+from iep.batching import Cell
 from iep.workloads import native
-
-
-def lstm_state(gates: Tensor, c_children: Tensor | None = None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """h and c, (G, H) each, of LSTM cells with a forget gate for each child (Tai et al. 2015, equations 9 to 14).
-
-    Args:
-        gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u.
-        c_children: (G, A, H); None for cells without children.
-        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates: one pass over memory less than before this.
-
-    Gradients cannot be differentiated again.
-    """
-    if c_children is None:
-        c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
-    if bias is None:
-        bias = gates.new_zeros(gates.shape[1])
-    if not torch.is_grad_enabled():
-        return _state(gates, c_children, bias)
-    with torch._C.DisableTorchFunction():  # nothing in here is for a mode such as deferred weight gradients to see
-        return _State.apply(gates, c_children, bias)
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
@@ -62,7 +40,7 @@ class LSTMCell(Cell):
         return None if self.gates_pulled else arguments[0]
 
     def results(self, product: Tensor | None, bias: Tensor | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        h, c = _state(*self._gates(product, bias, arguments))
+        h, c = lstm_state(*self._gates(product, bias, arguments))
         return (h, c, h) if self.pushes else (h, c)
 
     def gradients(
@@ -76,7 +54,7 @@ class LSTMCell(Cell):
         dh, dc, *pushed = given
         if pushed and pushed[0] is not None:
             dh = pushed[0] if dh is None else dh + pushed[0]
-        d_gates, d_children = _state_back(*self._gates(product, bias, arguments), results[1], dh, dc)
+        d_gates, d_children = lstm_gradients(*self._gates(product, bias, arguments), results[1], dh, dc)
         gradients: list[Tensor | None] = [d_gates] if self.gates_pulled else [None] * (len(arguments) == 1)
         return d_gates, [*gradients, *([None, d_children] if len(arguments) > 1 else ())]
 
@@ -93,32 +71,23 @@ class LSTMCell(Cell):
             width = gates.shape[1] // 4
             return gates, gates.new_zeros(len(gates), 1, width), gates.new_zeros(4 * width)
         added = arguments[0] if self.gates_pulled else bias
+        if added is None:
+            added = product.new_zeros(product.shape[1])
         if len(arguments) > 1:
             return product, arguments[-1], added
         return product, product.new_empty(len(product), 0, product.shape[1] // 3), added
 
 
-class _State(Function):
-    @staticmethod
-    def forward(ctx: Any, gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        h, c = _state(gates, c_children, bias)
-        ctx.save_for_backward(gates, c_children, bias, c)
-        ctx.set_materialize_grads(False)
-        return h, c
+def lstm_state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """h and c, (G, H) each, of LSTM cells with a forget gate for each child (Tai et al. 2015, equations 9 to 14).
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dh is None and dc is None:
-            return None, None, None
-        d_gates, d_children = _state_back(*ctx.saved_tensors, dh, dc)
-        d_bias = None
-        if ctx.needs_input_grad[2]:
-            d_bias = d_gates if ctx.saved_tensors[2].dim() == 2 else d_gates.sum(0)
-        return d_gates, d_children, d_bias
+    Autograd does not see it; `lstm_gradients` is its way back.
 
-
-def _state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    Args:
+        gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u.
+        c_children: (G, A, H).
+        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates: one pass over memory less than before this.
+    """
     kernel = _kernel("state", gates, c_children, bias)
     if kernel is None:
         return state_in_torch(gates, c_children, bias)
@@ -129,9 +98,16 @@ def _state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     return h, c
 
 
-def _state_back(
+def lstm_gradients(
     gates: Tensor, c_children: Tensor, bias: Tensor, c: Tensor, dh: Tensor | None, dc: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of gates, which are also those of the bias's rows, and of `c_children`.
+
+    Args:
+        c: (G, H) as `lstm_state` gave it.
+        dh: (G, H) gradient of h; one of it and `dc` may be None.
+        dc: (G, H) that of c.
+    """
     kernel = _kernel("state_back", gates, c_children, bias)
     if kernel is None:
         return state_back_in_torch(gates, c_children, bias, c, dh, dc)

@@ -1,0 +1,135 @@
+"""Cells against the same modules in plain PyTorch, among others in one network."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from iep.batching import SCHEDULERS, Cell, Edges, VertexFunction, VertexNetwork
+from iep.workloads.lstm import LSTMCell
+
+ROWS = 4
+
+
+class Plain(nn.Module):
+    """Leaves and inner vertices of a Tree-LSTM as cells, or as plain code; and a third function that is plain code."""
+
+    def __init__(self, as_cells, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.leaf, self.inner = nn.Linear(3, 6, bias=bias).double(), nn.Linear(4, 10, bias=bias).double()
+        self.other = nn.Linear(3, 4).double()
+        self.table = nn.Parameter(torch.randn(ROWS, 3).double())
+        leaf, inner = (LSTMCell(self.leaf), LSTMCell(self.inner)) if as_cells else (self._leaf, self._inner)
+        functions = [
+            VertexFunction(leaf, pulls=("x",)),
+            VertexFunction(inner, gathers=("h", "c")),
+            VertexFunction(self._other, pulls=("x",)),
+        ]
+        self.network = VertexNetwork(functions, {"h": (2,), "c": (2,)})
+
+    def _state(self, vertices, gates, c_children):
+        i, o, *forget, u = gates.split(2, dim=1)
+        c = i.sigmoid() * u.tanh() + sum(f.sigmoid() * c_children[:, n] for n, f in enumerate(forget))
+        vertices.scatter(h=o.sigmoid() * c.tanh(), c=c)
+
+    def _leaf(self, vertices):
+        self._state(vertices, self.leaf(vertices.pull("x")), None)
+
+    def _inner(self, vertices):
+        self._state(vertices, self.inner(vertices.gather("h").flatten(1)), vertices.gather("c"))
+
+    def _other(self, vertices):
+        h, c = self.other(vertices.pull("x")).tanh().chunk(2, dim=1)
+        vertices.scatter(h=h, c=c)
+
+    def forward(self, samples, scheduler, defer):
+        plan = self.network.plan(samples, scheduler)
+        return self.network(plan, {"x": self.table[plan.rows["x"]]}, defer).roots["h"]
+
+
+@st.composite
+def graphs(draw):
+    """Binary graphs whose vertices may be gathered several times or never."""
+    count = draw(st.integers(1, 12))
+    children = np.full((count, 2), -1)
+    for vertex in range(1, count):
+        if draw(st.booleans()):
+            children[vertex] = [draw(st.integers(0, vertex - 1)) for _ in range(2)]
+    leaves = [draw(st.sampled_from([0, 2])) for _ in range(count)]
+    function = np.where(children[:, 0] >= 0, 1, leaves)
+    return Edges(children, function, {"x": np.array([draw(st.integers(0, ROWS - 1)) for _ in range(count)])})
+
+
+def results(model, run):
+    model.zero_grad(set_to_none=True)
+    output = run()
+    (output * torch.linspace(0.5, 1.5, output.numel()).double().view_as(output)).sum().backward()
+    return {"output": output.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@given(samples=st.lists(graphs(), min_size=1, max_size=5))
+@settings(quick, max_examples=25)
+def test_cells_give_what_plain_code_gives_among_plain_code(bias, samples):
+    cells, plain = Plain(True, bias), Plain(False, bias)
+    for name, defer in itertools.product(("vanilla", "lookahead"), (False, True)):
+        expected = results(plain, lambda n=name: plain(samples, n, False))
+        actual = results(cells, lambda n=name, d=defer: cells(samples, n, d))
+        for part, value in expected.items():
+            if actual[part] is None or value is None:
+                assert value is None or not value.any()
+                actual[part] = value
+        assert_same(actual, expected, 1e-9)
+
+
+CHAIN = Edges(np.array([[-1, -1], [0, 0], [1, 0]]), np.array([0, 1, 1]), {"x": np.array([0, 0, 0])})
+
+
+def test_a_second_way_back_over_a_kept_graph_gives_the_same_again():
+    model = Plain(True)
+    out = model([CHAIN], "lookahead", True).sum()
+    out.backward(retain_graph=True)
+    once = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    out.backward()
+    assert all(torch.equal(once[name], each.grad) for name, each in model.named_parameters() if name in once)
+    assert len(once) == 5
+
+
+def test_gradients_of_the_inputs_alone_leave_nothing_for_the_weights():
+    model = Plain(True)
+    out = model([CHAIN], "lookahead", True).sum()
+    (alone,) = torch.autograd.grad(out, model.table, retain_graph=True)
+    out.backward()
+    again = Plain(True)
+    again([CHAIN], "lookahead", True).sum().backward()
+    assert torch.equal(alone, again.table.grad)
+    assert torch.equal(model.inner.weight.grad, again.inner.weight.grad)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_without_gradients_cells_give_the_same(name):
+    model = Plain(True)
+    with torch.inference_mode():
+        free = model([CHAIN] * 2, name, True)
+    assert torch.equal(free, model([CHAIN] * 2, name, True))
+
+
+def test_a_cell_whose_results_have_another_number_of_rows_is_refused():
+    class Wrong(LSTMCell):
+        def results(self, *given):
+            return tuple(rows[:0] for rows in super().results(*given))
+
+    assert issubclass(Wrong, Cell)
+    model = Plain(True)
+    functions = [VertexFunction(Wrong(model.leaf), pulls=("x",))]
+    network = VertexNetwork(functions, {"h": (2,), "c": (2,)})
+    plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
+    with pytest.raises(ValueError, match=r"returned \(0, 2\) for a group of 1"):
+        network(plan, {"x": model.table[:1]})
