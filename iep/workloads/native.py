@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-fPIC")
 TYPES = {torch.float32: "float", torch.float64: "double"}
 WORTH_A_THREAD = 1 << 17
 """Numbers that a thread should have to work on, so that to wake it pays."""
@@ -43,13 +43,31 @@ def library(name: str) -> ctypes.CDLL | None:
         return None
 
 
+@lru_cache
+def function(library_name: str, name: str, dtype: torch.dtype, arguments: str) -> Callable[..., None] | None:
+    """A library's function for numbers of that dtype; None where PyTorch is to do it.
+
+    Args:
+        arguments: of each, l for an integer or p for an address.
+    """
+    built = library(library_name)
+    if built is None or dtype not in TYPES:
+        return None
+    found = built[f"{name}_{TYPES[dtype]}"]
+    found.argtypes = [{"l": ctypes.c_long, "p": ctypes.c_void_p}[each] for each in arguments]
+    found.restype = None
+    return found
+
+
 def _compile(source: Path, compiler: list[str], built: Path) -> None:
     """Other processes may compile the same at the same time: the last to end wins, and each finds a whole file."""
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
-        command = [*compiler, *FLAGS, "-o", str(made), str(source), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        compiled = str(made.with_suffix(".o"))
+        # Linked apart: with -ffast-math gcc would link code that turns denormal numbers off in the whole thread.
+        for command in ([*FLAGS, "-c", "-o", compiled, str(source)], ["-shared", "-o", str(made), compiled, "-lm"]):
+            subprocess.run([*compiler, *command], check=True, capture_output=True, timeout=120)
         made.replace(built)
 
 
