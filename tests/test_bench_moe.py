@@ -149,12 +149,14 @@ def test_cells_that_memory_does_not_allow_are_empty_and_said_so(tmp_path: Path, 
 
 
 def test_what_takes_longer_than_it_may_is_left_out_and_said_so(tmp_path: Path):
-    given = ("--experts", 2, "--tokens", 2, "--threads", 1, "--phase", "training", "--max-seconds", 0)
+    given = ("--experts", 2, "--tokens", "2,3", "--threads", 1, "--phase", "training", "--max-seconds", 0)
     files = ("--json", tmp_path / "all.json", "--picture", tmp_path / "all.png")
     result = iep_bench("moe", *given, *QUICK, *files)
     assert result.exit_code == 0, result.output
-    assert all(timing["seconds"] is None for timing in timings_of(cells_of(tmp_path)[0]).values())
-    assert "longer than --max-seconds" in result.output
+    for cell in cells_of(tmp_path):
+        assert all(timing["seconds"] is None for timing in timings_of(cell).values())
+        assert "s with 2 tokens is longer than --max-seconds" in timings_of(cell)[BATCHED]["left_out"]
+        assert f"- 2 experts, {cell['tokens']} tokens: batched left out: " in result.output
 
 
 def test_training_needs_more_memory_than_inference():

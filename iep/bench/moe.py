@@ -6,7 +6,7 @@ gating, which would choose them, is not run. Knows nothing of tables and files.
 Shapes: T tokens, K experts each, D inputs, O outputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,11 +73,13 @@ def measure_cell(
     effort: Effort,
     probe: Probe,
     seed: int,
+    left_out: Mapping[str, str],
     progress: Callable[[str], None] = lambda what: None,
 ) -> Cell:
-    """Measure all ways in turns, with as many threads as PyTorch now uses."""
+    """Measure all ways in turns, with as many threads as PyTorch now uses, but for those that are `left_out`, with the
+    reason why."""
     inputs = _Inputs(layer, setting, seed)
-    subjects = [_Subject(way, inputs, effort) for way in ways_to_run(layer)]
+    subjects = [_Subject(way, inputs, effort, left_out.get(way.name, way.refusal)) for way in ways_to_run(layer)]
     for subject in subjects:
         progress(subject.way.name)
         subject.warm_up()
@@ -111,7 +113,7 @@ class _Inputs:
     def __init__(self, layer: Experts, setting: Setting, seed: int):
         device = layer.hidden_weights[0].device
         generator = torch.Generator().manual_seed(seed)
-        self.layer, self.device, self.training = layer, device, setting.phase == TRAINING
+        self.device, self.training = device, setting.phase == TRAINING
         experts_TK = uniform_experts(setting.tokens, setting.experts, setting.k, seed)
         self.active = experts_TK.unique().numel()
         self.experts_TK = experts_TK.to(device)
@@ -124,8 +126,8 @@ class _Inputs:
 class _Subject:
     """A way while it is measured."""
 
-    def __init__(self, way: ExpertsWay, inputs: _Inputs, effort: Effort):
-        self.way, self.inputs, self.effort, self.left_out = way, inputs, effort, way.refusal
+    def __init__(self, way: ExpertsWay, inputs: _Inputs, effort: Effort, left_out: str | None):
+        self.way, self.inputs, self.effort, self.left_out = way, inputs, effort, left_out
         tokens = len(inputs.x_TD)
         self.tokens_run = min(tokens, way.enough_tokens or tokens)
         self.scale = tokens / self.tokens_run
@@ -151,7 +153,7 @@ class _Subject:
             self.left_out = str(error).splitlines()[0]
             return
         if took > self.effort.max_seconds:
-            self.left_out = f"took {took:.3g} s, longer than --max-seconds"
+            self.left_out = f"{took:.3g} s with {self.tokens_run} tokens is longer than --max-seconds"
             return
         self.steps = min(ROUND_STEPS, max(1, int(ROUND_SECONDS / self._step())))
 

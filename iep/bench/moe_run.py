@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -74,9 +75,10 @@ def run_experts_benchmark(
         for phase, number in product(benchmark.phases, threads):
             torch.set_num_threads(number)
             tables.append([])
-            for cell in _cells(benchmark, phase, number, probe, progress):
-                tables[-1].append(cell)
-                _write(files, about, heading, tables)
+            for experts in sorted(benchmark.experts):
+                for cell in _cells(benchmark, phase, number, experts, probe, progress):
+                    tables[-1].append(cell)
+                    _write(files, about, heading, tables)
             say(f"\n{format_cells(tables[-1])}")
     finally:
         torch.set_num_threads(before)
@@ -86,30 +88,31 @@ def run_experts_benchmark(
     return cells
 
 
-def _cells(benchmark: ExpertsBenchmark, phase: str, threads: int, probe: Probe, progress: Progress) -> Iterator[Cell]:
-    """Those of one phase and number of threads; the layer of one number of experts is gone before the next is made."""
-    for experts in sorted(benchmark.experts):
-        available, layer = available_memory(probe.device), None
-        for tokens in sorted(benchmark.tokens):
-            setting = Setting(phase, threads, experts, tokens, benchmark.k)
-            where = f"{phase} {experts} x {tokens}"
-            rows = tokens * benchmark.k
-            refusal = refused_for_memory(benchmark.width, experts, rows, phase == TRAINING, available)
-            if refusal is not None:
-                yield empty_cell(setting, count_active(setting, benchmark.seed), refusal)
-                continue
-            if layer is None:
-                progress(f"{where} make")
-                torch.manual_seed(benchmark.seed)
-                layer = Experts(*benchmark.width, experts).to(probe.device)
-            yield measure_cell(
-                layer,
-                setting,
-                benchmark.effort,
-                probe,
-                benchmark.seed,
-                lambda way, where=where: progress(f"{where} {way}"),
-            )
+def _cells(
+    benchmark: ExpertsBenchmark, phase: str, threads: int, experts: int, probe: Probe, progress: Progress
+) -> Iterator[Cell]:
+    """Those of one layer, the smallest minibatch first; what was left out of one is left out of the larger ones."""
+    available, layer, left_out = available_memory(probe.device), None, {}
+    for tokens in sorted(benchmark.tokens):
+        setting = Setting(phase, threads, experts, tokens, benchmark.k)
+        where = f"{phase} {experts} x {tokens}"
+        rows = tokens * benchmark.k
+        refusal = refused_for_memory(benchmark.width, experts, rows, phase == TRAINING, available)
+        if refusal is not None:
+            yield empty_cell(setting, count_active(setting, benchmark.seed), refusal)
+            continue
+        if layer is None:
+            progress(f"{where} make")
+            torch.manual_seed(benchmark.seed)
+            layer = Experts(*benchmark.width, experts).to(probe.device)
+        hear = partial(_hear, progress, where)
+        cell = measure_cell(layer, setting, benchmark.effort, probe, benchmark.seed, left_out, hear)
+        left_out = {timing.name: timing.left_out for timing in cell.timings if timing.left_out is not None}
+        yield cell
+
+
+def _hear(progress: Progress, where: str, way: str) -> None:
+    progress(f"{where} {way}")
 
 
 def _write(files: Files, about: dict[str, Any], heading: str, tables: list[list[Cell]]) -> None:
