@@ -1,7 +1,9 @@
 """Mixture of experts: batched and grouped execution equal the loop over tokens, outputs and every gradient; gating and
 its losses equal a naive loop."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -13,12 +15,13 @@ from hypothesis import given
 
 from iep.batching import Graph, execute, lay_out, make_schedule
 from iep.errors import InputError
+from iep.workloads import expert_products, native
 from iep.workloads import experts as experts_module
-from iep.workloads.expert_products import in_threads, shares
 from iep.workloads.experts import Experts
 from iep.workloads.gating import NoisyTopKGating, squared_variation
 from iep.workloads.moe import MixtureOfExperts
 
+needs_compiler = pytest.mark.skipif(native.library("experts") is None, reason="no C compiler")
 sizes = st.tuples(
     *[st.integers(1, 9)] * 3, st.integers(1, 6), st.integers(0, 12), st.integers(1, 6), st.integers(0, 99)
 )
@@ -64,25 +67,91 @@ def test_grouped_outputs_and_every_gradient_equal_the_loop_over_tokens_at_any_wi
     assert_same(results(layer, "grouped", seed, tokens, min(k, experts)), expected, 1e-4)
 
 
-def test_many_experts_shared_out_among_threads_give_the_same(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("iep.workloads.expert_products.MIN_SHARED_BYTES", 0)
-    layer, threads = Experts(8, 8, 8, 64).double(), torch.get_num_threads()
-    expected = results(layer, "vanilla", 0, 40, 2)
+widths = st.sampled_from([32, 64, 96])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+@quick
+@given(
+    case=st.tuples(widths, widths, widths, st.integers(1, 6), st.integers(0, 60), st.integers(1, 6), st.integers(0, 99))
+)
+def test_compiled_products_equal_the_loop_over_tokens(dtype: torch.dtype, tolerance: float, case: tuple[int, ...]):
+    inputs, hidden, outputs, experts, tokens, k, seed = case
+    layer = Experts(inputs, hidden, outputs, experts).to(dtype)
+    expected = results(layer, "vanilla", seed, tokens, min(k, experts))
+    assert_same(results(layer, "batched", seed, tokens, min(k, experts)), expected, tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [256, 384], ids=["next expert fetched", "next columns fetched"])
+def test_compiled_products_equal_pytorchs_with_few_rows_many_and_none(width: int, monkeypatch: pytest.MonkeyPatch):
+    layer, threads = Experts(width, width, width, 20), torch.get_num_threads()
+    calls = []
+    over_rows = native.over_rows
+    monkeypatch.setattr(native, "over_rows", lambda *args: (calls.append(args[1]), over_rows(*args)))
+    torch.manual_seed(0)
+    x, chosen = torch.randn(900, width), torch.randint(1, 20, (900, 1))
+    chosen[:600] = 3  # more than the C code takes
+
+    def run() -> list[torch.Tensor | None]:
+        layer.zero_grad(set_to_none=True)
+        outputs = layer(x, chosen, torch.ones(900, 1))
+        outputs.square().mean().backward()
+        return [outputs, *(weight.grad for weight in layer.parameters())]
+
     try:
         torch.set_num_threads(2)
-        assert_same(results(layer, "batched", 0, 40, 2), expected, 1e-9)
-        assert torch.get_num_threads() == 2
+        found = run()
     finally:
         torch.set_num_threads(threads)
+    assert 18 in calls  # all that have rows but one
+    monkeypatch.setattr(expert_products.native, "function", lambda *args: None)
+    assert_same(found, run(), 1e-4)
+    assert found[1] is None  # expert 0 has no token
 
 
-def test_shares_cover_all_experts_once_and_a_threads_error_is_raised():
-    pieces = shares([5, 1, 1, 1, 900, 2], 2)
-    assert [n for first, last in pieces for n in range(first, last)] == list(range(6))
-    before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError):
-        in_threads(lambda first, last: 1 // first, [(1, 2), (0, 1)], before)
-    assert torch.get_num_threads() == before
+def test_hidden_back_equals_autograd():
+    torch.manual_seed(0)
+    before, gates, gradient = torch.randn(5, 7), torch.rand(5), torch.randn(5, 7)
+    before.requires_grad_()
+    gates.requires_grad_()
+    (before.relu() * gates[:, None] * gradient).sum().backward()
+    of_gates = expert_products.hidden_back(gradient, before.detach().relu(), gates.detach())
+    torch.testing.assert_close([of_gates, gradient], [gates.grad, before.grad])
+
+
+def test_under_autocast_it_computes_in_autocasts_dtype_and_weights_keep_theirs():
+    torch.manual_seed(0)
+    layer, x = MixtureOfExperts(16, 16, 16, experts=3, k=2).eval(), torch.randn(9, 16)
+    for execution in ("vanilla", "batched", "grouped"):
+        layer.experts.execution = execution
+        layer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = layer(x)[0]
+        outputs.sum().backward()
+        assert outputs.dtype == torch.bfloat16
+        assert {weight.grad.dtype for weight in layer.experts.parameters() if weight.grad is not None} == {
+            torch.float32
+        }
+        torch.testing.assert_close(outputs.float(), layer(x)[0], rtol=0.05, atol=0.05)
+
+
+def test_copies_pickles_and_loaded_states_compute_the_same_with_weights_of_their_own():
+    torch.manual_seed(0)
+    layer, x, chosen = Experts(4, 4, 4, 3), torch.randn(6, 4), torch.randint(3, (6, 2))
+    loaded = Experts(4, 4, 4, 3)
+    loaded.load_state_dict(layer.state_dict())
+    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded]
+    expected = layer(x, chosen, torch.ones(6, 2)).detach()
+    with torch.no_grad():
+        layer.hidden_weights[0].zero_()
+    for other in others:
+        for execution in ("vanilla", "batched", "grouped"):
+            other.execution = execution
+            torch.testing.assert_close(other(x, chosen, torch.ones(6, 2)).detach(), expected)
+        starts = [weight.data_ptr() for weight in other.hidden_weights]
+        assert [start - starts[0] for start in starts] == [0, 64, 128]  # side by side, as a grouped product wants them
 
 
 def test_results_and_gradients_that_are_kept_are_never_overwritten():

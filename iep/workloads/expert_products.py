@@ -1,29 +1,33 @@
-"""Rows sorted by expert and the experts' weights -> their matrix products: one call per expert, or one for all.
+"""Rows sorted by expert and the experts' weights -> their matrix products, expert by expert or in one call.
 
 Three products make a layer of all experts and its way back; both kinds here offer them. `ProductsByExpert` multiplies
-contiguous slices in a loop. `GroupedProducts` leaves the loop to PyTorch's grouped matrix product.
+contiguous slices in a loop: C code's (`experts.c`) on the CPU where experts have few rows, else PyTorch's.
+`GroupedProducts` leaves the loop to PyTorch's grouped matrix product.
 
 Shapes: R rows, sorted by expert; A active experts, those that have rows; E all experts; I, O a weight's two sizes.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from iep.workloads import native
 from iep.workloads.reused_memory import ReusedMemory
 
-FEW_ROWS = 64
-"""An expert of fewer rows spends more time reading its weights than multiplying them."""
-EXPERTS_PER_THREAD = 8
-"""With fewer, threads share every product instead of the experts."""
-MIN_SHARED_BYTES = 1 << 22
-"""Of weights; below it threads cost more than they save."""
+FEW_ROWS = {"rows": 512, "rows_back": 64, "weights": 512}
+"""Up to how many rows of an expert the C code is ahead of PyTorch's products, by far where there are 10."""
+IN_TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rows": lambda weight, left, right: torch.mm(left, weight, out=right),
+    "rows_back": lambda weight, left, right: torch.mm(right, weight.T, out=left),
+    "weights": lambda weight, left, right: torch.mm(left.T, right, out=weight),
+}
+ALIGNED = 128
+"""The C code wants rows of a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +48,7 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class ProductsByExpert:
-    """One call per expert on a slice of the rows, written straight into a slice of the result.
-
-    On a CPU with several threads they share out the experts, not every product of a few rows among themselves; and a
-    weight that meets few rows is first read from end to end, which brings it near the processor two to three times as
-    fast as a product of few rows does.
-    """
+    """One product per expert on a slice of the rows, written straight into a slice of the result."""
 
     routing: Routing
     layers: tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -58,48 +57,67 @@ class ProductsByExpert:
 
     def rows(self, rows_RI: Tensor, layer: int) -> Tensor:
         """(R, O) each row by its expert's weight of that layer."""
-        return self._by_rows(rows_RI, self.layers[layer])
+        weights = self.layers[layer]
+        result_RO = self.memory.empty((len(rows_RI), weights[0].shape[1]), like=rows_RI)
+        self._multiply("rows", weights, rows_RI, result_RO)
+        return result_RO
 
     def rows_back(self, rows_RO: Tensor, layer: int) -> Tensor:
         """(R, I) each row by its expert's weight of that layer, transposed."""
-        return self._by_rows(rows_RO, [weight.T for weight in self.layers[layer]])
+        weights = self.layers[layer]
+        result_RI = self.memory.empty((len(rows_RO), weights[0].shape[0]), like=rows_RO)
+        self._multiply("rows_back", weights, result_RI, rows_RO)
+        return result_RI
 
     def weights(self, left_RI: Tensor, right_RO: Tensor) -> list[Tensor]:
         """A times (I, O), each active expert's sum over its rows of left times right: views of one block of memory."""
         shape = (len(self.routing.counts), left_RI.shape[1], right_RO.shape[1])
         results = list(self.memory.empty(shape, like=left_RI).unbind(0))
-        lefts, rights = (rows.split(self.routing.counts) for rows in (left_RI, right_RO))
-
-        def work(first: int, last: int) -> None:
-            for n in range(first, last):
-                torch.mm(lefts[n].T, rights[n], out=results[n])
-
-        self._share(work, left_RI, shape)
+        self._multiply("weights", results, left_RI, right_RO)
         return results
 
-    def _by_rows(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        result = self.memory.empty((len(rows), weights[0].shape[1]), like=rows)
-        sources, targets = rows.split(self.routing.counts), result.split(self.routing.counts)
+    def _multiply(self, name: str, weights: Sequence[Tensor], left_RI: Tensor, right_RO: Tensor) -> None:
+        """One of the three products; its result's memory is among the arguments."""
+        counts, lasts = self.routing.counts, list(accumulate(self.routing.counts))
+        kernel = _kernel(name, weights, left_RI, right_RO)
+        few = [n for n, count in enumerate(counts) if count <= FEW_ROWS[name]] if kernel else []
+        if len(few) < torch.get_num_threads():  # they share out experts
+            few = []
+        if few:
+            firsts = [lasts[n] - counts[n] for n in few]
+            table = torch.tensor([firsts, [lasts[n] for n in few], [weights[n].data_ptr() for n in few]])
+            addresses = (*(row.data_ptr() for row in table), left_RI.data_ptr(), right_RO.data_ptr())
+            native.over_rows(kernel, len(few), len(few) * weights[0].numel(), (*weights[0].shape, *addresses))
+        for n in sorted(set(range(len(counts))).difference(few)):
+            rows = slice(lasts[n] - counts[n], lasts[n])
+            IN_TORCH[name](weights[n], left_RI[rows], right_RO[rows])
 
-        def work(first: int, last: int) -> None:
-            read_first = rows.device.type == "cpu" and torch.get_num_threads() == 1
-            for n in range(first, last):
-                if read_first and len(sources[n]) < FEW_ROWS:
-                    weights[n].sum()
-                torch.mm(sources[n], weights[n], out=targets[n])
 
-        self._share(work, rows, (len(weights), *weights[0].shape))
-        return result
+def hidden_back(gradient_RH: Tensor, hidden_RH: Tensor, gates_R: Tensor) -> Tensor:
+    """(R,) the gates' gradients; `gradient_RH`, by a row's result without its gate, is made that before the rectifier.
 
-    def _share(self, work: Callable[[int, int], None], rows: Tensor, shape: tuple[int, ...]) -> None:
-        """Run `work` on shares of the active experts, in as many threads as PyTorch may use, or in this one."""
-        threads = torch.get_num_threads()
-        size = shape[0] * shape[1] * shape[2] * rows.element_size()
-        few = shape[0] < EXPERTS_PER_THREAD * threads or size < MIN_SHARED_BYTES
-        if threads == 1 or few or rows.device.type != "cpu":
-            work(0, shape[0])
-        else:
-            in_threads(work, shares(self.routing.counts, threads), threads)
+    Of a gate: gradient times result, which is (hidden W) gradient = hidden (W gradient).
+    """
+    kernel = None
+    if all(each.is_cpu and each.is_contiguous() for each in (gradient_RH, hidden_RH, gates_R)):
+        kernel = native.function("experts", "hidden_back", gates_R.dtype, "lllpppp")
+    if kernel is None:
+        of_gates_R = torch.linalg.vecdot(gradient_RH, hidden_RH)
+        gradient_RH.mul_(gates_R[:, None]).mul_(hidden_RH > 0)
+        return of_gates_R
+    of_gates_R = torch.empty_like(gates_R)
+    addresses = [each.data_ptr() for each in (gates_R, hidden_RH, gradient_RH, of_gates_R)]
+    native.over_rows(kernel, len(gates_R), gradient_RH.numel(), (gradient_RH.shape[1], *addresses))
+    return of_gates_R
+
+
+def _kernel(name: str, weights: Sequence[Tensor], *rows: Tensor) -> Callable[..., None] | None:
+    """The C function for tensors of this kind; None where PyTorch is to do it."""
+    if not rows[0].is_cpu or any(each.shape[1] * each.element_size() % ALIGNED for each in rows):
+        return None
+    if not all(each.is_contiguous() and each.dtype == rows[0].dtype for each in (*rows, *weights)):
+        return None
+    return native.function("experts", name, rows[0].dtype, "llllppppp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,43 +177,6 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         return f"torch {torch.__version__} on {device}, {dtype}: {str(error).splitlines()[0]}"
     return None
-
-
-def shares(counts: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Cut experts into `number` runs of about the same work: the rows of each, and the reading of its weights."""
-    work = torch.tensor([0, *counts]).clamp(min=0) + FEW_ROWS // 2
-    work[0] = 0
-    done = work.cumsum(0)
-    cuts = torch.searchsorted(done, done[-1] * torch.arange(1, number) // number).tolist()
-    return [(first, last) for first, last in zip([0, *cuts], [*cuts, len(counts)], strict=True) if first < last]
-
-
-def in_threads(work: Callable[[int, int], None], pieces: Sequence[tuple[int, int]], threads: int) -> None:
-    """Run `work(first, last)` of every piece, each in a thread whose own products use no others."""
-
-    inference = torch.is_inference_mode_enabled()
-
-    def alone(first: int, last: int) -> None:
-        with torch.inference_mode() if inference else torch.no_grad():
-            work(first, last)
-
-    torch.set_num_threads(1)
-    others = [_workers().submit(alone, *piece) for piece in pieces[1:]]
-    try:
-        alone(*pieces[0])
-    finally:
-        wait(others)
-        torch.set_num_threads(threads)
-    for other in others:
-        other.result()
-
-
-@cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="experts")
-
-
-os.register_at_fork(after_in_child=_workers.cache_clear)  # threads do not survive a fork
 
 
 def _padded(tensor: Tensor, both: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.errors import InputError
-from iep.workloads.expert_products import GroupedProducts, ProductsByExpert, Routing, grouped_refusal
+from iep.workloads.expert_products import GroupedProducts, ProductsByExpert, Routing, grouped_refusal, hidden_back
 from iep.workloads.reused_memory import ReusedMemory
 
 Products = ProductsByExpert | GroupedProducts
@@ -61,47 +61,54 @@ class Experts(nn.Module):
         Raises:
             InputError: shapes or dtypes do not fit, or there is no expert of a number.
         """
-        self._check(x_TD, experts_TK, gates_TK)
-        if not experts_TK.numel():
-            return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
-        if self.execution == "vanilla":
-            tokens = zip(x_TD, experts_TK.tolist(), gates_TK, strict=True)
-            return torch.stack([self.one(*token) for token in tokens])
-        products = self._products(experts_TK)
-        weights = [weight for layer in self._active(products.routing) for weight in layer]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TD, gates_TK, *weights)):
-            return _GatedSum.apply(x_TD, gates_TK, products, *weights)
-        return gated_sum(x_TD, gates_TK, products)[0]
+        kind = x_TD.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._sums(x_TD, experts_TK, gates_TK, self.hidden_weights[0].dtype)
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return self._sums(x_TD.to(dtype), experts_TK, gates_TK.to(dtype), dtype)
 
     def one(self, x_D: Tensor, experts_K: Sequence[int], gates_K: Tensor) -> Tensor:
         """(O,) what the layer makes of one token: the reference, in plain PyTorch."""
-        results = [(x_D @ self.hidden_weights[e]).relu() @ self.output_weights[e] for e in experts_K]
+        layers = [
+            [weights[e].to(x_D.dtype) for e in experts_K] for weights in (self.hidden_weights, self.output_weights)
+        ]
+        results = [(x_D @ hidden).relu() @ output for hidden, output in zip(*layers, strict=True)]
         return sum(gate * result for gate, result in zip(gates_K, results, strict=True))
 
     def grouped_refusal(self) -> str | None:
         """Why `grouped` runs as `batched` with these weights, in PyTorch's words; None where it does not."""
         return grouped_refusal(self.hidden_weights[0].device, self.hidden_weights[0].dtype)
 
-    def _products(self, experts_TK: Tensor) -> Products:
+    def _sums(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `forward`, in a dtype that may be another than the weights'."""
+        self._check(x_TD, experts_TK, gates_TK, dtype)
+        if not experts_TK.numel():
+            return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
+        if self.execution == "vanilla":
+            tokens = zip(x_TD, experts_TK.tolist(), gates_TK, strict=True)
+            return torch.stack([self.one(*token) for token in tokens])
         routing = route(experts_TK, len(self.hidden_weights))
-        if self.execution == "grouped" and self.grouped_refusal() is None:
-            stacks = _stacked(self.hidden_weights), _stacked(self.output_weights)
-            return GroupedProducts(routing, stacks, self._memory)
-        return ProductsByExpert(routing, self._active(routing), self._memory)
+        layers = [_active(weights, routing, dtype) for weights in (self.hidden_weights, self.output_weights)]
+        if self.execution == "grouped" and grouped_refusal(x_TD.device, dtype) is None:
+            stacks = _stacked(self.hidden_weights).to(dtype), _stacked(self.output_weights).to(dtype)
+            products = GroupedProducts(routing, stacks, self._memory)
+        else:
+            products = ProductsByExpert(routing, layers, self._memory)
+        weights = [weight for layer in layers for weight in layer]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TD, gates_TK, *weights)):
+            return _GatedSum.apply(x_TD, gates_TK, products, *weights)
+        return gated_sum(x_TD, gates_TK, products)[0]
 
-    def _active(self, routing: Routing) -> tuple[list[Tensor], list[Tensor]]:
-        hidden = [self.hidden_weights[expert] for expert in routing.active]
-        return hidden, [self.output_weights[expert] for expert in routing.active]
-
-    def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> None:
-        weight, number = self.hidden_weights[0], len(self.hidden_weights)
+    def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> None:
+        number = len(self.hidden_weights)
         if x_TD.dim() != 2 or x_TD.shape[1] != self.sizes[0]:
             raise InputError(f"experts got inputs {tuple(x_TD.shape)}, expected (tokens, {self.sizes[0]})")
         if experts_TK.dim() != 2 or experts_TK.shape != gates_TK.shape or len(experts_TK) != len(x_TD):
             given = f"experts {tuple(experts_TK.shape)} and gates {tuple(gates_TK.shape)}"
             raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
-        if x_TD.dtype != weight.dtype or gates_TK.dtype != weight.dtype:
-            raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {weight.dtype}")
+        if x_TD.dtype != dtype or gates_TK.dtype != dtype:
+            raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {dtype}")
         if experts_TK.dtype != torch.int64:
             raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
         if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < number:
@@ -110,10 +117,18 @@ class Experts(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Experts":
         """As for every module, whatever moves or converts it; then lay the weights side by side again."""
         super()._apply(fn, recurse)
+        self._lay_side_by_side()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what was pickled."""
+        super().__setstate__(state)
+        self._lay_side_by_side()
+
+    def _lay_side_by_side(self) -> None:
         for weights in (self.hidden_weights, self.output_weights):
             for weight, piece in zip(weights, _stacked(weights).unbind(0), strict=True):
                 weight.data = piece
-        return self
 
 
 def route(experts_TK: Tensor, experts: int) -> Routing:
@@ -158,14 +173,10 @@ class _GatedSum(Function):
     def backward(ctx: Any, gradient_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_RD, hidden_RH, gates_R, *weights = ctx.saved_tensors
         products, k = ctx.products, ctx.k
-        of_x, of_gates, _, *of_weights = ctx.needs_input_grad
+        of_x, _, _, *of_weights = ctx.needs_input_grad
         gradient_RO = _rows_of_tokens(gradient_TO, products, k)
         gradient_RH = products.rows_back(gradient_RO, layer=1)
-        gates_TK = None
-        if of_gates:
-            # Of a gate: gradient times result, which is (hidden W) gradient = hidden (W gradient).
-            gates_TK = torch.linalg.vecdot(gradient_RH, hidden_RH)[products.routing.inverse_R].view(-1, k)
-        gradient_RH.mul_(gates_R[:, None]).mul_(hidden_RH > 0)
+        gates_TK = hidden_back(gradient_RH, hidden_RH, gates_R)[products.routing.inverse_R].view(-1, k)
         x_TD = _sums_of_rows(products.rows_back(gradient_RH, layer=0), products, k) if of_x else None
         if not any(of_weights):
             return x_TD, gates_TK, None, *(None for _ in weights)
@@ -197,9 +208,15 @@ def _made(experts: int, inputs: int, outputs: int) -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(weight_IO) for weight_IO in weights_EIO)
 
 
+def _active(weights: nn.ParameterList, routing: Routing, dtype: torch.dtype) -> list[Tensor]:
+    every = list(weights._parameters.values())  # 300 times as fast as one by one
+    active = [every[expert] for expert in routing.active]
+    return active if active[0].dtype == dtype else [weight.to(dtype) for weight in active]
+
+
 def _stacked(weights: nn.ParameterList) -> Tensor:
     """(E, I, O) all weights, without a gradient: their own memory where they lie side by side in it, else a copy."""
-    pieces = [weight.detach() for weight in weights]
+    pieces = [weight.detach() for weight in weights._parameters.values()]
     first = pieces[0]
     size, start = first.numel() * first.element_size(), first.data_ptr()
     room = first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() - start
