@@ -7,6 +7,7 @@ and dtypes of the results are found by a run on fake tensors, which computes not
 Shapes: G rows of a group.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.func import functional_call
 
 from iep.batching.direct import batched_call
 
@@ -132,7 +132,8 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
         sample: computes the leaves of one sample, where a run on fake tensors does not do.
     """
     try:
-        result, changed = _fake_run(call, specs)
+        with _one_at_a_time:
+            result, changed = _fake_run(call, specs)
     except DynamicOutputShapeException:
         return Kernel(NOW, "the shape of its result depends on values")
     except Exception as failure:
@@ -149,30 +150,52 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
     return Kernel(VMAP if batched is None else DIRECT, None, outputs, structure, batched)
 
 
+_one_at_a_time = threading.RLock()
+"""Runs on fake tensors, which share more between threads than they should."""
+
+
 def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None]:
     """What `call` returns on fake tensors, and in what way it is unsafe to batch, if it is."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
         if not isinstance(call.function, nn.Module):
             return call(leaves), None
-        module = call.function
-        buffers = {name: mode.from_tensor(buffer) for name, buffer in module.named_buffers()}
-        parameters = {name: mode.from_tensor(parameter) for name, parameter in module.named_parameters()}
+        module = twin(call.function, mode.from_tensor)
+        buffers = dict(module.named_buffers())
         before = [buffer._version for buffer in buffers.values()]
-        args = fill(call.args, leaves), fill(call.kwargs, leaves)
-        result = functional_call(module, parameters | buffers, *args)
-        changed = [name for name, version in zip(buffers, before, strict=True) if buffers[name]._version != version]
+        result = module(*fill(call.args, leaves), **fill(call.kwargs, leaves))
+        after = [buffer._version for buffer in buffers.values()]
+        others = [name for name, buffer in module.named_buffers() if buffer is not buffers.get(name)]
+        changed = others + [
+            name for name, *versions in zip(buffers, before, after, strict=True) if len(set(versions)) > 1
+        ]
     return result, f"it changes its buffer {changed[0]}" if changed else None
+
+
+def twin(module: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A module with the same parameters, and buffers that are `copied`; what it does to itself the other, which
+    another thread may be calling, does not notice."""
+    twins: dict[nn.Module, nn.Module] = {}
+    for one in module.modules():
+        if isinstance(one, torch.jit.ScriptModule):  # no copy of its code can be had
+            return module
+        twins[one] = other = object.__new__(type(one))
+        other.__dict__ = dict(one.__dict__)
+        for name in ("_parameters", "_buffers", "_modules"):
+            other.__dict__[name] = dict(one.__dict__[name])
+    copies: dict[Tensor, Tensor] = {buffer: copied(buffer) for buffer in module.buffers()}
+    for other in twins.values():
+        other._modules.update((name, twins[part]) for name, part in other._modules.items() if part is not None)
+        other._buffers.update((name, copies[part]) for name, part in other._buffers.items() if part is not None)
+    return twins[module]
 
 
 def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Kernel:
     """How `call` runs, by running it on one sample after fake tensors have failed; raises what that raises."""
     with torch.random.fork_rng(), torch.no_grad():
         if isinstance(call.function, nn.Module):
-            buffers = {name: buffer.clone() for name, buffer in call.function.named_buffers()}
-            result = functional_call(call.function, buffers, fill(call.args, leaves), fill(call.kwargs, leaves))
-        else:
-            result = call(leaves)
+            call = call._replace(function=twin(call.function, Tensor.clone))
+        result = call(leaves)
     tensors: list[Tensor] = []
     structure = split(result, tensors)
     is_layer = isinstance(call.function, nn.Module) or type(call.function).__name__ == "function"

@@ -11,7 +11,7 @@ graph (`recording.py`, `lowering.py`), which is scheduled, laid out and executed
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial, wraps
 from time import perf_counter
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from iep.batching.current import autocast_of_thread, current, recording_into
 from iep.batching.execute import execute
-from iep.batching.kernels import run, warn_singly
+from iep.batching.kernels import name_of, run, warn_singly
 from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes
 from iep.batching.plans import plan
 from iep.batching.recording import Op, Recording
@@ -148,7 +148,12 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         layout, was_there = plan(lowered.graph, lowered.types, self._scheduler)
         planned = perf_counter()
         recording.check_inputs()
-        with recording_into(None), torch.set_grad_enabled(any(op.modes.grad for op in recording.ops)):
+        grad = any(op.modes.grad for op in recording.ops)
+        with (
+            recording_into(None),
+            torch.inference_mode(torch.is_inference_mode_enabled() and not grad),
+            torch.set_grad_enabled(grad),
+        ):
             outs = execute(
                 layout,
                 {index: partial(_run_op, recording.ops[index]) for index in lowered.types.signatures},
@@ -162,6 +167,18 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
 
 def _run_op(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """An op's results on a group; what fails says where."""
+    try:
+        return _run_in_modes(op, leaves)
+    except Exception as failure:
+        failure.add_note(
+            f"raised by {name_of(op.call.function)} on {len(leaves[0])} calls recorded in a lazy scope, whose "
+            f"arguments have shapes {[tuple(leaf.shape[1:]) for leaf in leaves]}"
+        )
+        raise
+
+
+def _run_in_modes(op: Op, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """An op's results on a group, in the modes in which its calls were recorded."""
     if op.modes.grad == torch.is_grad_enabled() and op.modes.autocast == autocast_of_thread():
         return run(op.kernel, op.call, leaves, partial(warn_singly, op.call.function))
