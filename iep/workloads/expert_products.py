@@ -39,7 +39,7 @@ class Routing:
     inverse_R: Tensor
     """Which row each entry of the assignments is."""
     active: tuple[int, ...]
-    """The experts that have rows, in order; all of them where counts were not asked for."""
+    """The experts that have rows, in order."""
     counts: tuple[int, ...]
     """How many rows each active expert has."""
     ends_E: Tensor
@@ -85,7 +85,8 @@ class ProductsByExpert:
             few = []
         if few:
             firsts = [lasts[n] - counts[n] for n in few]
-            table = torch.tensor([firsts, [lasts[n] for n in few], [weights[n].data_ptr() for n in few]])
+            table = [firsts, [lasts[n] for n in few], [weights[n].data_ptr() for n in few]]
+            table = torch.tensor(table, device="cpu")
             addresses = (*(row.data_ptr() for row in table), left_RI.data_ptr(), right_RO.data_ptr())
             native.over_rows(kernel, len(few), len(few) * weights[0].numel(), (*weights[0].shape, *addresses))
         for n in sorted(set(range(len(counts))).difference(few)):
