@@ -25,7 +25,7 @@ class Plain(nn.Module):
         self.leaf, self.inner = nn.Linear(3, 6, bias=bias).double(), nn.Linear(4, 10, bias=bias).double()
         self.other = nn.Linear(3, 4).double()
         self.table = nn.Parameter(torch.randn(ROWS, 3).double())
-        leaf, inner = (LSTMCell(self.leaf), LSTMCell(self.inner)) if as_cells else (self._leaf, self._inner)
+        leaf, inner = (LSTMCell(self, "leaf"), LSTMCell(self, "inner")) if as_cells else (self._leaf, self._inner)
         functions = [
             VertexFunction(leaf, pulls=("x",)),
             VertexFunction(inner, gathers=("h", "c")),
@@ -128,7 +128,7 @@ def test_a_cell_whose_results_have_another_number_of_rows_is_refused():
 
     assert issubclass(Wrong, Cell)
     model = Plain(True)
-    functions = [VertexFunction(Wrong(model.leaf), pulls=("x",))]
+    functions = [VertexFunction(Wrong(model, "leaf"), pulls=("x",))]
     network = VertexNetwork(functions, {"h": (2,), "c": (2,)})
     plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
     with pytest.raises(ValueError, match=r"returned \(0, 2\) for a group of 1"):

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 
 class Cell(ABC):
-    """A module for `execute`. Gradients cannot be differentiated again.
+    """A module for `execute`. Gradients cannot be differentiated again."""
 
-    Attributes:
-        layer: with a bias or without.
-    """
-
-    layer: nn.Linear
+    @property
+    @abstractmethod
+    def layer(self) -> nn.Linear:
+        """With a bias or without."""
 
     @abstractmethod
     def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:
@@ -57,12 +56,19 @@ class Cell(ABC):
         """Add (G, K) the factor's gradient to those of the arguments."""
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Its results without gradients.
+
+        Raises:
+            ValueError: gradients are asked for: those `execute` alone gives.
+        """
+        if torch.is_grad_enabled():
+            raise ValueError("a cell that is called by itself has no gradients; call it within torch.no_grad()")
         factor, layer = self.factor(arguments), self.layer
         product = None if factor is None else torch.mm(factor, layer.weight.T)
         return self.results(product, layer.bias, arguments)
 
 
-class Sharing:
+class WeightsOfRun:
     """What the calls of each cell take in place of its layer's weight and bias in one run."""
 
     def __init__(self, defer: bool):
@@ -100,7 +106,9 @@ class CellCall(Function):
         product = None if factor is None else torch.mm(factor, weight.T)
         made = run.checked(call, cell.results(product, bias, arguments))
         run.keep(call, made)
-        ctx.save_for_backward(factor, product, weight, bias, *arguments, *made)
+        # With what is given: autograd then notices when it is changed before the way back.
+        given = results if before is run.layout.calls[0] else ()
+        ctx.save_for_backward(factor, product, weight, bias, *arguments, *made, *given)
         ctx.run, ctx.before, ctx.call, ctx.cell, ctx.calls = run, before, call, cell, calls
         ctx.num_results, ctx.num_arguments = len(results), len(arguments)
         ctx.set_materialize_grads(False)
@@ -111,13 +119,15 @@ class CellCall(Function):
     def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
         run, cell = ctx.run, ctx.cell
         factor, product, weight, bias, *rest = ctx.saved_tensors
-        arguments, made = rest[: ctx.num_arguments], rest[ctx.num_arguments :]
+        end = ctx.num_arguments + len(ctx.call.results)
+        arguments, made = rest[: ctx.num_arguments], rest[ctx.num_arguments : end]
         given = run.result_gradients(ctx.call)
         gradients: list[Tensor | None] = [None] * len(arguments)
         d_weight = d_bias = None
         if any(gradient is not None for gradient in given):
             d_product, gradients = cell.gradients(product, bias, arguments, made, given)
             if factor is not None:
+                factor, d_product = factor.to(weight.dtype), d_product.to(weight.dtype)  # they differ under autocast
                 cell.through_factor(torch.mm(d_product, weight), gradients, arguments)
                 if ctx.calls is not None:
                     put_aside(ctx.calls, factor, d_product)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from iep.batching.cells import Cell, CellCall, Sharing
+from iep.batching.cells import Cell, CellCall, WeightsOfRun
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.layout import Argument, Call, Layout, Result
 
@@ -38,11 +38,11 @@ def run_calls(
     """
     token = torch.empty(0, device=run.device)
     context = DeferredWeightGrads() if defer and run.records else nullcontext()
-    sharing, departure = Sharing(defer), run.layout.calls[-1]
+    weights, departure = WeightsOfRun(defer), run.layout.calls[-1]
     for before, call in pairwise(run.layout.calls):
         module = None if call is departure else modules[call.op]
         if run.records and isinstance(module, Cell):
-            weight, bias, calls = sharing.of(module)
+            weight, bias, calls = weights.of(module)
             token = CellCall.apply(token, run, before, call, module, calls, weight, bias, *results)
             results = ()  # are kept already
             continue
@@ -143,6 +143,7 @@ class Run:
         self.kinds: list[_Kind | None] = [None] * len(layout.columns)
         self.values: list[_Buffer | None] = [None] * len(layout.columns)
         self.gradients: list[_Buffer | None] = []
+        self.way_back = -1
         # Of every block at once: cheaper than a slice for each.
         self.sources = [column.sources.split(column.uses) for column in layout.columns]
 
@@ -150,16 +151,18 @@ class Run:
         """Keep a call's results, unless they are there already; returns the next call's arguments."""
         if results:
             self.keep(call, results)
-        return [self._argument(taken) for taken in following.arguments]
+        # What departs is the user's, to do with as they like.
+        alias = self.read_only and len(following.results) > 0
+        return [self._argument(taken, alias) for taken in following.arguments]
 
     def keep(self, call: Call, results: tuple[Tensor, ...]) -> None:
         """Keep a call's results."""
         for made, values in zip(call.results, results, strict=True):
             self._write(made, values)
 
-    def _argument(self, taken: Argument) -> Tensor:
+    def _argument(self, taken: Argument, alias: bool) -> Tensor:
         at, block, _, first, shape = taken
-        if self.read_only and first is not None and self.layout.columns[at].stays:
+        if alias and first is not None and self.layout.columns[at].stays:
             return self.values[at].alias(first, shape)
         return self.values[at].read(self.sources[at][block], shape, self.records)
 
@@ -194,7 +197,9 @@ class Run:
 
     def take_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a call's arguments."""
-        if not self.gradients:
+        way_back = torch._C._current_graph_task_id()
+        if not self.gradients or way_back != self.way_back:  # gradients that were handed out stay as they are
+            self.way_back = way_back
             self.gradients = [self._room(at) for at in range(len(self.kinds))]
             self.takers = [column.takers.split(column.results) for column in self.layout.columns]
         for (at, _, uses, *_), gradient in zip(call.arguments, gradients, strict=True):
@@ -240,12 +245,15 @@ class _Exchange(Function):
         ctx.run, ctx.call, ctx.following, ctx.num_results = run, call, following, len(results)
         ctx.set_materialize_grads(False)
         arguments = run.exchange(call, following, results)
+        if run.read_only and call is run.layout.calls[0]:
+            ctx.save_for_backward(*results)  # autograd then notices when what is given is changed before the way back
         ctx.mark_non_differentiable(*(x for x in arguments if not (x.is_floating_point() or x.is_complex())))
         return token.new_empty(0), *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         ctx.run.take_gradients(ctx.following, gradients)
         found = ctx.run.result_gradients(ctx.call) if ctx.num_results else []
         if not ctx.needs_input_grad[0]:  # the end of the way back: nothing before this call has a gradient

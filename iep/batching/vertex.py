@@ -244,6 +244,10 @@ class VertexNetwork:
             if len(results) != len(made) or any(name not in results for name in made):
                 done = ", ".join(results) or "nothing"
                 raise ValueError(f"function {op % len(self.functions)} hands on {done}, expected {', '.join(made)}")
+            for name, shape in self.shapes.items():
+                if results[name].shape[1:] != shape:
+                    found = tuple(results[name].shape[1:])
+                    raise ValueError(f"state {name!r} is {found} of a vertex, expected {tuple(shape)}")
             return tuple([results[name] for name in made])
 
         return module

@@ -6,16 +6,16 @@ the caller's. On the CPU C code (`lstm.c`) does it in one pass; elsewhere, and w
 Shapes: G cells, A children, H width.
 """
 
-import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from iep.batching import Cell
 from iep.workloads import native
+
+ARGUMENTS = {"state": "llllplpppp", "state_back": "llllplpppplplpp"}
+"""Of the C functions, as `native.function` takes them."""
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
@@ -31,8 +31,21 @@ class LSTMCell(Cell):
     is the layer's factor, with them as well. Makes h and c, and h once more where it `pushes` it.
     """
 
-    def __init__(self, layer: nn.Linear, gates_pulled: bool = False, pushes: bool = False):
-        self.layer, self.gates_pulled, self.pushes = layer, gates_pulled, pushes
+    def __init__(self, owner: nn.Module, name: str, gates_pulled: bool = False, pushes: bool = False):
+        """
+        Args:
+            owner: the module whose attribute `name` is the layer, at the time of each call. Its hooks are not called.
+
+        Raises:
+            ValueError: gates are pulled, and the layer has a bias: the pulled gates have it already.
+        """
+        self.owner, self.name, self.gates_pulled, self.pushes = owner, name, gates_pulled, pushes
+        if gates_pulled and self.layer.bias is not None:
+            raise ValueError("a cell whose gates are pulled has a layer without bias")
+
+    @property
+    def layer(self) -> nn.Linear:
+        return getattr(self.owner, self.name)
 
     def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:
         if len(arguments) > 1:
@@ -87,7 +100,11 @@ def lstm_state(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor,
         gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u.
         c_children: (G, A, H).
         bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates: one pass over memory less than before this.
+
+    Raises:
+        ValueError: the shapes are others.
     """
+    _check(gates, c_children, bias)
     kernel = _kernel("state", gates, c_children, bias)
     if kernel is None:
         return state_in_torch(gates, c_children, bias)
@@ -107,12 +124,19 @@ def lstm_gradients(
         c: (G, H) as `lstm_state` gave it.
         dh: (G, H) gradient of h; one of it and `dc` may be None.
         dc: (G, H) that of c.
+
+    Raises:
+        ValueError: the shapes are others.
     """
-    kernel = _kernel("state_back", gates, c_children, bias)
+    _check(gates, c_children, bias)
+    count, num_children, width = c_children.shape
+    if any(each is not None and each.shape != (count, width) for each in (c, dh, dc)):
+        shapes = [None if each is None else tuple(each.shape) for each in (c, dh, dc)]
+        raise ValueError(f"c and the gradients of h and c are {shapes}, expected ({count}, {width}) each")
+    kernel = _kernel("state_back", gates, c_children, bias, c)
     if kernel is None:
         return state_back_in_torch(gates, c_children, bias, c, dh, dc)
-    count, num_children, width = c_children.shape
-    dh, dc = (gates.new_zeros(width) if d is None else d.contiguous() for d in (dh, dc))
+    dh, dc = (gates.new_zeros(width) if d is None else d.to(gates.dtype).contiguous() for d in (dh, dc))
     d_gates, d_children = torch.empty_like(gates), torch.empty_like(c_children)
     arguments = (
         *(num_children, width, bias.data_ptr(), _stride(bias)),
@@ -128,27 +152,26 @@ def _stride(rows: Tensor) -> int:
     return rows.shape[1] if rows.dim() == 2 else 0
 
 
-def _kernel(name: str, gates: Tensor, c_children: Tensor, bias: Tensor) -> Any:
+def _check(gates: Tensor, c_children: Tensor, bias: Tensor) -> None:
+    if c_children.dim() == 3:
+        count, num_children, width = c_children.shape
+        row = (3 + num_children) * width
+        if gates.shape == (count, row) and bias.shape in ((row,), (count, row)):
+            return
+    raise ValueError(
+        f"gates {tuple(gates.shape)}, children's c {tuple(c_children.shape)} and bias {tuple(bias.shape)}, "
+        "expected (G, (3 + A) H), (G, A, H), and one or G rows as wide as the gates"
+    )
+
+
+def _kernel(name: str, gates: Tensor, *others: Tensor) -> Callable[..., None] | None:
     """The C function for tensors of this kind; None where PyTorch is to do it."""
-    same = gates.dtype == c_children.dtype == bias.dtype
-    if same and gates.is_cpu and gates.is_contiguous() and c_children.is_contiguous() and bias.is_contiguous():
-        return _function(name, gates.dtype)
-    return None
-
-
-@lru_cache
-def _function(name: str, dtype: torch.dtype) -> Any:
-    library = native.library("lstm")
-    if library is None or dtype not in native.TYPES:
-        return None
-    function = library[f"{name}_{native.TYPES[dtype]}"]
-    size, rows, strided = ctypes.c_long, ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_long)
-    if name == "state_back":
-        function.argtypes = [size, size, size, size, *strided, rows, rows, rows, *strided, *strided, rows, rows]
-    else:
-        function.argtypes = [size, size, size, size, *strided, rows, rows, rows, rows]
-    function.restype = None
-    return function
+    for tensor in (gates, *others):
+        # Of a subclass, such as a tensor without memory that shapes are found with, there may be no address.
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+        if not plain or tensor.dtype != gates.dtype:
+            return None
+    return native.function("lstm", name, gates.dtype, ARGUMENTS[name])
 
 
 def state_in_torch(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,19 +179,12 @@ def state_in_torch(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Ten
 
     tanh is computed as 2 sigmoid(2 x) - 1: on CPUs PyTorch's sigmoid takes an eighth of the time of its tanh.
     """
-    num_children, width = c_children.shape[1:]
-    sigmoids = gates + bias
-    u = sigmoids[:, -width:]
-    u.mul_(2)
-    sigmoids.sigmoid_()
-    i, o = sigmoids[:, :width], sigmoids[:, width : 2 * width]
-    # i tanh(u) = 2 i sigmoid(2 u) - i
-    if num_children:
-        kept = sigmoids[:, 2 * width : -width] * c_children.flatten(1)
-        c = (kept if num_children == 1 else kept.view(-1, num_children, width).sum(1)).sub_(i)
-    else:
-        c = i.neg()
-    c.addcmul_(i, u, value=2)
+    width = c_children.shape[2]
+    gates = gates + bias
+    sigmoids = gates[:, :-width].sigmoid()
+    i, o, forget = sigmoids[:, :width], sigmoids[:, width : 2 * width], sigmoids[:, 2 * width :]
+    kept = (forget * c_children.flatten(1)).view(c_children.shape)
+    c = torch.addcmul(kept.sum(1), i, _tanh(gates[:, -width:]))
     return o * _tanh(c), c
 
 
@@ -196,4 +212,6 @@ def state_back_in_torch(
 
 
 def _tanh(x: Tensor) -> Tensor:
+    if x.dtype in (torch.bfloat16, torch.float16):  # the difference would lose what is near zero
+        return x.tanh()
     return (x * 2).sigmoid_().mul_(2).sub_(1)

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 FLAGS = ("-O3", "-march=native", "-ffast-math", "-fPIC")
+FLAGS_OF_X86 = ("-mno-recip",)
+"""Its approximate reciprocal of infinity, one step refined, is not a number; division is as fast here."""
 TYPES = {torch.float32: "float", torch.float64: "double"}
 WORTH_A_THREAD = 1 << 17
 """Numbers that a thread should have to work on, so that to wake it pays."""
@@ -31,15 +33,16 @@ def library(name: str) -> ctypes.CDLL | None:
     if os.environ.get("IEP_NATIVE") == "0":
         return None
     source = Path(__file__).with_name(f"{name}.c")
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    key = hashlib.sha256(repr((source.read_text(), compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iep"
-    built = cache / f"{name}-{key}.so"
+    flags = (*FLAGS, *(FLAGS_OF_X86 if platform.machine() == "x86_64" else ()))
     try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        key = hashlib.sha256(repr((source.read_text(), compiler, flags, _processor())).encode()).hexdigest()[:16]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "iep"
+        built = cache / f"{name}-{key}.so"
         if not built.exists():
-            _compile(source, compiler, built)
+            _compile(source, compiler, flags, built)
         return ctypes.CDLL(str(built))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, RuntimeError, ValueError):  # the last two: no home, CC="'"
         return None
 
 
@@ -59,14 +62,14 @@ def function(library_name: str, name: str, dtype: torch.dtype, arguments: str) -
     return found
 
 
-def _compile(source: Path, compiler: list[str], built: Path) -> None:
+def _compile(source: Path, compiler: list[str], flags: tuple[str, ...], built: Path) -> None:
     """Other processes may compile the same at the same time: the last to end wins, and each finds a whole file."""
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name
         compiled = str(made.with_suffix(".o"))
         # Linked apart: with -ffast-math gcc would link code that turns denormal numbers off in the whole thread.
-        for command in ([*FLAGS, "-c", "-o", compiled, str(source)], ["-shared", "-o", str(made), compiled, "-lm"]):
+        for command in ([*flags, "-c", "-o", compiled, str(source)], ["-shared", "-o", str(made), compiled, "-lm"]):
             subprocess.run([*compiler, *command], check=True, capture_output=True, timeout=120)
         made.replace(built)
 

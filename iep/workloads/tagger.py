@@ -38,7 +38,7 @@ class BiLSTM(nn.Module):
             layer.weight = by_columns(layer.weight)
         functions = [
             VertexFunction(
-                LSTMCell(self.recurrent[way], gates_pulled=True, pushes=True),
+                LSTMCell(self.recurrent, str(way), gates_pulled=True, pushes=True),
                 gathers=("h", "c"),
                 pulls=(f"gates{way}",),
                 pushes=(f"h{way}",),

@@ -32,8 +32,8 @@ class BinaryTreeLSTM(nn.Module):
         for layer in (self.leaf, self.inner):
             layer.weight = by_columns(layer.weight)
         self.classifier = nn.Linear(width, classes)
-        leaf = VertexFunction(LSTMCell(self.leaf), pulls=("word",))
-        inner = VertexFunction(LSTMCell(self.inner), gathers=("h", "c"))
+        leaf = VertexFunction(LSTMCell(self, "leaf"), pulls=("word",))
+        inner = VertexFunction(LSTMCell(self, "inner"), gathers=("h", "c"))
         self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
