@@ -12,6 +12,8 @@ from torch import nn
 
 from iep.batching import SCHEDULERS, Cell, Edges, VertexFunction, VertexNetwork
 from iep.workloads.lstm import LSTMCell
+from iep.workloads.sentences import Sentence
+from iep.workloads.tagger import Tagger
 
 ROWS = 4
 
@@ -111,6 +113,69 @@ def test_gradients_of_the_inputs_alone_leave_nothing_for_the_weights():
     again([CHAIN], "lookahead", True).sum().backward()
     assert torch.equal(alone, again.table.grad)
     assert torch.equal(model.inner.weight.grad, again.inner.weight.grad)
+
+
+def test_gradients_that_were_handed_out_stay_as_they_are():
+    model = Plain(True)
+    out = model([CHAIN], "lookahead", True).sum()
+    (once,) = torch.autograd.grad(out, model.table, retain_graph=True)
+    before = once.clone()
+    torch.autograd.grad(3 * out, model.table, retain_graph=True)
+    assert torch.equal(once, before)
+
+
+@pytest.mark.parametrize("as_cells", [True, False])
+def test_what_is_given_may_not_change_before_the_way_back(as_cells):
+    model = Plain(as_cells)
+    plan = model.network.plan([CHAIN])
+    rows = model.table[plan.rows["x"]]
+    out = model.network(plan, {"x": rows}).roots["h"].sum()
+    with torch.no_grad():
+        rows.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_what_departs_is_the_users_to_change():
+    one = Edges(CHAIN.children[:1], CHAIN.function[:1], {"x": CHAIN.pulls["x"][:1]})
+    model, again = Plain(True), Plain(True)
+    plan = model.network.plan([one, CHAIN], sharing=True)  # a root of one sample is another's child
+    expected = model.network(plan, {"x": model.table[plan.rows["x"]]}).roots["h"]
+    (expected * torch.tensor([[2.0], [1.0]])).sum().backward()
+    roots = again.network(plan, {"x": again.table[plan.rows["x"]]}).roots["h"]
+    roots[0].mul_(2)
+    roots.sum().backward()
+    torch.testing.assert_close(again.inner.weight.grad, model.inner.weight.grad)
+    assert again.inner.weight.grad.any()
+
+
+def test_a_layer_that_is_replaced_is_used():
+    model = Plain(True)
+    before = model([CHAIN], "lookahead", False)
+    model.inner = nn.Linear(4, 10).double()
+    assert not torch.equal(model([CHAIN], "lookahead", False), before)
+
+
+@pytest.mark.parametrize("defer", [True, False])
+def test_under_autocast_the_way_back_is_run_too(defer):
+    torch.manual_seed(0)
+    tagger = Tagger(5, 3, None, 4, 3, 2)
+    plan = tagger.plan([Sentence(np.array([1, 2, 3]), np.zeros(3, int)), Sentence(np.array([4]), np.zeros(1, int))])
+    tagger(plan, defer).sum().backward()
+    exact = {name: each.grad.to_dense() for name, each in tagger.named_parameters()}
+    tagger.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = tagger(plan, defer)
+    scores.sum().backward()
+    for name, each in tagger.named_parameters():
+        assert (each.grad.to_dense() - exact[name]).abs().max() <= 0.1 * exact[name].abs().max(), name
+
+
+def test_a_cell_that_cannot_be_what_it_says_is_refused():
+    with pytest.raises(ValueError, match="a cell whose gates are pulled has a layer without bias"):
+        LSTMCell(Plain(True), "leaf", gates_pulled=True)
+    with pytest.raises(ValueError, match="a cell that is called by itself has no gradients"):
+        LSTMCell(Plain(True), "leaf")(torch.zeros(1, 3).double())
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -1,8 +1,11 @@
 """The LSTM cell's state and its gradients, by C and by PyTorch, against the equations."""
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from batching_cases import quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iep.workloads import lstm, native
 
@@ -89,16 +93,51 @@ def test_states_and_gradients_are_those_of_the_equations(
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_gates_without_bounds_saturate_and_what_is_not_a_number_stays_so(kernel):
-    gates = torch.tensor(
-        [[-1e30, 1e30, 1e30], [200.0, -200.0, 200.0], [float("nan"), 1.0, 1.0], [1.0, 1.0, float("nan")]]
-    )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [100.0, 1e4, 1e30])
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_gates_without_bounds_saturate(kernel, dtype, size, width):
+    signs = torch.tensor(list(itertools.product([-size, size], repeat=4)), dtype=dtype)  # of i, o, f, u
+    gates, children = signs.repeat_interleave(width, dim=1), torch.ones(16, 1, width, dtype=dtype)
     with only(kernel):
-        h, c = lstm.lstm_state(gates, gates.new_empty(4, 0, 1), gates.new_zeros(3))
-    assert c[:2].flatten().tolist() == [0, 1]
-    assert h[:2].flatten().tolist() == [0, 0]
-    assert c[2:].isnan().all()
-    assert h[2:].isnan().all()
+        h, c = lstm.lstm_state(gates, children, gates.new_zeros(4 * width))
+        d_gates, d_children = lstm.lstm_gradients(gates, children, gates.new_zeros(4 * width), c, h + 1, c + 1)
+    i, o, f, u = (signs > 0).to(dtype).T
+    torch.testing.assert_close(c, (i * (2 * u - 1) + f)[:, None].expand_as(c))
+    torch.testing.assert_close(h, o[:, None] * c.tanh())
+    assert d_gates.isfinite().all()
+    assert d_gates.abs().max() < 1e-6
+    assert d_children.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_what_is_not_a_number_stays_so(kernel, width):
+    gates = torch.ones(2, 3 * width)
+    gates[0, 0] = gates[1, -1] = float("nan")
+    with only(kernel):
+        h, c = lstm.lstm_state(gates, gates.new_empty(2, 0, width), gates.new_zeros(3 * width))
+    expected = torch.zeros(2, width, dtype=torch.bool)
+    expected[0, 0] = expected[1, -1] = True
+    assert torch.equal(c.isnan(), expected)
+    assert torch.equal(h.isnan(), expected)
+
+
+@pytest.mark.parametrize(
+    ("gates", "children", "bias"),
+    [((4, 8), (4, 2, 2), (8,)), ((4, 8), (3, 1, 2), (8,)), ((4, 8), (4, 1, 2), (6,)), ((4, 8), (4, 2), (8,))],
+)
+def test_shapes_that_do_not_fit_are_refused_before_memory_is_read(gates, children, bias):
+    with pytest.raises(ValueError, match=r"expected \(G, \(3 \+ A\) H\), \(G, A, H\)"):
+        lstm.lstm_state(torch.zeros(gates), torch.zeros(children), torch.zeros(bias))
+    with pytest.raises(ValueError, match=r"c and the gradients of h and c are .*, expected \(4, 2\) each"):
+        lstm.lstm_gradients(torch.zeros(4, 8), torch.zeros(4, 1, 2), torch.zeros(8), torch.zeros(4, 3), None, None)
+
+
+def test_tensors_without_memory_are_left_to_pytorch():
+    with FakeTensorMode():
+        h, _ = lstm.lstm_state(torch.zeros(2, 3), torch.zeros(2, 0, 1), torch.zeros(3))
+    assert h.shape == (2, 1)
 
 
 def test_gradients_need_not_lie_in_one_piece():
@@ -111,17 +150,23 @@ def test_gradients_need_not_lie_in_one_piece():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_many_rows_are_shared_among_threads():
-    gates, children = torch.randn(2000, 5 * 64), torch.randn(2000, 2, 64)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        many = lstm.lstm_state(gates, children, torch.zeros(5 * 64))
-        torch.set_num_threads(1)
-        one = lstm.lstm_state(gates, children, torch.zeros(5 * 64))
-    finally:
-        torch.set_num_threads(before)
+def test_many_rows_are_shared_among_threads(monkeypatch):
+    gates, children, bias = torch.randn(2000, 5 * 64), torch.randn(2000, 2, 64), torch.zeros(5 * 64)
+    threads, kernel = [], native.function("lstm", "state", torch.float32, lstm.ARGUMENTS["state"])
+    if kernel is None:
+        pytest.skip("there is no C compiler")
+
+    def noted(*arguments):
+        threads.append(threading.get_ident())
+        time.sleep(0.05)  # so that no thread has done before another begins
+        kernel(*arguments)
+
+    one = lstm.lstm_state(gates, children, bias)
+    monkeypatch.setattr(lstm, "_kernel", lambda *_: noted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    many = lstm.lstm_state(gates, children, bias)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+    assert len(threads) == len(set(threads)) == 3
 
 
 @pytest.mark.parametrize(
