@@ -253,3 +253,12 @@ def test_the_whole_layer_trains_and_equals_its_reference():
 def test_what_does_not_fit_is_named(make, words: str):
     with pytest.raises(InputError, match=words):
         make()
+
+
+def test_importance_and_load_of_many_tokens_in_low_precision_are_not_cut_off():
+    torch.manual_seed(0)
+    gating = NoisyTopKGating(4, 2, 1).to(torch.bfloat16).eval()
+    gates = gating(torch.randn(3000, 4, dtype=torch.bfloat16))
+    assert gates.gates_TK.dtype == torch.bfloat16
+    assert gates.importance_E.sum() == 3000
+    assert gates.load_E.sum() == 3000

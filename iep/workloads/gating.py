@@ -67,17 +67,19 @@ class NoisyTopKGating(nn.Module):
         inputs, experts = self.gate_weight.shape
         if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
             raise InputError(f"gating got {tuple(x_TD.shape)}, expected (tokens, {inputs})")
-        clean_TE = x_TD @ self.gate_weight
-        deviation_TE = functional.softplus(x_TD @ self.noise_weight) if self.training else None
+        # What is summed over tokens needs more bits than a low-precision minibatch has.
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        clean_TE = (x_TD @ self.gate_weight).to(wide)
+        deviation_TE = functional.softplus((x_TD @ self.noise_weight).to(wide)) if self.training else None
         noisy_TE = clean_TE if deviation_TE is None else clean_TE + torch.randn_like(clean_TE) * deviation_TE
         kept_TK, experts_TK = noisy_TE.topk(self.k, dim=1)
         gates_TK = kept_TK.softmax(dim=1)
         importance_E = gates_TK.new_zeros(experts).index_add(0, experts_TK.flatten(), gates_TK.flatten())
         if deviation_TE is None or self.k == experts:
-            load_E = torch.bincount(experts_TK.flatten(), minlength=experts).to(x_TD.dtype)
+            load_E = torch.bincount(experts_TK.flatten(), minlength=experts).to(wide)
         else:
             load_E = chosen_probability(clean_TE, noisy_TE, deviation_TE, self.k).sum(dim=0)
-        return Gates(experts_TK, gates_TK, importance_E, load_E)
+        return Gates(experts_TK, gates_TK.to(x_TD.dtype), importance_E, load_E)
 
 
 def chosen_probability(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, k: int) -> Tensor:
