@@ -11,9 +11,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.batching import Cell, VertexFunction, VertexNetwork, VertexPlan, Vertices
 from iep.workloads.lstm import by_columns
+from iep.workloads.tree_lstm import leaves_and_inner
 from iep.workloads.trees import Tree
+
+
+class ReLUCell(Cell):
+    """A layer on all children's h side by side, (G, A, H), then ReLU."""
+
+    def __init__(self, owner: nn.Module, name: str):
+        """The layer is the attribute `name` of `owner` at the time of each call."""
+        self.owner, self.name = owner, name
+
+    @property
+    def layer(self) -> nn.Linear:
+        return getattr(self.owner, self.name)
+
+    def factor(self, arguments: Sequence[Tensor]) -> Tensor:
+        return arguments[0].flatten(1)
+
+    def results(self, product: Tensor, bias: Tensor | None, arguments: Sequence[Tensor]) -> tuple[Tensor]:
+        return ((product if bias is None else product.add_(bias)).relu_(),)
+
+    def gradients(
+        self,
+        product: Tensor,
+        bias: Tensor | None,
+        arguments: Sequence[Tensor],
+        results: Sequence[Tensor],
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        return torch.ops.aten.threshold_backward(given[0], results[0], 0), [None]
+
+    def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
+        gradients[0] = gradient.view(arguments[0].shape)
 
 
 class TreeFC(nn.Module):
@@ -25,13 +57,12 @@ class TreeFC(nn.Module):
         self.inner = nn.Linear(2 * width, width)
         self.inner.weight = by_columns(self.inner.weight)
         leaf = VertexFunction(self._leaf, pulls=("word",))
-        inner = VertexFunction(self._inner, gathers=("h",))
+        inner = VertexFunction(ReLUCell(self, "inner"), gathers=("h",))
         self.network = VertexNetwork([leaf, inner], states={"h": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """How to run a minibatch of trees; arguments and errors as of `VertexNetwork.plan`."""
-        edges = [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
-        return self.network.plan(edges, scheduler, sharing)
+        return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
         """(B, H) results of the roots of the trees that the plan was made for."""
@@ -48,6 +79,3 @@ class TreeFC(nn.Module):
 
     def _leaf(self, vertices: Vertices) -> None:
         vertices.scatter(h=vertices.pull("word"))
-
-    def _inner(self, vertices: Vertices) -> None:
-        vertices.scatter(h=self.inner(vertices.gather("h").flatten(1)).relu_())

@@ -14,8 +14,6 @@ from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan
 from iep.workloads.lstm import LSTMCell, by_columns
 from iep.workloads.trees import Tree
 
-LEAF, INNER = range(2)
-
 
 class BinaryTreeLSTM(nn.Module):
     """Words at the leaves, a cell at every inner vertex, a classifier of the root.
@@ -38,8 +36,7 @@ class BinaryTreeLSTM(nn.Module):
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """How to run a minibatch of trees; arguments and errors as of `VertexNetwork.plan`."""
-        edges = [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
-        return self.network.plan(edges, scheduler, sharing)
+        return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
         """(B, C) scores of the trees that the plan was made for."""
@@ -60,3 +57,8 @@ class BinaryTreeLSTM(nn.Module):
             c.append(sum(kept, i.sigmoid() * u.tanh()))
             h.append(o.sigmoid() * c[-1].tanh())
         return self.classifier(h[-1])
+
+
+def leaves_and_inner(trees: Sequence[Tree]) -> list[Edges]:
+    """Trees whose leaves run the first function, and pull their `word`, and whose inner vertices run the second."""
+    return [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
