@@ -9,7 +9,6 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -36,64 +35,12 @@ from iep.batching.kernels import (
     state_of,
     warn_singly,
 )
+from iep.batching.recorded import Column, Constant, Modes, Op
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
 STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Column:
-    """Tensors of one shape, dtype and device."""
-
-    recording: "Recording"
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Constant:
-    """A tensor that all calls of an op share, such as a parameter."""
-
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Modes:
-    """What PyTorch keeps for a thread and a call's result depends on."""
-
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Kinds of device for which it is on, and to which dtype."""
-
-
-@dataclass(eq=False, slots=True)
-class Op:
-    """What nodes of one key run."""
-
-    index: int
-    call: Call
-    kernel: Kernel
-    num_leaves: int
-    """How many tensors each of its nodes takes."""
-    columns: tuple[Column, ...]
-    """Of its results."""
-    modes: Modes
-    is_single: bool
-    """The call returns a tensor and nothing else."""
-    is_tuple: bool
-    """The call returns a tuple of tensors and nothing else."""
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often it was changed in place; None for a tensor of inference mode, which does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
 
 
 class _NotRecordableError(Exception):
@@ -134,6 +81,8 @@ class Recording:
         """What a recorded module's or function's call with these arguments returns; set by the scope."""
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
         self._columns_by_spec: dict[Spec, Column] = {}
+        self._columns_of_inputs: dict[tuple, Column] = {}
+        """By type and layout too."""
         self._inputs_by_id: dict[int, int] = {}
         self._constants = {id(tensor): Constant(tensor) for tensor in constants}
         self._states: dict[nn.Module, tuple] = {}
@@ -203,7 +152,7 @@ class Recording:
                     if id(value) in self._constants:
                         key.append(self._constants[id(value)])
                         continue
-                    address = self.add_input(value)
+                    address = self._new_input(value)
                 key.append(self.input_columns[-1 - address])
                 addresses.append(address)
             elif kind in STATIC_KINDS:
@@ -243,13 +192,21 @@ class Recording:
     def add_input(self, tensor: Tensor) -> int:
         """The address of a tensor from outside; each is kept once."""
         address = self._inputs_by_id.get(id(tensor))
-        if address is not None:
-            return address
-        if type(tensor) not in DENSE or tensor.layout is not torch.strided:
-            raise _NotRecordableError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
+        return self._new_input(tensor) if address is None else address
+
+    def _new_input(self, tensor: Tensor) -> int:
+        spec = (type(tensor), tensor.layout, tensor.shape, tensor.dtype, tensor.device)
+        column = self._columns_of_inputs.get(spec)
+        if column is None:
+            if type(tensor) not in DENSE or tensor.layout is not torch.strided:
+                raise _NotRecordableError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
+            column = self._columns_of_inputs[spec] = self._column(spec[2:])
         self.inputs.append(tensor)
-        self.input_columns.append(self._column((tensor.shape, tensor.dtype, tensor.device)))
-        self._input_versions.append(_version(tensor))
+        self.input_columns.append(column)
+        try:
+            self._input_versions.append(tensor._version)
+        except RuntimeError:  # a tensor of inference mode does not count how often it is changed
+            self._input_versions.append(None)
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
 
@@ -289,10 +246,11 @@ class Recording:
 
     def values_at(self, addresses: np.ndarray, columns: np.ndarray) -> dict[int, Tensor]:
         """By column, the values at addresses of tensors from outside or of what has been computed, (n, ...) each."""
-        return {
-            column: torch.stack([self.read(address) for address in addresses[columns == column].tolist()])
-            for column in np.unique(columns).tolist()
-        }
+        values: dict[int, Tensor] = {}
+        for column in np.unique(columns).tolist():
+            there = addresses[columns == column].tolist()
+            values[column] = torch.stack([self.inputs[-1 - at] if at < 0 else self.computed[at] for at in there])
+        return values
 
     def detach(self, wanted: tuple[np.ndarray, ...]) -> None:
         """Take what was recorded without gradients out of the way back, where other calls of its group are in it."""
@@ -314,11 +272,8 @@ class Recording:
 
     def check_inputs(self) -> None:
         """Refuse tensors that were changed in place after calls on them were recorded."""
-        versions = list(map(_version, self.inputs))
-        if versions == self._input_versions:
-            return
-        for tensor, now, before in zip(self.inputs, versions, self._input_versions, strict=True):
-            if now != before:
+        for tensor, version in zip(self.inputs, self._input_versions, strict=True):
+            if version is not None and tensor._version != version:
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was changed in place after a call on it was recorded"
                 )

@@ -26,7 +26,8 @@ from iep.batching.execute import execute
 from iep.batching.kernels import name_of, run, warn_singly
 from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes
 from iep.batching.plans import plan
-from iep.batching.recording import Op, Recording
+from iep.batching.recorded import Op
+from iep.batching.recording import Recording
 from iep.batching.schedulers import SCHEDULERS
 from iep.batching.scope_report import Report, Tally
 
@@ -50,6 +51,10 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     structure that the module returns. `Future.value`, `float(future)`, printing and all else that needs numbers runs
     what this one value needs. What a module does besides returning tensors (counting its calls, say) it does once for
     a group. Scopes may be nested, and open in several threads; each records the calls of its own thread.
+
+    While any scope of the process is open, Python's garbage collection is off, for all its threads: what is recorded is
+    no garbage, and looking through it would take as long as recording. When the last one is left, by an exception
+    too, collection is as it was. So do not keep a scope open for longer than a minibatch.
 
     Gradients of what a scope computes cannot be differentiated again.
 
