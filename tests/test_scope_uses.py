@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from iep.batching import scope
 
@@ -255,3 +256,27 @@ def test_what_a_module_notes_of_itself_is_numbers():
         kept = notes(samples[0])
         assert not hasattr(notes, "seen")
     assert kept.value.tolist() == ((samples[0] + 1) * 2).tolist()
+
+
+def test_a_hook_on_a_sequence_of_layers_sees_one_sample():
+    layers = nn.Sequential(nn.Linear(3, 3))
+    layers.register_forward_hook(lambda _, inputs, output: output - output.mean())
+    samples = torch.randn(4, 3)
+    with scope(layers):
+        together = [layers(x) for x in samples]
+    for ours, x in zip(together, samples, strict=True):
+        torch.testing.assert_close(ours.value, layers(x))
+
+
+def test_shapes_are_arguments_and_results_have_names():
+    layer = nn.Linear(3, 4)
+    samples = torch.randn(5, 3)
+
+    def run(x):
+        h = layer(x).view(torch.Size([2, 2]))
+        return functional.layer_norm(h, h.shape).max(0).values + h.topk(1, dim=0).indices.squeeze(0)
+
+    with scope(layer):
+        together = [run(x) for x in samples]
+    for ours, x in zip(together, samples, strict=True):
+        torch.testing.assert_close(ours.value, run(x))

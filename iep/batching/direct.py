@@ -96,7 +96,12 @@ def _tensors(args: Sequence[Any], kwargs: dict) -> bool:
 
 def _is_batched_layer(layer: nn.Module, specs: list, kwargs: dict) -> bool:
     if type(layer) is nn.Sequential:
-        return len(specs) == 1 and all(type(part) in LAST_AXIS_LAYERS and _plain(part) for part in layer)
+        return (
+            len(specs) == 1
+            and not kwargs
+            and _plain(layer)
+            and all(type(part) in LAST_AXIS_LAYERS and _plain(part) for part in layer)
+        )
     if len(specs) != 1 or kwargs or not _plain(layer):
         return False
     if type(layer) in LAST_AXIS_LAYERS:

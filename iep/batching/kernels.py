@@ -99,6 +99,8 @@ def fill(structure: Any, leaves: Sequence[Any]) -> Any:
         return {name: fill(value, leaves) for name, value in structure.items()}
     if kind is slice:
         return slice(*[fill(part, leaves) for part in (structure.start, structure.stop, structure.step)])
+    if hasattr(kind, "n_sequence_fields"):
+        return kind([fill(value, leaves) for value in structure])
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return kind(*[fill(value, leaves) for value in structure])
     return structure
@@ -111,6 +113,8 @@ def split(result: Any, tensors: list[Tensor]) -> Any:
         return Leaf(len(tensors) - 1)
     if isinstance(result, dict):
         return {name: split(value, tensors) for name, value in result.items()}
+    if hasattr(type(result), "n_sequence_fields"):  # such as torch.return_types.max
+        return type(result)([split(value, tensors) for value in result])
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         return type(result)(*[split(value, tensors) for value in result])
     if isinstance(result, tuple | list):

@@ -335,7 +335,8 @@ class Recording:
             if kind is slice:
                 return slice(leave(value.start), leave(value.stop), leave(value.step))
             if isinstance(value, tuple):
-                return kind(*[leave(part) for part in value])
+                parts = [leave(part) for part in value]
+                return kind(*parts) if hasattr(value, "_fields") else tuple(parts)
             return value
 
         return Call(function, leave(args), leave(dict(kwargs))), specs
