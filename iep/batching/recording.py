@@ -313,7 +313,8 @@ class Recording:
             columns,
             Modes(torch.is_grad_enabled(), autocast_of_thread()),
             is_single=type(kernel.structure) is Leaf,
-            is_tuple=kernel.structure == tuple(map(Leaf, range(len(kernel.outputs)))),
+            is_tuple=type(kernel.structure) is tuple
+            and kernel.structure == tuple(map(Leaf, range(len(kernel.outputs)))),
         )
         self.ops.append(op)
         self._ops_by_key[key] = op
