@@ -280,3 +280,23 @@ def test_shapes_are_arguments_and_results_have_names():
         together = [run(x) for x in samples]
     for ours, x in zip(together, samples, strict=True):
         torch.testing.assert_close(ours.value, run(x))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_values_are_those_of_one_sample_after_the_other():
+    layer, samples = nn.Linear(3, 3).cuda(), torch.randn(4, 3, device="cuda")
+    with scope(layer):
+        together = [layer(layer(x) + x) for x in samples]
+    for ours, x in zip(together, samples, strict=True):
+        torch.testing.assert_close(ours.value, layer(layer(x) + x))
+
+
+def test_tensors_of_several_devices_are_refused():
+    here, there = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
+
+    def run():
+        with scope(here, there):
+            return here(torch.ones(3)), there(torch.ones(3, device="meta"))
+
+    with pytest.raises(ValueError, match="a scope's tensors are on cpu and meta, expected one device"):
+        run()

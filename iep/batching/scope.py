@@ -153,6 +153,12 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         layout, was_there = plan(lowered.graph, lowered.types, self._scheduler)
         planned = perf_counter()
         recording.check_inputs()
+        inputs = recording.values_at(lowered.inputs, lowered.types.inputs)
+        devices = sorted({str(rows.device) for rows in inputs.values()})
+        if len(devices) > 1:
+            raise ValueError(f"a scope's tensors are on {' and '.join(devices)}, expected one device")
+        if devices != ["cpu"]:
+            layout = layout.map(lambda index: index.to(devices[0]))
         grad = any(op.modes.grad for op in recording.ops)
         with (
             recording_into(None),
@@ -162,7 +168,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             outs = execute(
                 layout,
                 {index: partial(_run_op, recording.ops[index]) for index in lowered.types.signatures},
-                recording.values_at(lowered.inputs, lowered.types.inputs),
+                inputs,
                 self._defer,
             )
             for addresses, out in zip(lowered.wanted, outs, strict=True):
