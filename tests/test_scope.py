@@ -1,8 +1,6 @@
 """The lazy scope against the same code run sample by sample."""
 
-import runpy
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,8 +299,3 @@ def test_an_input_changed_in_place_after_its_call_is_refused():
 def test_unknown_options_are_named(options):
     with pytest.raises(ValueError, match="expected one of"):
         scope(**options)
-
-
-def test_the_example_runs(capsys):
-    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "lazy_scope.py"))
-    assert "batching ratio" in capsys.readouterr().out

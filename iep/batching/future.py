@@ -7,8 +7,8 @@ When its scope has ended it behaves as the tensor that it stands for. What is re
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ OPERATORS = (
     *("__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__or__", "__xor__", "__getitem__"),
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
 )
+IN_PLACE_OPERATORS = (
+    *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"),
+    *("__iand__", "__ior__", "__ixor__"),
+)
 READERS = (
     *("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__", "__repr__"),
     *("__format__", "item", "tolist", "numpy", "cpu", "cuda", "__deepcopy__", "__reduce_ex__"),
@@ -28,10 +32,27 @@ VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 """Attributes of a tensor that are functions of it."""
 
 
+class Backward(NamedTuple):
+    """A call of a future's `backward` that is put off."""
+
+    future: "Future"
+    gradient: Any
+    retain_graph: bool
+    inputs: Sequence[Tensor] | None
+
+    def is_with(self, other: "Backward") -> bool:
+        """Whether both can be one call."""
+        ids = [None if one.inputs is None else [id(tensor) for tensor in one.inputs] for one in (self, other)]
+        return ids[0] == ids[1]
+
+
 class Future:
     """One result of a recorded call; made by `iep.batching.scope` only.
 
     `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes.
+
+    `h += 1` changes what every name of this future stands for, as it does of a tensor; what was recorded before, and a
+    part of it that was taken before (`h[0]`), is not changed. Other changes in place are refused.
     """
 
     __slots__ = ("__weakref__", "_address", "_column", "_value")
@@ -73,12 +94,41 @@ class Future:
     def numel(self) -> int:
         return self._column.shape.numel()
 
-    def backward(self, gradient: Tensor | None = None) -> None:
-        """As a tensor's; inside its scope it is put off to the scope's end, all of them together."""
-        if self._value is None:
-            self._column.recording.backward_later(self, gradient)
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """As a tensor's; inside its scope it is put off to the scope's end, all of them together.
+
+        Raises:
+            ValueError: it is put off, and `create_graph`: a scope's gradients cannot be differentiated.
+        """
+        if self._value is not None:
+            self._value.backward(gradient, retain_graph, create_graph, inputs)
+            return
+        if create_graph:
+            raise ValueError("backward's create_graph: gradients of what a scope computes cannot be differentiated")
+        inputs = (inputs,) if isinstance(inputs, Tensor | Future) else inputs
+        self._column.recording.backwards.append(Backward(self, gradient, bool(retain_graph), inputs))
+
+    def become(self, other: Any, what: str) -> None:
+        """Stand for another value from now on, as a tensor that is changed in place; `what` changes it.
+
+        Raises:
+            ValueError: the other is of another shape or dtype.
+        """
+        if (other.shape, other.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"{what} makes {other.dtype} of shape {tuple(other.shape)}, which a future of {self.dtype} and shape "
+                f"{tuple(self.shape)} cannot hold"
+            )
+        if type(other) is Future:
+            self._column, self._address, self._value = other._column, other._address, other._value
         else:
-            self._value.backward(gradient)
+            self._value = other
 
     def __len__(self) -> int:
         if not self._column.shape:
@@ -109,12 +159,35 @@ class Future:
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Record a function on futures; run it at once where all of them have been computed."""
     kwargs = kwargs or {}
+    if _changes_in_place(func) or kwargs.get("out") is not None:
+        raise _refused(func.__name__ if "out" not in kwargs else f"{func.__name__} with out=")
+    if kwargs.get("inplace"):
+        return _in_place(func, args, kwargs)
     if args and type(args[0]) is Future and args[0]._value is None:
         return args[0]._column.recording.record(func, args, kwargs)
     pending = first_pending((*args, *kwargs.values()))
     if pending is None:
         return func(*values_of(args), **values_of(kwargs))
     return pending._column.recording.record(func, args, kwargs)
+
+
+def _in_place(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """A function of `torch.nn.functional` with `inplace=True`: its first argument becomes the result."""
+    if not args or type(args[0]) is not Future:
+        raise _refused(f"{func.__name__} with inplace=True")
+    result = torch_function(func, args, {**kwargs, "inplace": False})
+    args[0].become(result, func.__name__)
+    return args[0]
+
+
+@cache
+def _changes_in_place(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", *IN_PLACE_OPERATORS) or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refused(what: str) -> ValueError:
+    return ValueError(f"{what} changes a tensor in place; inside a scope write it out of place, a = a + b for a += b")
 
 
 def first_pending(arguments: Any) -> Future | None:
@@ -146,8 +219,6 @@ def values_of(arguments: Any, but_of: Any = None) -> Any:
 
 
 def _method(name: str, function: Callable, future: Future, *args: Any, **kwargs: Any) -> Any:
-    if name.endswith("_") and not name.endswith("__"):
-        raise ValueError(f"{name} changes a future in place; inside a scope write it out of place")
     return torch_function(function, (future, *args), kwargs)
 
 
@@ -167,12 +238,24 @@ def _reader(name: str) -> Callable:
     return read
 
 
+def _in_place_operator(name: str) -> Callable:
+    function = getattr(Tensor, name.replace("__i", "__"))
+
+    def change(self: Future, other: Any) -> Future:
+        self.become(torch_function(function, (self, other)), name)
+        return self
+
+    return change
+
+
 def _refuse_item_assignment(self: Future, *_: Any) -> None:
-    raise ValueError("assigning to an element changes a future in place; inside a scope write it out of place")
+    raise _refused("assigning to an element")
 
 
 for _name in OPERATORS:
     setattr(Future, _name, _operator(_name))
+for _name in IN_PLACE_OPERATORS:
+    setattr(Future, _name, _in_place_operator(_name))
 for _name in READERS:
     setattr(Future, _name, _reader(_name))
 Future.__setitem__ = _refuse_item_assignment

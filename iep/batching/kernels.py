@@ -9,9 +9,10 @@ Shapes: G rows of a group.
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,12 @@ class Kernel:
     """What a call returns, with a `Leaf` for each tensor."""
     batched: Callable | None = None
     """For `DIRECT`: the function that takes (G, ...) leaves in the call's places."""
+    has_grad: bool = True
+    """Its results can have gradients where no argument has: of parameters, say. True where that is not known."""
+    is_in_place: bool = False
+    """It changes its first argument in place and returns it."""
+    is_lasting: bool = True
+    """It is the same in the next scope."""
 
 
 @dataclass(eq=False)
@@ -134,36 +141,62 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
 
     Args:
         sample: computes the leaves of one sample, where a run on fake tensors does not do.
+
+    Raises:
+        ValueError: it changes in place what it takes, and it is not its first argument, which it returns.
     """
     try:
         with _one_at_a_time:
-            result, changed = _fake_run(call, specs)
+            result, changed, leaves = _fake_run(call, specs)
     except DynamicOutputShapeException:
         return Kernel(NOW, "the shape of its result depends on values")
     except Exception as failure:
         return _kernel_by_trial(call, sample(), failure)
     tensors: list[Tensor] = []
     structure = split(result, tensors)
-    outputs = tuple(map(spec_of, tensors))
+    facts = {
+        "structure": structure,
+        "outputs": tuple(map(spec_of, tensors)),
+        # What a function of the user's finds outside of its arguments may have a gradient another time.
+        "has_grad": type(call.function) is FunctionType or any(tensor.requires_grad for tensor in tensors),
+        "is_in_place": _is_in_place(call, leaves, result),
+        # Numbers and texts among the results may be of what the user's code finds outside of its arguments.
+        "is_lasting": not (isinstance(call.function, nn.Module | FunctionType) and _has_statics(structure)),
+    }
     if not tensors:
-        return Kernel(STATIC, structure=structure)
+        return Kernel(STATIC, **facts)
     reason = _unsafe(call.function) or changed
     if reason is not None:
-        return Kernel(SINGLY, reason, outputs, structure)
+        return Kernel(SINGLY, reason, **facts)
     batched = batched_call(call, specs)
-    return Kernel(VMAP if batched is None else DIRECT, None, outputs, structure, batched)
+    return Kernel(VMAP if batched is None else DIRECT, batched=batched, **facts)
+
+
+def _is_in_place(call: Call, leaves: Sequence[Tensor], result: Any) -> bool:
+    """Whether a run, which began with new leaves, has changed its first argument in place and returned it."""
+    changed = [leaf for leaf in leaves if leaf._version > 0]
+    if not changed:
+        return False
+    if len(changed) == 1 and result is leaves[0] is changed[0] and call.args[:1] == (Leaf(0),):
+        return True
+    raise ValueError(_changes_argument(call.function))
+
+
+def _changes_argument(function: Callable) -> str:
+    return f"{name_of(function)} changes in place a tensor that it takes; inside a scope write it out of place"
 
 
 _one_at_a_time = threading.RLock()
 """Runs on fake tensors, which share more between threads than they should."""
 
 
-def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None]:
-    """What `call` returns on fake tensors, and in what way it is unsafe to batch, if it is."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None, list[Tensor]]:
+    """What `call` returns on fake tensors, in what way it is unsafe to batch, if it is, and these tensors."""
+    # Outside of inference mode, in which tensors do not count how often they are changed.
+    with _without_inference_mode(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
         if not isinstance(call.function, nn.Module):
-            return call(leaves), None
+            return call(leaves), None, leaves
         module = twin(call.function, mode.from_tensor)
         buffers = dict(module.named_buffers())
         before = [buffer._version for buffer in buffers.values()]
@@ -173,7 +206,14 @@ def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None]:
         changed = others + [
             name for name, *versions in zip(buffers, before, after, strict=True) if len(set(versions)) > 1
         ]
-    return result, f"it changes its buffer {changed[0]}" if changed else None
+    return result, f"it changes its buffer {changed[0]}" if changed else None, leaves
+
+
+@contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 def twin(module: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -196,10 +236,14 @@ def twin(module: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Kernel:
     """How `call` runs, by running it on one sample after fake tensors have failed; raises what that raises."""
-    with torch.random.fork_rng(), torch.no_grad():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
         if isinstance(call.function, nn.Module):
             call = call._replace(function=twin(call.function, Tensor.clone))
+        leaves = [leaf.clone() for leaf in leaves]
+        before = [leaf._version for leaf in leaves]
         result = call(leaves)
+    if [leaf._version for leaf in leaves] != before:
+        raise ValueError(_changes_argument(call.function)) from failure
     tensors: list[Tensor] = []
     structure = split(result, tensors)
     is_layer = isinstance(call.function, nn.Module) or type(call.function).__name__ == "function"
@@ -236,27 +280,40 @@ def _unsafe(function: Callable) -> str | None:
 def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[str], None]) -> tuple[Tensor, ...]:
     """The results of `call` on G rows of leaves, (G, ...) each; `warn` is told why they run singly if vmap cannot."""
     if kernel.how == DIRECT:
-        return tensors_of(kernel.batched(*fill(call.args, leaves), **fill(call.kwargs, leaves)))
+        results = tensors_of(kernel.batched(*fill(call.args, leaves), **fill(call.kwargs, leaves)))
+        return _as_found(kernel, call, [(r.shape[1:], r.dtype) for r in results], results)
     if kernel.how == VMAP:
         try:
-            return torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)
+            results = torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)
         except Exception as failure:
             results = _singly(kernel, call, leaves)  # what is wrong with the code itself is raised here
             kernel.how, kernel.reason = SINGLY, f"vmap cannot: {_text(failure)}"
             warn(kernel.reason)
             return results
+        return _as_found(kernel, call, [(r.shape[1:], r.dtype) for r in results], results)
     return _singly(kernel, call, leaves)
 
 
 def _singly(kernel: Kernel, call: Call, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     rows = [tensors_of(call(row)) for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
     for row in rows:
-        if tuple(map(spec_of, row)) != kernel.outputs:
-            raise ValueError(
-                f"{name_of(call.function)} returned tensors of shapes {[tuple(t.shape) for t in row]}, after "
-                f"{[tuple(spec.shape) for spec in kernel.outputs]} for a call alike; call it outside the scope"
-            )
+        _as_found(kernel, call, [(r.shape, r.dtype) for r in row], row)
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+def _as_found(kernel: Kernel, call: Call, kinds: list[tuple], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`results`, whose samples' shapes and dtypes are those that were found out."""
+    if kinds != [(spec.shape, spec.dtype) for spec in kernel.outputs]:
+        known(call.function).kernels.clear()
+        raise ValueError(
+            f"{name_of(call.function)} returned tensors of {_text_of(kinds)}, after {_text_of(kernel.outputs)} for a "
+            "call alike: it depends on more than its arguments; call it outside the scope, or in a scope anew"
+        )
+    return results
+
+
+def _text_of(kinds: Sequence[tuple]) -> str:
+    return " and ".join(f"{kind[1]} of shape {tuple(kind[0])}" for kind in kinds)
 
 
 def warn_singly(function: Callable, reason: str) -> None:
@@ -274,11 +331,3 @@ def name_of(function: Callable) -> str:
     if name == "__get__":  # a tensor's attribute, such as T
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return name.strip("_") or name
-
-
-def state_of(module: Callable) -> tuple:
-    """What else a module's results depend on: whether its parts are in training, and where and what its weights are."""
-    if not isinstance(module, nn.Module):
-        return ()
-    tensors = chain(module.parameters(), module.buffers())
-    return (*(part.training for part in module.modules()), *((tensor.dtype, tensor.device) for tensor in tensors))

@@ -105,6 +105,31 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
     )
 
 
+def without_gradients(recording: Recording, lowered: Lowered) -> list[np.ndarray] | None:
+    """For each of `lowered.wanted`, which of its values no gradient leads to, as without a scope: nothing that they are
+    made of requires one, or they were recorded without. None where there are none such."""
+    graph = lowered.graph
+    ops = {op: recording.ops[op] for op in lowered.types.signatures}
+    if all(op.modes.grad and op.kernel.has_grad for op in ops.values()):
+        return None
+    recorded_without = _of_ops(graph.op, {index: not op.modes.grad for index, op in ops.items()})
+    by_arguments = _of_ops(graph.op, {index: op.modes.grad and not op.kernel.has_grad for index, op in ops.items()})
+    inputs = [not recording.tensor(address).requires_grad for address in lowered.inputs.tolist()]
+    free = np.concatenate([np.array(inputs, dtype=bool), recorded_without, [True]])  # the last is that of no argument
+    nodes = np.flatnonzero(by_arguments)
+    while len(nodes):
+        new = free[graph.args[nodes]].all(axis=1)
+        free[graph.num_inputs + nodes[new]] = True
+        nodes = nodes[~new] if new.any() else nodes[:0]
+    return [free[slots] for slots, _ in lowered.types.roots]
+
+
+def _of_ops(op_N: np.ndarray, is_so: dict[int, bool]) -> np.ndarray:
+    table = np.zeros(max(is_so) + 1, dtype=bool)
+    table[list(is_so)] = list(is_so.values())
+    return table[op_N]
+
+
 def _numbered(flat: np.ndarray, outside: np.ndarray, num_addresses: int, num_inputs: int) -> tuple:
     """The different addresses from outside, rising, and for each of `flat` its number among them."""
     is_there = np.zeros(num_inputs + num_addresses, dtype=bool)
@@ -165,12 +190,9 @@ def _same_results(
     slot = np.concatenate([np.arange(len(recording.inputs))[::-1], slot])  # address -1 is the first input
     args = np.full((len(nodes), int(count_N.max(initial=1))), -1)
     args[np.repeat(np.arange(len(nodes)), count_N), _places(count_N)] = slot[flat + len(recording.inputs)]
+    args = np.repeat(args, width_N, axis=0)
     op = np.repeat(all_op[nodes], width_N) * int(width_O.max()) + _places(width_N)
-    graph = Graph(
-        offset, op, np.repeat(args, width_N, axis=0), np.zeros(len(op), dtype=np.int64), slot[-len(result) :] * 0
-    )
-    graph = Graph(offset, op, graph.args, graph.example, offset + np.arange(len(op)))
-    merged = share(graph).roots
+    merged = share(Graph(offset, op, args, np.zeros_like(op), offset + np.arange(len(op)))).roots
     _, first, kind = np.unique(merged, return_index=True, return_inverse=True)
     same = np.arange(recording.num_addresses)
     same[result] = result[first[kind]]

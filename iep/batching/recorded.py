@@ -4,12 +4,13 @@ Plain records; they are filled in by `recording.py`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from iep.batching.kernels import Call, Kernel
+from iep.batching.kernels import SINGLY, Call, Kernel, name_of
+from iep.batching.noted import Noted
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,3 +57,32 @@ class Op:
     """The call returns a tensor and nothing else."""
     is_tuple: bool
     """The call returns a tuple of tensors and nothing else."""
+    shared: tuple[Tensor, ...]
+    """Tensors among the arguments that all its calls share."""
+    noted: Noted
+    """Of when it was first recorded since anything ran."""
+    since: int
+    """The first node of which that holds; earlier ones found something else."""
+
+    def note(self, node: int) -> None:
+        """Look anew, for calls from `node` on."""
+        if self.change() is not None:
+            self.noted, self.since = Noted(self.call.function, self.shared), node
+
+    def change(self) -> str | None:
+        return self.noted.change(changes_buffers=self.kernel.how == SINGLY)
+
+    def check(self, node: int) -> None:
+        """Refuse to run nodes, of which `node` is the first, if what the op is made of has changed since."""
+        change = self.change() or (node < self.since and "changed")
+        if change:
+            raise ValueError(
+                f"{name_of(self.call.function)} was {change} after a call of it was recorded, and before it ran: "
+                "calls run at the scope's end, or when a value is read"
+            )
+
+
+class Behind(NamedTuple):
+    """An op that is not to be recorded without a further look."""
+
+    op: Op

@@ -6,7 +6,6 @@ gradients on or off, autocast) are of one op. What is recorded becomes a graph i
 """
 
 from array import array
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.batching.current import autocast_of_thread, recording_into, users_line
-from iep.batching.future import Future, values_of
+from iep.batching.future import Backward, Future, values_of
 from iep.batching.kernels import (
     NOW,
     SINGLY,
@@ -32,10 +31,10 @@ from iep.batching.kernels import (
     known,
     name_of,
     spec_of,
-    state_of,
     warn_singly,
 )
-from iep.batching.recorded import Column, Constant, Modes, Op
+from iep.batching.noted import Noted, state_of, version_of
+from iep.batching.recorded import Behind, Column, Constant, Modes, Op
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
@@ -51,12 +50,12 @@ class Recording:
     """Nodes, and tensors from outside, of one scope.
 
     Args:
-        run: called with the recording, addresses to compute, or None for all that somebody waits for, and a reason;
-            stores what it has computed by `computed`.
+        run: called with the recording, addresses to compute, and what asked for them; puts into `computed` what it has
+            computed.
         constants: tensors that are shared by all calls, besides parameters.
     """
 
-    def __init__(self, run: Callable[["Recording", list[int] | None, str], None], constants: list[Tensor]):
+    def __init__(self, run: Callable[["Recording", list[int], str], None], constants: list[Tensor]):
         self._run = run
         self.ops: list[Op] = []
         self.node_op = array("q")
@@ -72,21 +71,19 @@ class Recording:
         self._input_versions: list[int | None] = []
         self.computed: dict[int, Tensor] = {}
         self.futures: list[ref] = []
-        self.backwards: list[tuple[Future, Tensor | None]] = []
+        self.backwards: list[Backward] = []
         self.ran_at_once: Counter[tuple[str, str]] = Counter()
         self.is_over = False
         self.takes: Callable[[nn.Module], bool]
         """Whether calls of a module are for `call`; set by the scope."""
         self.call: Callable[[Callable, tuple, Mapping[str, Any]], Any]
         """What a recorded module's or function's call with these arguments returns; set by the scope."""
-        self._ops_by_key: dict[tuple, Op | Kernel] = {}
+        self._ops_by_key: dict[tuple, Op | Behind | Kernel] = {}
         self._columns_by_spec: dict[Spec, Column] = {}
         self._columns_of_inputs: dict[tuple, Column] = {}
         """By type and layout too."""
         self._inputs_by_id: dict[int, int] = {}
         self._constants = {id(tensor): Constant(tensor) for tensor in constants}
-        self._states: dict[nn.Module, tuple] = {}
-        self._modes: dict[tuple, Modes] = {}
 
     def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A node for `function(*args, **kwargs)`: returns futures in the structure of what it would return.
@@ -95,7 +92,7 @@ class Recording:
         """
         if self.is_over:
             return function(*values_of(args), **values_of(dict(kwargs)))
-        key: list = [function, is_grad_enabled()]
+        key: list = [function, is_grad_enabled(), getattr(function, "training", None)]
         addresses: list[int] = []
         if is_any_autocast_enabled():
             key.append(autocast_of_thread())
@@ -109,6 +106,8 @@ class Recording:
         if type(op) is not Op:
             if op is None:
                 return self._record_new(tuple(key), function, args, kwargs, addresses)
+            if type(op) is Behind:
+                return self._record_behind(op.op, tuple(key), function, args, kwargs)
             return op.structure if op.how == STATIC else self._run_at_once(function, args, kwargs, op.reason)
 
         first = self.num_addresses
@@ -135,6 +134,21 @@ class Recording:
         self._new_op(key, function, args, kwargs, addresses)
         return self.record(function, args, kwargs)
 
+    def _record_behind(self, op: Op, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """As `record`, of a call of an op that changes its first argument, or was not recorded since anything ran."""
+        op.note(len(self.node_op))
+        self._ops_by_key[key] = op
+        result = self.record(function, args, kwargs)
+        if op.kernel.is_in_place:
+            self._ops_by_key[key] = Behind(op)
+            if type(args[0]) is not Future:
+                raise ValueError(
+                    f"{name_of(function)} changes in place a tensor from outside; inside a scope write it out of place"
+                )
+            args[0].become(result, name_of(function))
+            return args[0]
+        return result
+
     def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
         """Append to `key` what arguments are, and to `addresses` where their tensors are."""
         for value in values:
@@ -155,6 +169,9 @@ class Recording:
                     address = self._new_input(value)
                 key.append(self.input_columns[-1 - address])
                 addresses.append(address)
+            elif kind is float:
+                key.append(float)
+                key.append(value or repr(value))  # 0.0 and -0.0 are equal
             elif kind in STATIC_KINDS:
                 key.append(kind)  # 1, 1.0 and True are equal
                 key.append(value)
@@ -203,17 +220,16 @@ class Recording:
             column = self._columns_of_inputs[spec] = self._column(spec[2:])
         self.inputs.append(tensor)
         self.input_columns.append(column)
-        try:
-            self._input_versions.append(tensor._version)
-        except RuntimeError:  # a tensor of inference mode does not count how often it is changed
-            self._input_versions.append(None)
+        self._input_versions.append(version_of(tensor))
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
 
     def input_future(self, tensor: Tensor) -> Future:
         """A future that stands for a tensor from outside."""
         address = self.add_input(tensor)
-        return Future(self.input_columns[-1 - address], address)
+        future = Future(self.input_columns[-1 - address], address)
+        self.futures.append(ref(future))
+        return future
 
     def futures_for(self, arguments: Any) -> Any:
         """Nested lists, tuples and dicts with futures in the places of tensors that are not shared by all calls."""
@@ -249,17 +265,12 @@ class Recording:
         values: dict[int, Tensor] = {}
         for column in np.unique(columns).tolist():
             there = addresses[columns == column].tolist()
-            values[column] = torch.stack([self.inputs[-1 - at] if at < 0 else self.computed[at] for at in there])
+            values[column] = torch.stack(list(map(self.tensor, there)))
         return values
 
-    def detach(self, wanted: tuple[np.ndarray, ...]) -> None:
-        """Take what was recorded without gradients out of the way back, where other calls of its group are in it."""
-        if {op.modes.grad for op in self.ops} != {False, True}:
-            return
-        for address in (address for addresses in wanted for address in addresses.tolist()):
-            node = bisect_right(self.node_address, address) - 1
-            if not self.ops[self.node_op[node]].modes.grad:
-                self.computed[address] = self.computed[address].detach()
+    def tensor(self, address: int) -> Tensor:
+        """What is at an address from outside, or of what has been computed."""
+        return self.inputs[-1 - address] if address < 0 else self.computed[address]
 
     def forget(self) -> None:
         """Let go of all that futures outside do not hold."""
@@ -270,8 +281,17 @@ class Recording:
         ):
             kept.clear()
 
-    def check_inputs(self) -> None:
-        """Refuse tensors that were changed in place after calls on them were recorded."""
+    def look_anew(self) -> None:
+        """Something has run: what modules are made of may change before their next calls are recorded."""
+        for key, op in self._ops_by_key.items():
+            if type(op) is Op:
+                self._ops_by_key[key] = Behind(op)
+
+    def check(self, nodes: np.ndarray) -> None:
+        """Refuse modules of `nodes`, rising, and tensors, that were changed after calls of them were recorded."""
+        ops, first = np.unique(np.array(self.node_op)[nodes], return_index=True)
+        for op, node in zip(ops.tolist(), nodes[first].tolist(), strict=True):
+            self.ops[op].check(node)
         for tensor, version in zip(self.inputs, self._input_versions, strict=True):
             if version is not None and tensor._version != version:
                 raise ValueError(
@@ -293,18 +313,20 @@ class Recording:
         if not specs:
             self._ops_by_key[key] = Kernel(NOW, "it takes no tensor")
             return self._ops_by_key[key]
-        facts, general = known(function), self._general_key(key, function)
+        facts, general = known(function), _general_key(key, function)
         kernel = facts.kernels.get(general)
         if kernel is None:
             with recording_into(None):
                 kernel = find_kernel(call, specs, lambda: [self.read(address) for address in addresses])
-            facts.kernels[general] = kernel
+            if kernel.is_lasting:
+                facts.kernels[general] = kernel
         if kernel.how in (STATIC, NOW):
             self._ops_by_key[key] = kernel
             return kernel
         if kernel.how == SINGLY:
             warn_singly(function, kernel.reason)
         columns = tuple(map(self._column, kernel.outputs))
+        shared = tuple(part.tensor for part in key if type(part) is Constant)
         op = Op(
             len(self.ops),
             call,
@@ -315,9 +337,12 @@ class Recording:
             is_single=type(kernel.structure) is Leaf,
             is_tuple=type(kernel.structure) is tuple
             and kernel.structure == tuple(map(Leaf, range(len(kernel.outputs)))),
+            shared=shared,
+            noted=Noted(function, shared),
+            since=len(self.node_op),
         )
         self.ops.append(op)
-        self._ops_by_key[key] = op
+        self._ops_by_key[key] = Behind(op) if kernel.is_in_place else op
         return op
 
     def _call_of(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list[Spec]]:
@@ -342,22 +367,6 @@ class Recording:
 
         return Call(function, leave(args), leave(dict(kwargs))), specs
 
-    def _general_key(self, key: tuple, function: Callable) -> tuple:
-        """`key` without what belongs to this scope or keeps tensors alive."""
-        parts = [
-            Spec(part.shape, part.dtype, part.device)
-            if type(part) is Column
-            else ("constant", *spec_of(part.tensor))
-            if type(part) is Constant
-            else part
-            for part in key[1:]
-        ]
-        if isinstance(function, nn.Module):
-            if function not in self._states:
-                self._states[function] = state_of(function)
-            parts.append(self._states[function])
-        return tuple(parts)
-
     def _run_at_once(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], why: str) -> Any:
         self.ran_at_once[name_of(function), why] += 1
         with recording_into(None):
@@ -366,13 +375,25 @@ class Recording:
 
     def read(self, address: int) -> Tensor:
         """The value at an address; runs what it depends on."""
+        if self.is_over:
+            raise ValueError("the scope of this future ended with an exception before it was computed")
         if address < 0:
             return self.inputs[-1 - address]
         if address not in self.computed:
-            if self.is_over:
-                raise ValueError("the scope of this future ended with an exception before it was computed")
             self._run(self, [address], f"a value is read at {users_line()}")
         return self.computed[address]
 
-    def backward_later(self, future: Future, gradient: Tensor | None) -> None:
-        self.backwards.append((future, gradient))
+
+def _general_key(key: tuple, function: Callable) -> tuple:
+    """`key` without what belongs to a scope or keeps tensors alive."""
+    return (
+        *(
+            Spec(part.shape, part.dtype, part.device)
+            if type(part) is Column
+            else ("constant", *spec_of(part.tensor), part.tensor.requires_grad)
+            if type(part) is Constant
+            else part
+            for part in key[1:]
+        ),
+        state_of(function),
+    )

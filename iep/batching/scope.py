@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from iep.batching.current import autocast_of_thread, current, recording_into
 from iep.batching.execute import execute
+from iep.batching.future import Backward, values_of
 from iep.batching.kernels import name_of, run, warn_singly
-from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes
+from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes, without_gradients
 from iep.batching.plans import plan
 from iep.batching.recorded import Op
 from iep.batching.recording import Recording
@@ -52,6 +53,12 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     what this one value needs. What a module does besides returning tensors (counting its calls, say) it does once for
     a group. Scopes may be nested, and open in several threads; each records the calls of its own thread.
 
+    What recorded calls depend on besides tensors has to stay as it is until they run. A module whose parameters,
+    buffers or `training` have changed by then is refused, and so is a tensor that was changed in place. Its other
+    attributes, and objects among the arguments, are taken as they are by then. `h += 1`, and functions and layers with
+    `inplace=True`, change a future as they do a tensor, but not a part of it that was taken before; all other changes
+    in place of futures and by futures are refused.
+
     While any scope of the process is open, Python's garbage collection is off, for all its threads: what is recorded is
     no garbage, and looking through it would take as long as recording. When the last one is left, by an exception
     too, collection is as it was. So do not keep a scope open for longer than a minibatch.
@@ -59,7 +66,9 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     Gradients of what a scope computes cannot be differentiated again.
 
     Raises:
-        ValueError: an unknown granularity or scheduler, or what is listed is no module.
+        ValueError: an unknown granularity or scheduler, or what is listed is no module. Within it, or at its end:
+            what calls depend on was changed before they ran, a tensor is changed in place, or tensors are on several
+            devices.
     """
 
     def __init__(
@@ -134,25 +143,25 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         wanted = sorted(addresses - recording.computed.keys())
         if wanted:
             nodes = waiting_nodes(recording, wanted)
+            recording.check(nodes)
             self._execute(lower(recording, nodes, np.array(wanted), self._share), "the scope's end")
         for future in waiting:
             if future._value is None:
                 future._value = recording.read(future._address)
-        if recording.backwards:
-            futures, gradients = zip(*recording.backwards, strict=True)
-            torch.autograd.backward([future._value for future in futures], list(gradients))
+        _run_backward(recording.backwards)
 
     def _run(self, recording: Recording, addresses: list[int], why: str) -> None:
         """Run what values at `addresses` need, and keep all of it: what is recorded later may take it."""
         with recording_into(None):
             nodes = needed_nodes(recording, addresses)
+            recording.check(nodes)
             self._execute(lower(recording, nodes, recording.results_of(nodes), self._share), why)
+            recording.look_anew()
 
     def _execute(self, lowered: Lowered, why: str) -> None:
         recording, began = self._recording, perf_counter()
         layout, was_there = plan(lowered.graph, lowered.types, self._scheduler)
         planned = perf_counter()
-        recording.check_inputs()
         inputs = recording.values_at(lowered.inputs, lowered.types.inputs)
         devices = sorted({str(rows.device) for rows in inputs.values()})
         if len(devices) > 1:
@@ -171,10 +180,26 @@ class scope:  # noqa: N801 - a context manager, used as a function is
                 inputs,
                 self._defer,
             )
-            for addresses, out in zip(lowered.wanted, outs, strict=True):
+            free = without_gradients(recording, lowered) if grad else None
+            for n, (addresses, out) in enumerate(zip(lowered.wanted, outs, strict=True)):
                 recording.computed.update(zip(addresses.tolist(), out.unbind(0), strict=True))
-        recording.detach(lowered.wanted)
+                for address in addresses[free[n]].tolist() if free else ():
+                    recording.computed[address] = recording.computed[address].detach()
         self._tally.add(lowered, layout, why, was_there, planned - began, perf_counter() - planned)
+
+
+def _run_backward(backwards: list[Backward]) -> None:
+    """The calls of `backward` that were put off, those of the same `inputs` together."""
+    for n, first in enumerate(backwards):
+        if any(first.is_with(earlier) for earlier in backwards[:n]):
+            continue
+        together = [one for one in backwards[n:] if first.is_with(one)]
+        torch.autograd.backward(
+            [one.future.value for one in together],
+            [values_of(one.gradient) for one in together],
+            retain_graph=len(together) < len(backwards) or any(one.retain_graph for one in together),
+            inputs=values_of(first.inputs),
+        )
 
 
 def _run_op(op: Op, *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,198 @@
+"""What changes between a call's recording in a lazy scope and its run, and what is changed in place."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from iep.batching import scope
+
+
+def halved(layer):
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize("change", [halved, lambda layer: layer.register_buffer("more", torch.ones(1))])
+def test_a_module_changed_before_its_calls_run_is_named(granularity, change):
+    layer = nn.Linear(2, 2)
+    kept = []
+
+    def run():
+        with scope(layer, granularity=granularity):
+            kept.append(layer(torch.ones(2)))
+            change(layer)
+
+    if granularity == "op" and change is not halved:
+        run()  # its functions take no buffer
+        assert kept[0].shape == (2,)
+        return
+    with pytest.raises(ValueError, match=r"[Ll]inear was .* parameters or buffers after a call"):
+        run()
+
+
+def test_a_step_of_the_optimizer_between_calls_that_have_run_counts_for_those_after_it():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, 1), torch.ones(3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    with scope(layer):
+        dead, first = layer(2 * x), layer(x)
+        first.value.backward()
+        optimizer.step()
+        del dead
+        second = layer(x)
+    torch.testing.assert_close(second.value, layer(x))
+    torch.testing.assert_close(second.value, first.value - 0.5 * 4)
+
+
+def test_calls_before_a_step_that_run_after_it_are_refused():
+    layer, x = nn.Linear(3, 1), torch.ones(3)
+    kept = []
+
+    def run():
+        with scope(layer):
+            kept.extend(layer(n * x) for n in range(2))
+            kept[0].item()
+            halved(layer)
+            kept.append(layer(x))
+
+    with pytest.raises(ValueError, match="Linear was changed after a call"):
+        run()
+
+
+def test_evaluation_and_training_within_a_scope_are_not_mixed():
+    drop, x = nn.Dropout(0.5), torch.ones(30)
+    kept = []
+
+    def run(reads):
+        drop.train()
+        with scope(drop):
+            kept.append(drop(x))
+            if reads:
+                kept[-1].sum().item()
+            drop.eval()
+            kept.append(drop(x))
+            if reads:
+                kept[-1].sum().item()
+            drop.train()
+
+    run(reads=True)
+    assert kept[1].value.tolist() == x.tolist()
+    assert set(kept[0].value.tolist()) == {0.0, 2.0}
+    with pytest.raises(ValueError, match="Dropout was switched between training and evaluation"):
+        run(reads=False)
+
+
+def test_a_norm_that_changes_its_own_buffers_goes_on():
+    torch.manual_seed(0)
+    samples, alone, batched = torch.randn(4, 5, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    expected = [alone(x) for x in samples]
+
+    def run():
+        with scope(batched):
+            found = [batched(x) for x in samples]
+            found[0].sum().item()
+        return found
+
+    with pytest.warns(UserWarning, match="singly"):
+        found = run()
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+    torch.testing.assert_close(batched.running_mean, alone.running_mean)
+
+
+def test_lists_among_the_arguments_count_as_they_were():
+    class Scale(nn.Module):
+        def forward(self, x, factors):
+            return x * sum(factors)
+
+    scale, factors = Scale(), [1, 2]
+    with scope(scale):
+        first = scale(torch.ones(()), factors)
+        factors.append(4)
+        second = scale(torch.ones(()), factors)
+    assert (first.item(), second.item()) == (3, 7)
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: functional.relu(h, inplace=True),
+        lambda h: functional.dropout(h, 0.0, True, True),
+        nn.ReLU(inplace=True),
+    ],
+)
+def test_functions_in_place_change_the_future_for_all_its_names(granularity, change):
+    torch.manual_seed(0)
+    layer, samples = nn.Linear(3, 3), torch.randn(6, 3)
+
+    def one(x):
+        h = layer(x)
+        before, alias = h + 0, h
+        result = change(h)
+        return before, alias + 1, result * 2
+
+    modules = (layer, *([change] if isinstance(change, nn.Module) else []))
+    with scope(*modules, granularity=granularity):
+        found = [one(x) for x in samples]
+    for parts, x in zip(found, samples, strict=True):
+        for part, expected in zip(parts, one(x), strict=True):
+            torch.testing.assert_close(part.value, expected)
+
+
+def test_adding_to_a_future_changes_it_for_all_its_names():
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with scope(layer):
+        h = layer(x)
+        alias, total = h, 0
+        h += 1
+        h *= h
+        total += h.sum()
+        with pytest.raises(ValueError, match="cannot hold"):
+            h += torch.ones(3, 2)
+    torch.testing.assert_close(alias.value, (layer(x) + 1) ** 2)
+    assert total.item() == pytest.approx(alias.value.sum().item())
+    later = h
+    h -= 1  # and after the scope's end
+    torch.testing.assert_close(later.value, (layer(x) + 1) ** 2 - 1)
+
+
+class Increments(nn.Module):
+    def forward(self, x):
+        x += 1
+        return x * 2
+
+
+class IncrementsByValue(nn.Module):
+    def forward(self, x):
+        return x.add_(1) * 2 if x.sum() > -100 else x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.relu_,
+        functional.relu_,
+        lambda h: h.add_(1),
+        lambda h: torch.add(h.detach(), 1, out=torch.zeros(2)),
+        lambda h: torch.zeros(2).add_(h),
+        lambda h: torch.zeros(2, 2).__setitem__(0, h),
+        lambda h: nn.ReLU(inplace=True)(torch.ones(2)),  # from outside
+    ],
+)
+def test_other_changes_in_place_are_refused_in_one_line(change):
+    layer = nn.Linear(2, 2)
+    with scope():
+        h = layer(torch.ones(2))
+        with pytest.raises(ValueError, match=r"in place.* out of place") as failure:
+            change(h)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("module", [Increments(), IncrementsByValue()])
+def test_modules_that_change_what_they_take_are_refused_and_leave_it(module):
+    x = torch.ones(2)
+    with scope(module), pytest.raises(ValueError, match="changes in place a tensor that it takes"):
+        module(x)
+    assert x.tolist() == [1, 1]

@@ -1,0 +1,157 @@
+"""What a lazy scope's results are besides their numbers: structure, shapes, gradients, and what is remembered."""
+
+import pytest
+import torch
+from torch import nn
+
+from iep.batching import scope
+
+
+class Counted(nn.Module):
+    """A tensor, and a number that the module has."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x):
+        return x * 2, self.count
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Signed(nn.Module):
+    def forward(self, x, sign):
+        return torch.copysign(x, torch.tensor(sign))
+
+
+def in_scope(module, *args, **options):
+    with scope(module, **options):
+        return module(*args)
+
+
+def test_numbers_among_the_results_are_those_of_each_scope():
+    counted, count, x = Counted(1), [1], torch.ones(2)
+
+    def function(x):
+        return x + 1, count[0]
+
+    found = []
+    for n in (1, 2):
+        counted.count = count[0] = n
+        with scope(counted) as batch:
+            found.append((counted(x)[1], batch.wrap(function)(x)[1]))
+    assert found == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+def test_weights_of_another_shape_give_results_of_another_shape(granularity):
+    layer = nn.Linear(2, 3)
+    first = in_scope(layer, torch.ones(2), granularity=granularity)
+    layer.weight, layer.bias = nn.Parameter(torch.ones(5, 2)), nn.Parameter(torch.ones(5))
+    second = in_scope(layer, torch.ones(2), granularity=granularity)
+    assert (first.shape, second.shape) == ((3,), (5,))
+    assert second.tolist() == [3.0] * 5
+
+
+def test_a_function_whose_result_changes_its_shape_is_named_and_runs_in_the_next_scope():
+    weight = [torch.ones(2, 3)]
+
+    def function(x):
+        return x @ weight[0]
+
+    def run():
+        with scope() as batch:
+            return batch.wrap(function)(torch.ones(2))
+
+    assert run().shape == (3,)
+    weight[0] = torch.ones(2, 5)
+    with pytest.raises(ValueError, match=r"function returned tensors of .* shape \(5,\), after .* \(3,\)"):
+        run()
+    assert run().shape == (5,)
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+def test_a_module_may_return_what_it_takes(granularity):
+    same, x = Same(), torch.ones(2)
+    with scope(same, granularity=granularity):
+        found = same(x)
+        more = found + 1
+    assert found.tolist() == [1, 1]
+    assert more.tolist() == [2, 2]
+
+
+def test_a_future_of_an_input_says_that_its_scope_failed():
+    same, kept = Same(), []
+
+    def run():
+        with scope(same, granularity="op"):
+            kept.append(same(torch.ones(2)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    with pytest.raises(ValueError, match="ended with an exception"):
+        _ = kept[0].value
+
+
+def test_zeros_of_both_signs_are_different_arguments():
+    signed, x = Signed(), torch.ones(1)
+    with scope(signed):
+        found = [signed(x, 0.0), signed(x, -0.0)]
+    assert [future.item() for future in found] == [1, -1]
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+def test_values_require_gradients_where_they_would_without_a_scope(granularity):
+    torch.manual_seed(0)
+    layer, frozen, same = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), nn.Tanh()
+    leaf = torch.ones(2, requires_grad=True)
+
+    def values():
+        trained = layer(torch.ones(2))
+        plain = same(frozen(torch.ones(2)))
+        return [trained, plain, same(plain), same(leaf), plain + trained, frozen(trained), plain * 2, trained.detach()]
+
+    expected = values()
+    with scope(layer, frozen, same, granularity=granularity):
+        found = values()
+    torch.testing.assert_close([future.value for future in found], expected)
+    wanted = [value.requires_grad for value in expected[:-1]]
+    assert [future.value.requires_grad for future in found[:-1]] == wanted
+    assert wanted == [True, False, False, True, True, True, False]
+    frozen.requires_grad_()  # what was found out without a gradient does not hold any more
+    with scope(layer, frozen, same, granularity=granularity):
+        found = values()
+    found[1].sum().backward()
+    assert frozen.weight.grad.abs().sum() > 0
+
+
+def test_backward_takes_what_a_tensors_takes():
+    layer, other, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(2)
+
+    def gradients(at_end):
+        layer.zero_grad(set_to_none=True)
+        other.zero_grad(set_to_none=True)
+        with scope(layer, other):
+            first, second = layer(x).sum(), other(layer(x)).sum()
+            if not at_end:
+                first.backward(retain_graph=True)
+                second.backward(inputs=[other.weight])
+                second.backward(gradient=torch.tensor(2.0), inputs=other.weight, retain_graph=True)
+        if at_end:
+            first.backward(retain_graph=True)
+            second.backward(inputs=[other.weight], retain_graph=True)
+            second.backward(gradient=torch.tensor(2.0), inputs=other.weight)
+        return [layer.weight.grad, other.weight.grad, other.bias.grad]
+
+    put_off, at_once = gradients(at_end=False), gradients(at_end=True)
+    assert all(bias is None or not bias.any() for bias in (put_off[2], at_once[2]))
+    torch.testing.assert_close(put_off[:2], at_once[:2])
+    torch.testing.assert_close(at_once[0], torch.ones(2, 2))
+    torch.testing.assert_close(at_once[1], 3 * layer(x).detach().expand(2, 2))
+    with scope(layer), pytest.raises(ValueError, match="create_graph"):
+        layer(x).sum().backward(create_graph=True)
