@@ -15,8 +15,8 @@ from hypothesis import given
 
 from iep.batching import Graph, execute, lay_out, make_schedule
 from iep.errors import InputError
-from iep.workloads import expert_products, native
 from iep.workloads import experts as experts_module
+from iep.workloads import native
 from iep.workloads.experts import Experts
 from iep.workloads.gating import NoisyTopKGating, squared_variation
 from iep.workloads.moe import MixtureOfExperts
@@ -84,41 +84,66 @@ def test_compiled_products_equal_the_loop_over_tokens(dtype: torch.dtype, tolera
 
 
 @needs_compiler
-@pytest.mark.parametrize("width", [256, 384], ids=["next expert fetched", "next columns fetched"])
-def test_compiled_products_equal_pytorchs_with_few_rows_many_and_none(width: int, monkeypatch: pytest.MonkeyPatch):
-    layer, threads = Experts(width, width, width, 20), torch.get_num_threads()
-    calls = []
-    over_rows = native.over_rows
-    monkeypatch.setattr(native, "over_rows", lambda *args: (calls.append(args[1]), over_rows(*args)))
+@pytest.mark.parametrize("shape", [(256, 256, 256), (384, 416, 32), (32, 64, 512)])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_compiled_experts_equal_pytorchs_with_few_rows_many_and_none(
+    shape: tuple[int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    layer, before = Experts(*shape, 20), torch.get_num_threads()
     torch.manual_seed(0)
-    x, chosen = torch.randn(900, width), torch.randint(1, 20, (900, 1))
-    chosen[:600] = 3  # more than the C code takes
+    x, chosen = torch.randn(900, shape[0], requires_grad=True), torch.randint(2, 20, (900, 2))
+    chosen[:600, 0], chosen[:40, 1] = 3, 1  # chunks, and as many rows as are worth packing
+    gates = torch.rand(900, 2, requires_grad=True)
 
     def run() -> list[torch.Tensor | None]:
         layer.zero_grad(set_to_none=True)
-        outputs = layer(x, chosen, torch.ones(900, 1))
+        x.grad = gates.grad = None
+        outputs = layer(x, chosen, gates)
         outputs.square().mean().backward()
-        return [outputs, *(weight.grad for weight in layer.parameters())]
+        return [outputs, x.grad, gates.grad, *(weight.grad for weight in layer.parameters())]
 
+    calls = []
+    over_rows = native.over_rows
+    monkeypatch.setattr(native, "over_rows", lambda *args: (calls.append(args[1]), over_rows(*args)))
     try:
-        torch.set_num_threads(2)
+        torch.set_num_threads(threads)
         found = run()
     finally:
-        torch.set_num_threads(threads)
-    assert 18 in calls  # all that have rows but one
-    monkeypatch.setattr(expert_products.native, "function", lambda *args: None)
+        torch.set_num_threads(before)
+    assert calls == [1800] * 3  # forward, backward and weights
+    monkeypatch.setattr(native, "function", lambda *args: None)
     assert_same(found, run(), 1e-4)
-    assert found[1] is None  # expert 0 has no token
+    assert len(calls) == 3
+    assert found[3] is None  # expert 0 has no token
 
 
-def test_hidden_back_equals_autograd():
+@needs_compiler
+def test_compiled_experts_pass_on_what_is_not_a_number():
+    layer, x = Experts(32, 32, 32, 2), torch.randn(4, 32)
+    x[1, 5], x[2, 5] = math.nan, math.inf
+    result = layer(x, torch.tensor([[0], [0], [1], [1]]), torch.ones(4, 1))
+    assert [bool(row.isfinite().all()) for row in result] == [True, False, False, True]
+    assert result[1].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("wanted", ["x", "gates", "weights"])
+def test_compiled_experts_give_only_the_gradients_that_are_wanted(wanted: str):
     torch.manual_seed(0)
-    before, gates, gradient = torch.randn(5, 7), torch.rand(5), torch.randn(5, 7)
-    before.requires_grad_()
-    gates.requires_grad_()
-    (before.relu() * gates[:, None] * gradient).sum().backward()
-    of_gates = expert_products.hidden_back(gradient, before.detach().relu(), gates.detach())
-    torch.testing.assert_close([of_gates, gradient], [gates.grad, before.grad])
+    layer, x, gates = Experts(32, 64, 32, 3), torch.randn(9, 32), torch.rand(9, 2)
+    layer.requires_grad_(wanted == "weights")
+    x.requires_grad_(wanted == "x")
+    gates.requires_grad_(wanted == "gates")
+    chosen = torch.rand(9, 3).argsort(1)[:, :2].contiguous()
+    found = []
+    for execution in ("batched", "vanilla"):
+        layer.execution = execution
+        layer.zero_grad(set_to_none=True)
+        x.grad = gates.grad = None
+        layer(x, chosen, gates).square().sum().backward()
+        found.append([x.grad, gates.grad, *(weight.grad for weight in layer.parameters())])
+    assert_same(*found, 1e-4)
+    assert any(gradient is not None for gradient in found[0])
 
 
 def test_under_autocast_it_computes_in_autocasts_dtype_and_weights_keep_theirs():

@@ -1,33 +1,25 @@
-"""Rows sorted by expert and the experts' weights -> their matrix products, expert by expert or in one call.
+"""Tokens, their experts and gates -> the layer's result and its gradients by PyTorch's matrix products: expert by
+expert, or in one call.
 
 Three products make a layer of all experts and its way back; both kinds here offer them. `ProductsByExpert` multiplies
-contiguous slices in a loop: C code's (`experts.c`) on the CPU where experts have few rows, else PyTorch's.
-`GroupedProducts` leaves the loop to PyTorch's grouped matrix product.
+contiguous slices in a loop. `GroupedProducts` leaves the loop to PyTorch's grouped matrix product.
 
-Shapes: R rows, sorted by expert; A active experts, those that have rows; E all experts; I, O a weight's two sizes.
+Shapes: T tokens, K experts each, R = T K rows sorted by expert; A active experts, those that have rows; E all experts;
+D inputs, H hidden, O outputs; I, O also a weight's two sizes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from iep.workloads import native
 from iep.workloads.reused_memory import ReusedMemory
 
-FEW_ROWS = {"rows": 512, "rows_back": 64, "weights": 512}
-"""Up to how many rows of an expert the C code is ahead of PyTorch's products, by far where there are 10."""
-IN_TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "rows": lambda weight, left, right: torch.mm(left, weight, out=right),
-    "rows_back": lambda weight, left, right: torch.mm(right, weight.T, out=left),
-    "weights": lambda weight, left, right: torch.mm(left.T, right, out=weight),
-}
-ALIGNED = 128
-"""The C code wants rows of a multiple of so many bytes."""
+Gradients = tuple[Tensor | None, Tensor, list[Tensor] | None]
+"""Of x (T, D), of gates (T, K), and of the active experts' weights: all hidden ones, then all output ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,18 +28,75 @@ class Routing:
 
     order_R: Tensor
     """Which entry of the (T, K) assignments each row is."""
-    inverse_R: Tensor
-    """Which row each entry of the assignments is."""
     active: tuple[int, ...]
     """The experts that have rows, in order."""
     counts: tuple[int, ...]
     """How many rows each active expert has."""
-    ends_E: Tensor
-    """int32, where each expert's rows end."""
+    counts_E: Tensor
+    """How many rows each expert has."""
+
+    @cached_property
+    def inverse_R(self) -> Tensor:  # noqa: N802
+        """Which row each entry of the assignments is."""
+        positions_R = torch.arange(len(self.order_R), device=self.order_R.device)
+        return torch.empty_like(self.order_R).scatter_(0, self.order_R, positions_R)
+
+    @cached_property
+    def ends_E(self) -> Tensor:  # noqa: N802
+        """int32, where each expert's rows end."""
+        return self.counts_E.cumsum(0).to(torch.int32)
+
+
+class _Products:
+    """What both kinds do with their three products."""
+
+    routing: Routing
+    memory: ReusedMemory
+
+    def forward(self, x_TD: Tensor, gates_TK: Tensor, keep: bool) -> tuple[Tensor, ...]:
+        """(T, O) the layer's result; and what the way back needs, if it is to be kept."""
+        k = gates_TK.shape[1]
+        x_RD = self._rows_of_tokens(x_TD, k)
+        gates_R = gates_TK.flatten()[self.routing.order_R]
+        hidden_RH = self.rows(x_RD, layer=0).relu_()
+        result_RO = self.rows(hidden_RH, layer=1).mul_(gates_R[:, None])
+        return self._sums_of_rows(result_RO, k), *((x_RD, hidden_RH, gates_R) if keep else ())
+
+    def backward(self, gradient_TO: Tensor, kept: Sequence[Tensor], of_x: bool, of_weights: bool) -> Gradients:
+        """The gradients of x if `of_x`, of gates, and of the weights if `of_weights`.
+
+        Of a gate: gradient times result, which is (hidden W) gradient = hidden (W gradient).
+        """
+        x_RD, hidden_RH, gates_R = kept
+        k = len(gates_R) // len(gradient_TO)
+        gradient_RO = self._rows_of_tokens(gradient_TO, k)
+        gradient_RH = self.rows_back(gradient_RO, layer=1)
+        gates_TK = torch.linalg.vecdot(gradient_RH, hidden_RH)[self.routing.inverse_R].view(-1, k)
+        gradient_RH.mul_(gates_R[:, None]).mul_(hidden_RH > 0)
+        x_TD = self._sums_of_rows(self.rows_back(gradient_RH, layer=0), k) if of_x else None
+        if not of_weights:
+            return x_TD, gates_TK, None
+        gradient_RO.mul_(gates_R[:, None])
+        return x_TD, gates_TK, [*self.weights(x_RD, gradient_RH), *self.weights(hidden_RH, gradient_RO)]
+
+    def _rows_of_tokens(self, values_TX: Tensor, k: int) -> Tensor:
+        """(R, X) the token of every row."""
+        rows_RX = self.memory.empty((len(self.routing.order_R), values_TX.shape[1]), like=values_TX)
+        return torch.index_select(values_TX, 0, self.routing.order_R // k, out=rows_RX)
+
+    def _sums_of_rows(self, values_RX: Tensor, k: int) -> Tensor:
+        """(T, X) the sum of every token's rows."""
+        width = values_RX.shape[1]
+        by_token_RX = self.memory.empty(tuple(values_RX.shape), like=values_RX)
+        torch.index_select(values_RX, 0, self.routing.inverse_R, out=by_token_RX)
+        if k == 1:
+            return by_token_RX
+        result_TX = self.memory.empty((len(values_RX) // k, width), like=values_RX)
+        return torch.sum(by_token_RX.view(-1, k, width), dim=1, out=result_TX)
 
 
 @dataclass(frozen=True, eq=False)
-class ProductsByExpert:
+class ProductsByExpert(_Products):
     """One product per expert on a slice of the rows, written straight into a slice of the result."""
 
     routing: Routing
@@ -59,70 +108,32 @@ class ProductsByExpert:
         """(R, O) each row by its expert's weight of that layer."""
         weights = self.layers[layer]
         result_RO = self.memory.empty((len(rows_RI), weights[0].shape[1]), like=rows_RI)
-        self._multiply("rows", weights, rows_RI, result_RO)
+        for weight, left, right in zip(weights, self._split(rows_RI), self._split(result_RO), strict=True):
+            torch.mm(left, weight, out=right)
         return result_RO
 
     def rows_back(self, rows_RO: Tensor, layer: int) -> Tensor:
         """(R, I) each row by its expert's weight of that layer, transposed."""
         weights = self.layers[layer]
         result_RI = self.memory.empty((len(rows_RO), weights[0].shape[0]), like=rows_RO)
-        self._multiply("rows_back", weights, result_RI, rows_RO)
+        for weight, left, right in zip(weights, self._split(result_RI), self._split(rows_RO), strict=True):
+            torch.mm(right, weight.T, out=left)
         return result_RI
 
     def weights(self, left_RI: Tensor, right_RO: Tensor) -> list[Tensor]:
         """A times (I, O), each active expert's sum over its rows of left times right: views of one block of memory."""
         shape = (len(self.routing.counts), left_RI.shape[1], right_RO.shape[1])
         results = list(self.memory.empty(shape, like=left_RI).unbind(0))
-        self._multiply("weights", results, left_RI, right_RO)
+        for weight, left, right in zip(results, self._split(left_RI), self._split(right_RO), strict=True):
+            torch.mm(left.T, right, out=weight)
         return results
 
-    def _multiply(self, name: str, weights: Sequence[Tensor], left_RI: Tensor, right_RO: Tensor) -> None:
-        """One of the three products; its result's memory is among the arguments."""
-        counts, lasts = self.routing.counts, list(accumulate(self.routing.counts))
-        kernel = _kernel(name, weights, left_RI, right_RO)
-        few = [n for n, count in enumerate(counts) if count <= FEW_ROWS[name]] if kernel else []
-        if len(few) < torch.get_num_threads():  # they share out experts
-            few = []
-        if few:
-            firsts = [lasts[n] - counts[n] for n in few]
-            table = [firsts, [lasts[n] for n in few], [weights[n].data_ptr() for n in few]]
-            table = torch.tensor(table, device="cpu")
-            addresses = (*(row.data_ptr() for row in table), left_RI.data_ptr(), right_RO.data_ptr())
-            native.over_rows(kernel, len(few), len(few) * weights[0].numel(), (*weights[0].shape, *addresses))
-        for n in sorted(set(range(len(counts))).difference(few)):
-            rows = slice(lasts[n] - counts[n], lasts[n])
-            IN_TORCH[name](weights[n], left_RI[rows], right_RO[rows])
-
-
-def hidden_back(gradient_RH: Tensor, hidden_RH: Tensor, gates_R: Tensor) -> Tensor:
-    """(R,) the gates' gradients; `gradient_RH`, by a row's result without its gate, is made that before the rectifier.
-
-    Of a gate: gradient times result, which is (hidden W) gradient = hidden (W gradient).
-    """
-    kernel = None
-    if all(each.is_cpu and each.is_contiguous() for each in (gradient_RH, hidden_RH, gates_R)):
-        kernel = native.function("experts", "hidden_back", gates_R.dtype, "lllpppp")
-    if kernel is None:
-        of_gates_R = torch.linalg.vecdot(gradient_RH, hidden_RH)
-        gradient_RH.mul_(gates_R[:, None]).mul_(hidden_RH > 0)
-        return of_gates_R
-    of_gates_R = torch.empty_like(gates_R)
-    addresses = [each.data_ptr() for each in (gates_R, hidden_RH, gradient_RH, of_gates_R)]
-    native.over_rows(kernel, len(gates_R), gradient_RH.numel(), (gradient_RH.shape[1], *addresses))
-    return of_gates_R
-
-
-def _kernel(name: str, weights: Sequence[Tensor], *rows: Tensor) -> Callable[..., None] | None:
-    """The C function for tensors of this kind; None where PyTorch is to do it."""
-    if not rows[0].is_cpu or any(each.shape[1] * each.element_size() % ALIGNED for each in rows):
-        return None
-    if not all(each.is_contiguous() and each.dtype == rows[0].dtype for each in (*rows, *weights)):
-        return None
-    return native.function("experts", name, rows[0].dtype, "llllppppp")
+    def _split(self, rows_RX: Tensor) -> tuple[Tensor, ...]:
+        return rows_RX.split(self.routing.counts)
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedProducts:
+class GroupedProducts(_Products):
     """One call for all experts: PyTorch's grouped matrix product.
 
     It wants rows of a multiple of 16 bytes and strides that say where each is: what has others is padded with zeros,

@@ -1,11 +1,13 @@
-/* Rows sorted by expert times the experts' weights, and the gradients back; expert_products.py loads it.
+/* Tokens -> gated results of the experts they go to, and the gradients back; compiled_experts.py loads it.
 
-   Expert n has the rows from firsts[n] to lasts[n] - 1 and the weight, or the weight's gradient, weights[n] (I, O); left
-   (R, I) and right (R, O) are all rows. Experts from start to end - 1 are computed. I and O are multiples of 128
-   bytes. A block of results stays in registers while everything that adds to it goes by. With few rows an expert,
-   fetching its weight takes as long as multiplying, so the next expert's is fetched meanwhile. Compiled twice, for float
-   and double. */
+   Rows are tokens' visits to experts, sorted by expert: row r is entry order[r] of the (T, k) gates. A thread takes the
+   rows from start to end - 1, an expert's in chunks that stay in a processor's second cache from a token's row to the
+   row of its result. Where rows lie there or are kept, PADDING comes after each: at powers of two apart they would push
+   each other out of the first cache. Products keep a block of results in registers while everything that adds to it goes
+   by; where many rows use a weight, it is packed before. With few, fetching it takes as long as multiplying, so the next
+   one is fetched meanwhile. Inputs, hidden and outputs are multiples of 128 bytes. Compiled twice, for float and double. */
 
+#include <stdint.h>
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -21,6 +23,11 @@
 #define APART static __attribute__((noinline)) /* gcc gives a loop of its own more registers */
 #define UNROLL _Pragma("GCC unroll 16")
 #define NEAR (1 << 19) /* bytes: a weight for which there is room beside another in a processor's second cache */
+#define WORTH_PACKING 32       /* rows */
+#define WORTH_TRANSPOSING 32
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+enum { SET, ADD, AWAY }; /* what becomes of a block of results */
 
 /* What registers hold: vectors of BYTES, and the sums of ROWS rows of two of them. */
 #if defined(__AVX512F__)
@@ -34,45 +41,75 @@
 #define ROWS 6
 #endif
 
+/* How many the next part takes of what is left, so that all parts are of about one size, at most `most`. */
+INLINE long share(long left, long most)
+{
+    const long parts = (left + most - 1) / most;
+    return (left + parts - 1) / parts;
+}
+
 #define REAL float
+#define BITS uint32_t
 #define LANES (BYTES / 4)
+#define MINUS_INFINITY 0xff800000
 #include "experts.c"
 #undef REAL
+#undef BITS
 #undef LANES
+#undef MINUS_INFINITY
 #undef EVEN
 #undef ODD
+#undef LOWER
+#undef UPPER
 #define REAL double
+#define BITS uint64_t
 #define LANES (BYTES / 8)
+#define MINUS_INFINITY 0xfff0000000000000
 #include "experts.c"
 
 #else
 
 typedef REAL NAME(vector) __attribute__((vector_size(BYTES), aligned(__alignof__(REAL)), may_alias));
 #define VECTOR NAME(vector)
-#define AT(address) (*(const VECTOR *)(address))
+#define AT(address) (*(VECTOR *)(address))
 #define PANEL (2 * LANES)
+#define PADDING (64 / (long)sizeof(REAL))
+
+/* compiled_experts.py has the same. Gradients are named after what they are of. */
+typedef struct {
+    long experts, k, inputs, hidden, outputs, chunk, room;  /* room: numbers that a chunk's rows need, whatever width */
+    const long *lasts, *order;                        /* where each expert's rows end; (R,) */
+    const REAL *const *hidden_weights, *const *output_weights; /* of each expert (inputs, hidden), (hidden, outputs) */
+    const REAL *x, *gates;                            /* (T, inputs), (T, k) */
+    REAL *hidden_rows, *result;                       /* (R, hidden + PADDING), or none to keep; (T, k, outputs) */
+    const REAL *of_result;                            /* (T, outputs) */
+    REAL *of_hidden, *of_gates, *of_x;                /* (R, hidden + PADDING), (T, k), (T, k, inputs) or none */
+    REAL *const *of_hidden_weights, *const *of_output_weights;
+} NAME(layer);
+#define LAYER NAME(layer)
 
 /* What is written for somebody else to read goes straight to memory: a cache would first read what was there. */
-INLINE void NAME(store)(REAL *to, VECTOR value, const int away)
+INLINE void NAME(store)(REAL *to, VECTOR value, const int how)
 {
 #ifdef __AVX512F__
-    if (away && (size_t)to % BYTES == 0) {
+    if (how == AWAY && (size_t)to % BYTES == 0) {
         _mm512_stream_si512((void *)to, (__m512i)value);
         return;
     }
 #endif
-    *(VECTOR *)to = value;
+    if (how == ADD) value += AT(to);
+    AT(to) = value;
 }
 
 /* c (rows, PANEL) = a (rows, K) b (K, PANEL); a_row is from one row of a to the next, a_k from one column to the next. */
-INLINE void NAME(block)(const int rows, const int away, long K, const REAL *a, long a_row, long a_k, const REAL *b,
+INLINE void NAME(block)(const int rows, const int how, long K, const REAL *a, long a_row, long a_k, const REAL *b,
                         long b_k, const REAL *fetch, long fetch_k, REAL *c, long c_row)
 {
     VECTOR sums[ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = (VECTOR){0};
     for (long k = 0; k < K; k++, a += a_k, b += b_k, fetch += fetch_k) {
         const VECTOR b0 = AT(b), b1 = AT(b + LANES);
-        if (!away) {
+        if (how == SET) {
             __builtin_prefetch(fetch, 0, 2);
             __builtin_prefetch(fetch + LANES, 0, 2);
         }
@@ -82,18 +119,18 @@ INLINE void NAME(block)(const int rows, const int away, long K, const REAL *a, l
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {
-        NAME(store)(c + r * c_row, sums[r][0], away);
-        NAME(store)(c + r * c_row + LANES, sums[r][1], away);
+        NAME(store)(c + r * c_row, sums[r][0], how);
+        NAME(store)(c + r * c_row + LANES, sums[r][1], how);
     }
 }
 
-#define BLOCK(n)                                                                            \
-    case n:                                                                                 \
-        if (n <= ROWS)                                                                      \
-            NAME(block)(n, away, K, a, a_row, a_k, b, b_k, fetch, fetch_k, c, c_row);       \
+#define BLOCK(n)                                                                           \
+    case n:                                                                                \
+        if (n <= ROWS)                                                                     \
+            NAME(block)(n, how, K, a, a_row, a_k, b, b_k, fetch, fetch_k, c, c_row);       \
         break;
 
-INLINE void NAME(blocks)(int rows, const int away, long K, const REAL *a, long a_row, long a_k, const REAL *b, long b_k,
+INLINE void NAME(blocks)(int rows, const int how, long K, const REAL *a, long a_row, long a_k, const REAL *b, long b_k,
                          const REAL *fetch, long fetch_k, REAL *c, long c_row)
 {
     switch (rows) {
@@ -102,60 +139,63 @@ INLINE void NAME(blocks)(int rows, const int away, long K, const REAL *a, long a
     }
 }
 
-/* How many rows the next block takes, so that all blocks of what is left are of about one size. */
-INLINE int NAME(share)(long rows)
-{
-    const long blocks = (rows + ROWS - 1) / ROWS;
-    return (rows + blocks - 1) / blocks;
-}
-
-/* right = left times the weights */
-void NAME(rows)(long start, long end, long I, long O, const long *firsts, const long *lasts, REAL *const *weights,
-                const REAL *left, REAL *right)
+/* right (rows, O) = left (rows, I) times weight; next is the weight that comes after it. */
+APART void NAME(times)(long rows, long I, long O, const REAL *left, const REAL *weight, const REAL *next, REAL *right,
+                       REAL *packed)
 {
     const int near = I * O * (long)sizeof(REAL) <= NEAR;
-    for (long n = start; n < end; n++) {
-        const REAL *weight = weights[n], *next = weights[n + 1 < end ? n + 1 : n];
-        for (long j = 0; j < O; j += PANEL) {
-            const REAL *fetch = near ? next + j * I : weight + j + PANEL;
-            long fetch_k = near ? PANEL : O;
-            for (long r = firsts[n], rows; r < lasts[n]; r += rows, fetch = weight, fetch_k = 0) {
-                rows = NAME(share)(lasts[n] - r);
-                NAME(blocks)(rows, 0, I, left + r * I, I, 1, weight + j, O, fetch, fetch_k, right + r * O + j, O);
-            }
+    for (long j = 0; j < O; j += PANEL) {
+        const REAL *panel = weight + j, *fetch = near ? next + j * I : weight + j + PANEL;
+        long stride = O, fetch_k = near ? PANEL : O;
+        if (rows >= WORTH_PACKING) {
+            for (long i = 0; i < I; i++)
+                UNROLL for (int v = 0; v < PANEL; v += LANES) AT(packed + i * PANEL + v) = AT(panel + i * O + v);
+            panel = packed, stride = PANEL;
+        }
+        for (long r = 0, some; r < rows; r += some, fetch = weight, fetch_k = 0) {
+            some = share(rows - r, ROWS);
+            NAME(blocks)(some, SET, I, left + r * (I + PADDING), I + PADDING, 1, panel, stride, fetch, fetch_k,
+                         right + r * (O + PADDING) + j, O + PADDING);
         }
     }
 }
 
-/* weights = the sums over their rows of left times right */
-void NAME(weights)(long start, long end, long I, long O, const long *firsts, const long *lasts, REAL *const *weights,
-                   const REAL *left, const REAL *right)
+/* weight (I, O), its rows from start to end - 1 = the sum over rows of left times right, or that added to it */
+APART void NAME(outer)(long rows, long I, long O, long start, long end, const REAL *left, const REAL *right,
+                       REAL *weight, int add)
 {
-    for (long n = start; n < end; n++) {
-        const REAL *a = left + firsts[n] * I, *b = right + firsts[n] * O;
-        for (long i = 0, rows; i < I; i += rows) {
-            rows = NAME(share)(I - i);
-            for (long j = 0; j < O; j += PANEL)
-                NAME(blocks)(rows, 1, lasts[n] - firsts[n], a + i, 1, I, b + j, O, b, 0, weights[n] + i * O + j, O);
-        }
+    for (long i = start, some; i < end; i += some) {
+        some = share(end - i, ROWS);
+        for (long j = 0; j < O; j += PANEL)
+            if (add)
+                NAME(blocks)(some, ADD, rows, left + i, 1, I + PADDING, right + j, O + PADDING, right, 0,
+                             weight + i * O + j, O);
+            else
+                NAME(blocks)(some, AWAY, rows, left + i, 1, I + PADDING, right + j, O + PADDING, right, 0,
+                             weight + i * O + j, O);
     }
-#ifdef __AVX512F__
-    _mm_sfence();
-#endif
 }
 
 #if LANES == 2
 #define EVEN 0, 2
 #define ODD 1, 3
+#define LOWER 0, 2
+#define UPPER 1, 3
 #elif LANES == 4
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
+#define LOWER 0, 4, 1, 5
+#define UPPER 2, 6, 3, 7
 #elif LANES == 8
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#define LOWER 0, 8, 1, 9, 2, 10, 3, 11
+#define UPPER 4, 12, 5, 13, 6, 14, 7, 15
 #else
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #endif
 #define HALVE(n)                                                              \
     UNROLL for (int m = 0; m < LANES / n; m++)                                \
@@ -167,6 +207,24 @@ INLINE VECTOR NAME(sums)(VECTOR *v)
 {
     HALVE(2) HALVE(4) HALVE(8) HALVE(16)
     return v[0];
+}
+
+/* packed (O, PANEL) = the PANEL rows of O from weight, transposed */
+APART void NAME(transpose)(long O, const REAL *weight, REAL *packed)
+{
+    for (long o = 0; o < O; o += LANES)
+        for (int part = 0; part < PANEL; part += LANES) {
+            VECTOR v[LANES], other[LANES];
+            UNROLL for (int m = 0; m < LANES; m++) v[m] = AT(weight + (part + m) * O + o);
+            UNROLL for (int turn = 1; turn < LANES; turn *= 2) {
+                UNROLL for (int m = 0; m < LANES; m++) other[m] = v[m];
+                UNROLL for (int m = 0; m < LANES / 2; m++) {
+                    v[2 * m] = __builtin_shufflevector(other[m], other[m + LANES / 2], LOWER);
+                    v[2 * m + 1] = __builtin_shufflevector(other[m], other[m + LANES / 2], UPPER);
+                }
+            }
+            UNROLL for (int m = 0; m < LANES; m++) AT(packed + (o + m) * PANEL + part) = v[m];
+        }
 }
 
 /* left (rows, LANES) = right (rows, O) times weight (LANES, O) transposed; rows divides LANES. */
@@ -181,13 +239,13 @@ INLINE void NAME(dots)(const int rows, long I, long O, const REAL *right, const 
             UNROLL for (int c = 0; c < columns; c++) w[c] = AT(weight + c * O + o);
             UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(weight + c * O + o + ahead, 0, 2);
             UNROLL for (int r = 0; r < rows; r++) {
-                const VECTOR x = AT(right + r * O + o);
+                const VECTOR x = AT(right + r * (O + PADDING) + o);
                 UNROLL for (int c = 0; c < columns; c++) v[r * columns + c] += w[c] * x;
             }
         }
         const VECTOR totals = NAME(sums)(v);
         UNROLL for (int r = 0; r < rows; r++)
-            memcpy(left + r * I + i, (const REAL *)&totals + r * columns, columns * sizeof(REAL));
+            memcpy(left + r * (I + PADDING) + i, (const REAL *)&totals + r * columns, columns * sizeof(REAL));
     }
 }
 
@@ -206,45 +264,143 @@ APART void NAME(dots_of_4)(long I, long O, const REAL *right, const REAL *weight
     NAME(dots)(LANES < 4 ? 1 : 4, I, O, right, weight, ahead, left);
 }
 
-/* left = right times the weights transposed */
-void NAME(rows_back)(long start, long end, long I, long O, const long *firsts, const long *lasts, REAL *const *weights,
-                     REAL *left, const REAL *right)
+/* left (rows, I) = right (rows, O) times weight transposed */
+APART void NAME(times_transposed)(long rows, long I, long O, const REAL *right, const REAL *weight, const REAL *next,
+                                  REAL *left, REAL *packed)
 {
     const int near = I * O * (long)sizeof(REAL) <= NEAR;
-    for (long n = start; n < end; n++) {
-        const REAL *next = weights[n + 1 < end ? n + 1 : n];
-        for (long i = 0; i < I; i += LANES) {
-            const REAL *weight = weights[n] + i * O;
-            long ahead = near ? next - weights[n] : LANES * O;
-            for (long r = firsts[n], rows; r < lasts[n]; r += rows, ahead = 0) {
-                const long rest = lasts[n] - r;
-                rows = rest >= 4 && LANES >= 4 ? 4 : rest >= 2 ? 2 : 1;
-                (rows == 4 ? NAME(dots_of_4) : rows == 2 ? NAME(dots_of_2) : NAME(dots_of_1))(
-                    I, O, right + r * O, weight, ahead, left + r * I + i);
+    if (rows >= WORTH_TRANSPOSING) {
+        for (long i = 0; i < I; i += PANEL) {
+            const REAL *fetch = near ? next + i * O : weight;
+            long fetch_k = near ? PANEL : 0;
+            NAME(transpose)(O, weight + i * O, packed);
+            for (long r = 0, some; r < rows; r += some, fetch = weight, fetch_k = 0) {
+                some = share(rows - r, ROWS);
+                NAME(blocks)(some, SET, O, right + r * (O + PADDING), O + PADDING, 1, packed, PANEL, fetch, fetch_k,
+                             left + r * (I + PADDING) + i, I + PADDING);
             }
+        }
+        return;
+    }
+    for (long i = 0; i < I; i += LANES) {
+        long ahead = near ? next - weight : LANES * O;
+        for (long r = 0, some; r < rows; r += some, ahead = 0) {
+            some = rows - r >= 4 && LANES >= 4 ? 4 : rows - r >= 2 ? 2 : 1;
+            (some == 4 ? NAME(dots_of_4) : some == 2 ? NAME(dots_of_2) : NAME(dots_of_1))(
+                I, O, right + r * (O + PADDING), weight + i * O, ahead, left + r * (I + PADDING) + i);
         }
     }
 }
 
-/* of_gates (R,) = the sums over each row of gradient (R, H) times hidden; then gradient = gradient times the row's gate
-   where hidden is greater than 0, else 0. For rows from start to end - 1. */
-void NAME(hidden_back)(long start, long end, long H, const REAL *gates, const REAL *all_hidden, REAL *all_gradient,
-                       REAL *of_gates)
+/* to (rows, width) = the tokens' rows */
+INLINE void NAME(gather)(const LAYER *l, long first, long rows, long width, const REAL *tokens, REAL *to)
 {
-    for (long r = start; r < end; r++) {
-        const REAL *restrict hidden = all_hidden + r * H, gate = gates[r];
-        REAL *restrict gradient = all_gradient + r * H, sum = 0;
-        for (long j = 0; j < H; j++) {
+    for (long r = 0; r < rows; r++)
+        memcpy(to + r * (width + PADDING), tokens + l->order[first + r] / l->k * width, width * sizeof(REAL));
+}
+
+/* to, or the rows of to at their places in order = from (rows, width) times the gates */
+INLINE void NAME(gated)(const LAYER *l, long first, long rows, long width, const REAL *from, REAL *to, const int places)
+{
+    for (long r = 0; r < rows; r++) {
+        const REAL gate = l->gates[l->order[first + r]], *restrict source = from + r * (width + PADDING);
+        REAL *restrict target = to + (places ? l->order[first + r] * width : r * (width + PADDING));
+        for (long j = 0; j < width; j++) target[j] = source[j] * gate;
+    }
+}
+
+/* Negative numbers become 0; what is not a number stays that, which -ffast-math would not promise of a comparison. */
+INLINE void NAME(rectify)(long numbers, REAL *values)
+{
+    BITS *bits = (BITS *)values, bit = (BITS)1 << (8 * sizeof(BITS) - 1);
+    for (long n = 0; n < numbers; n++) bits[n] = bits[n] - bit <= (BITS)MINUS_INFINITY - bit ? 0 : bits[n];
+}
+
+/* Gradients of gates, and of hidden rows by their results without gate those before gate and rectifier. Of a gate:
+   gradient times result, which is (hidden W) gradient = hidden (W gradient). */
+INLINE void NAME(hidden_back)(const LAYER *l, long first, long rows)
+{
+    for (long r = first; r < first + rows; r++) {
+        const REAL *restrict hidden = l->hidden_rows + r * (l->hidden + PADDING), gate = l->gates[l->order[r]];
+        REAL *restrict gradient = l->of_hidden + r * (l->hidden + PADDING), sum = 0;
+        for (long j = 0; j < l->hidden; j++) {
             sum += gradient[j] * hidden[j];
             gradient[j] = hidden[j] > 0 ? gradient[j] * gate : 0;
         }
-        of_gates[r] = sum;
+        l->of_gates[l->order[r]] = sum;
     }
 }
 
+/* Every chunk of the rows from start to end - 1: rows from r of expert n */
+#define CHUNKS                                                                                          \
+    for (long n = 0; n < l->experts && (n ? l->lasts[n - 1] : 0) < end; n++)                  \
+        for (long r = MAX(start, n ? l->lasts[n - 1] : 0), to = MIN(end, l->lasts[n]), rows;            \
+             r < to && (rows = share(to - r, l->chunk)); r += rows)
+
+#define NEXT(weights) (weights)[r + rows == to && n + 1 < l->experts ? n + 1 : n]
+
+/* result, and where wanted hidden_rows */
+void NAME(forward)(long start, long end, const LAYER *l, REAL *scratch)
+{
+    REAL *some_rows = scratch, *more_rows = some_rows + l->room, *packed = more_rows + l->room;
+    CHUNKS {
+        REAL *hidden = l->hidden_rows ? l->hidden_rows + r * (l->hidden + PADDING) : more_rows;
+        NAME(gather)(l, r, rows, l->inputs, l->x, some_rows);
+        NAME(times)(rows, l->inputs, l->hidden, some_rows, l->hidden_weights[n], l->output_weights[n], hidden, packed);
+        NAME(rectify)(rows * (l->hidden + PADDING), hidden);
+        NAME(times)(rows, l->hidden, l->outputs, hidden, l->output_weights[n], NEXT(l->hidden_weights), some_rows,
+                    packed);
+        NAME(gated)(l, r, rows, l->outputs, some_rows, l->result, 1);
+    }
+}
+
+/* of_hidden, of_gates and where wanted of_x */
+void NAME(backward)(long start, long end, const LAYER *l, REAL *scratch)
+{
+    REAL *some_rows = scratch, *packed = some_rows + l->room;
+    CHUNKS {
+        REAL *of_hidden = l->of_hidden + r * (l->hidden + PADDING);
+        const REAL *next = l->of_x ? l->hidden_weights[n] : NEXT(l->output_weights);
+        NAME(gather)(l, r, rows, l->outputs, l->of_result, some_rows);
+        NAME(times_transposed)(rows, l->hidden, l->outputs, some_rows, l->output_weights[n], next, of_hidden, packed);
+        NAME(hidden_back)(l, r, rows);
+        if (!l->of_x) continue;
+        NAME(times_transposed)(rows, l->inputs, l->hidden, of_hidden, l->hidden_weights[n], NEXT(l->output_weights),
+                               some_rows, packed);
+        for (long m = 0; m < rows; m++)
+            memcpy(l->of_x + l->order[r + m] * l->inputs, some_rows + m * (l->inputs + PADDING),
+                   l->inputs * sizeof(REAL));
+    }
+}
+
+/* of_hidden_weights and of_output_weights; threads that share the rows of an expert share its weights' rows */
+void NAME(weights)(long start, long end, const LAYER *l, REAL *scratch)
+{
+    const long I = l->inputs, H = l->hidden, O = l->outputs;
+    for (long n = 0, first = 0; n < l->experts; first = l->lasts[n++]) {
+        const long last = l->lasts[n], all = last - first, from = MAX(start, first) - first, to = MIN(end, last) - first;
+        if (from >= to) continue;
+        for (long r = first, rows; r < last; r += rows) {
+            rows = share(last - r, l->chunk);
+            NAME(gather)(l, r, rows, I, l->x, scratch);
+            NAME(outer)(rows, I, H, I * from / all, I * to / all, scratch, l->of_hidden + r * (H + PADDING),
+                        l->of_hidden_weights[n], r > first);
+            NAME(gather)(l, r, rows, O, l->of_result, scratch);
+            NAME(gated)(l, r, rows, O, scratch, scratch, 0);
+            NAME(outer)(rows, H, O, H * from / all, H * to / all, l->hidden_rows + r * (H + PADDING), scratch,
+                        l->of_output_weights[n], r > first);
+        }
+    }
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
+}
+
 #undef VECTOR
+#undef LAYER
 #undef AT
 #undef PANEL
+#undef PADDING
 #undef BLOCK
 #undef HALVE
 #endif

@@ -17,10 +17,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.errors import InputError
-from iep.workloads.expert_products import GroupedProducts, ProductsByExpert, Routing, grouped_refusal, hidden_back
+from iep.workloads.compiled_experts import CompiledExperts, can_compile
+from iep.workloads.expert_products import GroupedProducts, ProductsByExpert, Routing, grouped_refusal
 from iep.workloads.reused_memory import ReusedMemory
 
-Products = ProductsByExpert | GroupedProducts
+Way = CompiledExperts | ProductsByExpert | GroupedProducts
 EXECUTIONS = ("vanilla", "batched", "grouped")
 
 
@@ -90,15 +91,17 @@ class Experts(nn.Module):
             return torch.stack([self.one(*token) for token in tokens])
         routing = route(experts_TK, len(self.hidden_weights))
         layers = [_active(weights, routing, dtype) for weights in (self.hidden_weights, self.output_weights)]
+        weights = [weight for layer in layers for weight in layer]
         if self.execution == "grouped" and grouped_refusal(x_TD.device, dtype) is None:
             stacks = _stacked(self.hidden_weights).to(dtype), _stacked(self.output_weights).to(dtype)
-            products = GroupedProducts(routing, stacks, self._memory)
+            way = GroupedProducts(routing, stacks, self._memory)
+        elif can_compile(x_TD, self.sizes, weights):
+            way = CompiledExperts(routing, layers, self._memory)
         else:
-            products = ProductsByExpert(routing, layers, self._memory)
-        weights = [weight for layer in layers for weight in layer]
+            way = ProductsByExpert(routing, layers, self._memory)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TD, gates_TK, *weights)):
-            return _GatedSum.apply(x_TD, gates_TK, products, *weights)
-        return gated_sum(x_TD, gates_TK, products)[0]
+            return _GatedSum.apply(x_TD, gates_TK, way, *weights)
+        return way.forward(x_TD, gates_TK, keep=False)[0]
 
     def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> None:
         number = len(self.hidden_weights)
@@ -135,71 +138,34 @@ def route(experts_TK: Tensor, experts: int) -> Routing:
     """Sort the (T, K) assignments, at least one, by expert; those of one expert keep their order."""
     flat_R = experts_TK.flatten()
     order_R = flat_R.argsort(stable=True)
-    positions_R = torch.arange(len(flat_R), device=flat_R.device)
     counts_E = torch.bincount(flat_R, minlength=experts)
     counts = counts_E.tolist()
     active = tuple(expert for expert, count in enumerate(counts) if count)
     return Routing(
         order_R=order_R,
-        inverse_R=torch.empty_like(order_R).scatter_(0, order_R, positions_R),
         active=active,
         counts=tuple(counts[expert] for expert in active),
-        ends_E=counts_E.cumsum(0).to(torch.int32),
+        counts_E=counts_E,
     )
-
-
-def gated_sum(x_TD: Tensor, gates_TK: Tensor, products: Products) -> tuple[Tensor, ...]:
-    """(T, O) the layer's result; and what its way back needs: rows (R, D), hidden (R, H), gates (R,)."""
-    k = gates_TK.shape[1]
-    x_RD = _rows_of_tokens(x_TD, products, k)
-    gates_R = gates_TK.flatten()[products.routing.order_R]
-    hidden_RH = products.rows(x_RD, layer=0).relu_()
-    result_RO = products.rows(hidden_RH, layer=1).mul_(gates_R[:, None])
-    return _sums_of_rows(result_RO, products, k), x_RD, hidden_RH, gates_R
 
 
 class _GatedSum(Function):
     """The layer's result; on the way back the gradients of tokens, gates and the active experts' weights."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, gates_TK: Tensor, products: Products, *weights: Tensor) -> Tensor:
-        result_TO, *kept = gated_sum(x_TD, gates_TK, products)
+    def forward(ctx: Any, x_TD: Tensor, gates_TK: Tensor, way: Way, *weights: Tensor) -> Tensor:
+        result_TO, *kept = way.forward(x_TD, gates_TK, keep=True)
         ctx.save_for_backward(*kept, *weights)  # the weights so that PyTorch notices when they are changed meanwhile
-        ctx.products, ctx.k = products, gates_TK.shape[1]
+        ctx.way, ctx.kept = way, len(kept)
         return result_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, hidden_RH, gates_R, *weights = ctx.saved_tensors
-        products, k = ctx.products, ctx.k
         of_x, _, _, *of_weights = ctx.needs_input_grad
-        gradient_RO = _rows_of_tokens(gradient_TO, products, k)
-        gradient_RH = products.rows_back(gradient_RO, layer=1)
-        gates_TK = hidden_back(gradient_RH, hidden_RH, gates_R)[products.routing.inverse_R].view(-1, k)
-        x_TD = _sums_of_rows(products.rows_back(gradient_RH, layer=0), products, k) if of_x else None
-        if not any(of_weights):
-            return x_TD, gates_TK, None, *(None for _ in weights)
-        gradient_RO.mul_(gates_R[:, None])
-        output = products.weights(hidden_RH, gradient_RO)
-        return x_TD, gates_TK, None, *products.weights(x_RD, gradient_RH), *output
-
-
-def _rows_of_tokens(values_TX: Tensor, products: Products, k: int) -> Tensor:
-    """(R, X) the token of every row."""
-    rows_RX = products.memory.empty((len(products.routing.order_R), values_TX.shape[1]), like=values_TX)
-    return torch.index_select(values_TX, 0, products.routing.order_R // k, out=rows_RX)
-
-
-def _sums_of_rows(values_RX: Tensor, products: Products, k: int) -> Tensor:
-    """(T, X) the sum of every token's rows."""
-    width = values_RX.shape[1]
-    by_token_RX = products.memory.empty(tuple(values_RX.shape), like=values_RX)
-    torch.index_select(values_RX, 0, products.routing.inverse_R, out=by_token_RX)
-    if k == 1:
-        return by_token_RX
-    result_TX = products.memory.empty((len(values_RX) // k, width), like=values_RX)
-    return torch.sum(by_token_RX.view(-1, k, width), dim=1, out=result_TX)
+        kept = ctx.saved_tensors[: ctx.kept]
+        x_TD, gates_TK, weights = ctx.way.backward(gradient_TO, kept, of_x, any(of_weights))
+        return x_TD, gates_TK, None, *(weights or (None for _ in of_weights))
 
 
 def _made(experts: int, inputs: int, outputs: int) -> nn.ParameterList:
