@@ -1,6 +1,7 @@
 """Cells against the same modules in plain PyTorch, among others in one network."""
 
 import itertools
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from iep.batching import SCHEDULERS, Cell, Edges, VertexFunction, VertexNetwork
+from iep.workloads import lstm_state
 from iep.workloads.lstm import LSTMCell
 from iep.workloads.sentences import Sentence
 from iep.workloads.tagger import Tagger
@@ -75,10 +77,28 @@ def results(model, run):
     return {"output": output.detach(), **{name: each.grad for name, each in model.named_parameters()}}
 
 
+@contextmanager
+def cells_run(how):
+    """In place, where there is a C compiler, or call by call."""
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "call by call":
+            patch.setattr(LSTMCell, "in_place", Cell.in_place)
+        yield
+
+
+HOW = ["in place", "call by call"]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("bias", [True, False])
 @given(samples=st.lists(graphs(), min_size=1, max_size=5))
 @settings(quick, max_examples=25)
-def test_cells_give_what_plain_code_gives_among_plain_code(bias, samples):
+def test_cells_give_what_plain_code_gives_among_plain_code(how, bias, samples):
+    with cells_run(how):
+        assert_as_plain_code(bias, samples)
+
+
+def assert_as_plain_code(bias, samples):
     cells, plain = Plain(True, bias), Plain(False, bias)
     for name, defer in itertools.product(("vanilla", "lookahead"), (False, True)):
         expected = results(plain, lambda n=name: plain(samples, n, False))
@@ -88,6 +108,47 @@ def test_cells_give_what_plain_code_gives_among_plain_code(bias, samples):
                 assert value is None or not value.any()
                 actual[part] = value
         assert_same(actual, expected, 1e-9)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("defer", [True, False])
+def test_what_is_not_a_number_stays_where_no_root_depends_on_it(how, defer):
+    model = Plain(True)
+    children, function = np.array([[-1, -1], [-1, -1], [0, 0]]), np.array([0, 0, 1])
+    plan = model.network.plan([Edges(children, function, {"x": np.array([0, 1, 0])})])
+    with torch.no_grad():
+        model.table[1] = float("nan")  # of the second leaf, which nothing gathers
+    with cells_run(how):
+        roots = model.network(plan, {"x": model.table[plan.rows["x"]]}, defer).roots["h"]
+        roots.sum().backward()
+    assert roots.isfinite().all()
+    assert model.table.grad[0].isfinite().all()
+    assert model.inner.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.skipif(lstm_state.kernel("state", torch.float64) is None, reason="there is no C compiler")
+def test_cells_that_pull_and_push_give_the_same_in_place(by_itself):
+    torch.manual_seed(0)
+    sentences = [Sentence(np.array(words), np.zeros(len(words), int)) for words in ([1, 2, 3], [4], [2, 2, 1, 0])]
+    tagger = Tagger(5, 3, None, 4, 3, 2).double()
+    found = {}
+    for how in HOW:
+        with cells_run(how):
+            plan = tagger.plan(sentences[:1] if by_itself else sentences)
+            found[how] = results(tagger, lambda p=plan: tagger(p))
+            with torch.inference_mode():
+                assert torch.equal(tagger(plan), found[how]["output"])
+    for each in found.values():
+        each["embedding.weight"] = each["embedding.weight"].to_dense()
+    assert_same(found["in place"], found["call by call"], 1e-12)
+
+
+def test_cells_of_another_width_than_their_columns_are_refused():
+    model = Plain(True)
+    plan = model.network.plan([CHAIN])
+    with pytest.raises((ValueError, RuntimeError), match=r"holds values \(2,\)|mat1 and mat2|shape"):
+        model.network(plan, {"x": torch.zeros(1, 2).double()})
 
 
 CHAIN = Edges(np.array([[-1, -1], [0, 0], [1, 0]]), np.array([0, 1, 1]), {"x": np.array([0, 0, 0])})

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from iep.workloads import lstm, native
+from iep.workloads import lstm_state as lstm
+from iep.workloads import native
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def test_gradients_need_not_lie_in_one_piece():
 
 def test_many_rows_are_shared_among_threads(monkeypatch):
     gates, children, bias = torch.randn(2000, 5 * 64), torch.randn(2000, 2, 64), torch.zeros(5 * 64)
-    threads, kernel = [], native.function("lstm", "state", torch.float32, lstm.ARGUMENTS["state"])
+    threads, kernel = [], lstm.kernel("state", torch.float32)
     if kernel is None:
         pytest.skip("there is no C compiler")
 

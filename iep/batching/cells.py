@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import Calls, linear_gradients, put_aside, share_linear
+from iep.batching.in_place import InPlace
 from iep.batching.layout import Call
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ class Cell(ABC):
     def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
         """Add (G, K) the factor's gradient to those of the arguments."""
 
+    def in_place(self, run: "Run", calls: Sequence[Call], cells: Sequence["Cell"]) -> InPlace | None:
+        """What runs consecutive calls of cells of this class on the buffers themselves; None where each is run as the
+        methods above say, one by one."""
+        return None
+
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """Its results without gradients.
 
@@ -75,9 +81,8 @@ class WeightsOfRun:
         self.defer = defer
         self.shared: dict[int, tuple[Tensor, Tensor | None, Calls | None]] = {}
 
-    def of(self, cell: Cell) -> tuple[Tensor, Tensor | None, Calls | None]:
+    def of(self, layer: nn.Linear) -> tuple[Tensor, Tensor | None, Calls | None]:
         """Weight, bias, and where calls put aside what their gradients need; None where they compute them at once."""
-        layer = cell.layer
         if id(layer) not in self.shared:
             alone = (layer.weight, layer.bias, None)
             self.shared[id(layer)] = share_linear(layer.weight, layer.bias) if self.defer else alone

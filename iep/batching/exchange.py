@@ -7,7 +7,7 @@ Shapes: G rows of a call, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from iep.batching.cells import Cell, CellCall, WeightsOfRun
 from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.in_place import apply_in_place
 from iep.batching.layout import Argument, Call, Layout, Result
 
 Module = Cell | Callable[..., Tensor | tuple[Tensor, ...] | None]
@@ -38,25 +39,39 @@ def run_calls(
     """
     token = torch.empty(0, device=run.device)
     context = DeferredWeightGrads() if defer and run.records else nullcontext()
-    weights, departure = WeightsOfRun(defer), run.layout.calls[-1]
-    for before, call in pairwise(run.layout.calls):
-        module = None if call is departure else modules[call.op]
+    weights, calls, at = WeightsOfRun(defer), run.layout.calls, 0
+    departure = len(calls) - 1
+    while at < departure:
+        before, at = calls[at], at + 1
+        call = calls[at]
+        module = None if at == departure else modules[call.op]
+        if isinstance(module, Cell):
+            cells = _alike(module, modules, calls[at:departure])
+            in_place = module.in_place(run, calls[at : at + len(cells)], cells)
+            if in_place is not None:
+                token = apply_in_place(token, run, before, in_place, results, weights)
+                results, at = (), at + len(cells) - 1  # they are kept already
+                continue
         if run.records and isinstance(module, Cell):
-            weight, bias, calls = weights.of(module)
-            token = CellCall.apply(token, run, before, call, module, calls, weight, bias, *results)
-            results = ()  # are kept already
+            weight, bias, aside = weights.of(module.layer)
+            token = CellCall.apply(token, run, before, call, module, aside, weight, bias, *results)
+            results = ()
             continue
         if run.records:
             token, *arguments = _Exchange.apply(token, run, before, call, *results)
         else:
             arguments = run.exchange(before, call, results)
-        if module is None:
-            break
-        with context:
-            returned = module(*arguments)
-        results = run.checked(call, returned)
+        if module is not None:
+            with context:
+                returned = module(*arguments)
+            results = run.checked(call, returned)
     run.values = []  # arguments are copies, so that nothing reads it on the way back
     return token, tuple(arguments)
+
+
+def _alike(cell: Cell, modules: Modules, calls: Sequence[Call]) -> list[Cell]:
+    """The first calls' cells, as long as they are of this one's class."""
+    return list(takewhile(lambda module: type(module) is type(cell), (modules[call.op] for call in calls)))
 
 
 class _Kind(NamedTuple):
@@ -155,6 +170,21 @@ class Run:
         alias = self.read_only and len(following.results) > 0
         return [self._argument(taken, alias) for taken in following.arguments]
 
+    def room(self, at: int, width: int, dtype: torch.dtype) -> Tensor:
+        """(places, width) a column's rows, new ones where nothing has been written yet: not a view in autograd's eyes.
+
+        Raises:
+            ValueError: the column holds other values.
+        """
+        if self.kinds[at] is None:
+            self.kinds[at] = _Kind(torch.Size([width]), (1,), dtype, self.device)
+            self.values[at] = self.kinds[at].buffer(self.layout.columns[at].num_places)
+        kind = self.kinds[at]
+        if kind.shape != (width,) or kind.dtype != dtype:
+            held = f"{tuple(kind.shape)} of {kind.dtype}"
+            raise ValueError(f"a column holds values {held}, expected ({width},) of {dtype}")
+        return self.values[at].alias(0, (len(self.values[at].rows),))
+
     def keep(self, call: Call, results: tuple[Tensor, ...]) -> None:
         """Keep a call's results."""
         for made, values in zip(call.results, results, strict=True):
@@ -197,14 +227,18 @@ class Run:
 
     def take_gradients(self, call: Call, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of a call's arguments."""
+        self.begin_way_back()
+        for (at, _, uses, *_), gradient in zip(call.arguments, gradients, strict=True):
+            if self.gradients[at] is not None:
+                self.gradients[at].write(uses, gradient)
+
+    def begin_way_back(self) -> None:
+        """Make room for the gradients, unless this way back has it already."""
         way_back = torch._C._current_graph_task_id()
         if not self.gradients or way_back != self.way_back:  # gradients that were handed out stay as they are
             self.way_back = way_back
             self.gradients = [self._room(at) for at in range(len(self.kinds))]
             self.takers = [column.takers.split(column.results) for column in self.layout.columns]
-        for (at, _, uses, *_), gradient in zip(call.arguments, gradients, strict=True):
-            if self.gradients[at] is not None:
-                self.gradients[at].write(uses, gradient)
 
     def _room(self, at: int) -> _Buffer | None:
         """Room for the gradients of a column; None where it has none."""
@@ -217,9 +251,10 @@ class Run:
 
     def result_gradients(self, call: Call) -> list[Tensor | None]:
         """The gradients of a call's results, None for one of which nothing leads to a root."""
-        return [self._result_gradient(made) for made in call.results]
+        return [self.result_gradient(made) for made in call.results]
 
-    def _result_gradient(self, made: Result) -> Tensor | None:
+    def result_gradient(self, made: Result) -> Tensor | None:
+        """The same of one result."""
         buffer = self.gradients[made.column]
         if buffer is None or not made.is_used:
             return None

@@ -1,17 +1,39 @@
-/* An LSTM cell's state from its gates, and the gradients back, each in one pass over memory; lstm.py loads it.
+/* An LSTM cell's state from its gates, and the gradients back, each in one pass over memory; lstm_state.py loads it.
 
-   G cells with A children, width H. gates (G, (3 + A) H), in the order i, o, f of each child, u, to which bias is
-   added first; c_children (G, A, H); h and c (G, H). Where one row stands for all, its stride is 0. The cells from
-   start to end - 1 are computed. Compiled twice, for float and double; the compiler vectorises the loops, exponential
-   included. */
+   A call is described by a `step`: G cells with a forget gate for each of A children, width H; cells without any child
+   may have gates for them too. What is read may lie anywhere: row g of a table with an index is row index[g]; without
+   one it is row g; with a stride of 0 one row stands for all. Compiled twice, for float and double; the compiler
+   vectorises the loops, exponential included. */
 
 #include <math.h>
+#include <string.h>
 
 #define JOIN(name, real) name##_##real
 #define EXPAND(name, real) JOIN(name, real)
 #define NAME(name) EXPAND(name, REAL)
 
 #ifndef REAL
+
+/* As lstm_state.py's Step, field by field. Addresses of numbers are of float or double, those of indices of long. */
+struct step {
+    long cells, forgets, children, width, inputs;          /* G, A, A or 0, H, K */
+    const void *factor;                                    /* (G, K), contiguous */
+    const void *weight;                                    /* (K, (3 + A) H), contiguous */
+    void *gates;                                           /* (G, (3 + A) H), in the order i, o, f of each child, u */
+    long gates_stride;
+    const void *bias;                                      /* added to the gates first */
+    const long *bias_index;
+    long bias_stride;
+    const void *h_children, *c_children;                   /* rows (H,), child a of cell g by index g * A + a */
+    const long *children_index;
+    void *h, *c, *pushed;                                  /* (G, H), contiguous; pushed, h once more, may be absent */
+    const void *dh, *dc, *dpushed;                         /* gradients that reach them; may be absent */
+    const long *dh_index, *dc_index, *dpushed_index;
+    long dh_stride, dc_stride, dpushed_stride;
+    void *d_gates, *d_factor, *d_children;                 /* (G, (3 + A) H), (G, K), (G, A, H), contiguous */
+};
+
+static inline long at(const long *index, long row) { return index ? index[row] : row; }
 
 #define REAL float
 #define EXP expf
@@ -49,16 +71,19 @@ static void NAME(output)(long H, const REAL *restrict o, const REAL *restrict b_
         h[j] = NAME(sigmoid)(o[j] + b_o[j]) * NAME(tanh)(c[j]);
 }
 
-void NAME(state)(long start, long end, long A, long H, const REAL *biases, long bias_stride, const REAL *all_gates,
-                 const REAL *c_children, REAL *h, REAL *c)
+/* The states of the cells from start to end - 1. */
+void NAME(state)(long start, long end, const struct step *s)
 {
-    const long u = (2 + A) * H;
+    const long H = s->width, A = s->forgets, u = (2 + A) * H;
     for (long g = start; g < end; g++) {
-        const REAL *bias = biases + g * bias_stride, *gates = all_gates + g * (u + H);
-        NAME(input)(H, gates, bias, gates + u, bias + u, c + g * H);
-        for (long a = 0, f = 2 * H; a < A; a++, f += H)
-            NAME(keep)(H, gates + f, bias + f, c_children + (g * A + a) * H, c + g * H);
-        NAME(output)(H, gates + H, bias + H, c + g * H, h + g * H);
+        const REAL *gates = (const REAL *)s->gates + g * s->gates_stride;
+        const REAL *bias = (const REAL *)s->bias + at(s->bias_index, g) * s->bias_stride;
+        REAL *h = (REAL *)s->h + g * H, *c = (REAL *)s->c + g * H;
+        NAME(input)(H, gates, bias, gates + u, bias + u, c);
+        for (long a = 0, f = 2 * H; a < s->children; a++, f += H)
+            NAME(keep)(H, gates + f, bias + f, (const REAL *)s->c_children + at(s->children_index, g * A + a) * H, c);
+        NAME(output)(H, gates + H, bias + H, c, h);
+        if (s->pushed) memcpy((REAL *)s->pushed + g * H, h, H * sizeof(REAL));
     }
 }
 
@@ -95,19 +120,32 @@ static void NAME(input_back)(long H, const REAL *restrict i, const REAL *restric
     }
 }
 
-void NAME(state_back)(long start, long end, long A, long H, const REAL *biases, long bias_stride, const REAL *all_gates,
-                      const REAL *c_children, const REAL *c, const REAL *dh, long dh_stride, const REAL *dc,
-                      long dc_stride, REAL *d_all_gates, REAL *d_children)
+static const REAL *NAME(row)(const void *table, const long *index, long stride, long g)
 {
-    const long u = (2 + A) * H;
+    return (const REAL *)table + at(index, g) * stride;
+}
+
+/* The gradients of gates and of the children's c. Where h is pushed, what reaches it there is added in the room for the
+   gradient of i, which is written last but for u's. */
+void NAME(state_back)(long start, long end, const struct step *s)
+{
+    const long H = s->width, A = s->forgets, u = (2 + A) * H;
     for (long g = start; g < end; g++) {
-        const REAL *bias = biases + g * bias_stride, *gates = all_gates + g * (u + H);
-        REAL *d_gates = d_all_gates + g * (u + H), *to_c = d_gates + u;
-        NAME(output_back)(H, gates + H, bias + H, c + g * H, dh + g * dh_stride, dc + g * dc_stride, d_gates + H, to_c);
-        for (long a = 0, f = 2 * H; a < A; a++, f += H) {
-            const long child = (g * A + a) * H;
-            NAME(keep_back)(H, gates + f, bias + f, c_children + child, to_c, d_gates + f, d_children + child);
+        const REAL *gates = (const REAL *)s->gates + g * s->gates_stride;
+        const REAL *bias = NAME(row)(s->bias, s->bias_index, s->bias_stride, g);
+        const REAL *dh = NAME(row)(s->dh, s->dh_index, s->dh_stride, g);
+        const REAL *dc = NAME(row)(s->dc, s->dc_index, s->dc_stride, g);
+        REAL *d_gates = (REAL *)s->d_gates + g * (u + H), *to_c = d_gates + u;
+        if (s->dpushed) {
+            const REAL *pushed = NAME(row)(s->dpushed, s->dpushed_index, s->dpushed_stride, g);
+            for (long j = 0; j < H; j++) d_gates[j] = dh[j] + pushed[j];
+            dh = d_gates;
         }
+        NAME(output_back)(H, gates + H, bias + H, (const REAL *)s->c + g * H, dh, dc, d_gates + H, to_c);
+        for (long a = 0, f = 2 * H; a < s->children; a++, f += H)
+            NAME(keep_back)(H, gates + f, bias + f, (const REAL *)s->c_children + at(s->children_index, g * A + a) * H,
+                            to_c, d_gates + f, (REAL *)s->d_children + (g * A + a) * H);
+        if (!s->children) memset(d_gates + 2 * H, 0, A * H * sizeof(REAL));
         NAME(input_back)(H, gates, bias, gates + u, bias + u, d_gates, to_c);
     }
 }

@@ -1,0 +1,155 @@
+"""Consecutive calls of cells -> one step of autograd that works on the buffers themselves: nothing is copied in or out.
+
+A cell may know how to read its arguments where they lie and to write its results where they are to be (`Cell.in_place`
+says whether it can here); calls in a row then run in one loop, forward and back, without PyTorch's steps in between.
+
+Shapes: G rows of a call, K inputs of a layer, M its outputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from iep.batching.deferred import Calls, linear_gradients, put_aside
+from iep.batching.layout import Call
+
+if TYPE_CHECKING:
+    from iep.batching.cells import WeightsOfRun
+    from iep.batching.exchange import Run
+
+
+class Rows(NamedTuple):
+    """Some rows of a matrix, one after the other."""
+
+    of: Tensor
+    start: int
+    stop: int
+
+    def then(self, other: "Rows") -> bool:
+        """The other's begin where these end."""
+        return self.of is other.of and self.stop == other.start
+
+    def tensor(self) -> Tensor:
+        return self.of[self.start : self.stop]
+
+
+class Product(NamedTuple):
+    """What a call leaves for the gradients of its layer."""
+
+    layer: nn.Linear
+    input: Rows
+    """(G, K) what the weight was multiplied with."""
+    gradient: Rows
+    """(G, M) of its output."""
+
+
+class InPlace(ABC):
+    """Consecutive calls of cells of one kind."""
+
+    layers: Sequence[nn.Linear]
+    """Of all cells, each once."""
+
+    @abstractmethod
+    def forward(self, run: "Run") -> list[Tensor]:
+        """Make the results of all calls out of `run.values`, where those of earlier calls are, and leave them there;
+        returns what the way back needs of it.
+
+        Raises:
+            ValueError: the arguments are not what the cells take.
+        """
+
+    @abstractmethod
+    def backward(self, run: "Run", kept: Sequence[Tensor]) -> Iterator[Product]:
+        """Leave the gradients of all arguments in `run.gradients`, where those of the results are, the last call's
+        first. It may be asked for again, and `kept`, which `forward` returned, stays as it is."""
+
+
+class InPlaceCalls(Function):
+    """An earlier call's results into the buffers, then the calls. The token is that of `exchange.py`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        run: "Run",
+        before: Call,
+        calls: InPlace,
+        aside: Sequence[Calls | None],
+        num_results: int,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        """`aside` says where each layer's products are put; `tensors` are the results, then each layer's weight and
+        bias."""
+        results = tensors[:num_results]
+        if results:
+            run.keep(before, results)
+        kept = calls.forward(run)
+        # With what is given: autograd then notices when it is changed before the way back.
+        given = results if before is run.layout.calls[0] else ()
+        ctx.save_for_backward(*tensors[num_results:], *kept, *given)
+        ctx.num_kept = len(kept)
+        ctx.run, ctx.before, ctx.calls, ctx.aside, ctx.num_results = run, before, calls, aside, num_results
+        ctx.set_materialize_grads(False)
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
+        run, layers = ctx.run, ctx.calls.layers
+        first = 2 * len(layers)
+        weights, kept = ctx.saved_tensors[:first], ctx.saved_tensors[first : first + ctx.num_kept]
+        run.begin_way_back()
+        sums: list[Tensor | None] = [None] * len(weights)
+        places = {id(layer): place for place, layer in enumerate(layers)}
+        waiting: dict[int, Product] = {}
+        for product in ctx.calls.backward(run, kept):
+            place = places[id(product.layer)]
+            aside = ctx.aside[place]
+            if aside is None:
+                _add(sums, 2 * place, product, weights)
+                continue
+            last = waiting.get(place)
+            if last is not None and product.input.then(last.input) and product.gradient.then(last.gradient):
+                product = _joined(product, last)
+            elif last is not None:
+                put_aside(aside, last.input.tensor(), last.gradient.tensor())
+            waiting[place] = product
+        for place, product in waiting.items():
+            put_aside(ctx.aside[place], product.input.tensor(), product.gradient.tensor())
+        found = run.result_gradients(ctx.before) if ctx.num_results else []
+        if not ctx.needs_input_grad[0]:  # the end of the way back
+            run.gradients = []
+        return None, None, None, None, None, None, *found, *sums
+
+
+def apply_in_place(
+    token: Tensor, run: "Run", before: Call, calls: InPlace, results: tuple[Tensor, ...], weights: "WeightsOfRun"
+) -> Tensor:
+    """Run calls; returns the next token, or the same where nothing is recorded."""
+    if not run.records:
+        if results:
+            run.keep(before, results)
+        calls.forward(run)
+        return token
+    shared = [weights.of(layer) for layer in calls.layers]
+    tensors = [tensor for weight, bias, _ in shared for tensor in (weight, bias)]
+    aside = [calls for _, _, calls in shared]
+    return InPlaceCalls.apply(token, run, before, calls, aside, len(results), *results, *tensors)
+
+
+def _joined(first: Product, second: Product) -> Product:
+    input = Rows(first.input.of, first.input.start, second.input.stop)
+    return Product(first.layer, input, Rows(first.gradient.of, first.gradient.start, second.gradient.stop))
+
+
+def _add(sums: list[Tensor | None], at: int, product: Product, weights: Sequence[Tensor | None]) -> None:
+    """Add a call's gradients of its layer's weight and bias to their sums."""
+    found = linear_gradients(product.gradient.tensor(), product.input.tensor(), weights[at], weights[at + 1])
+    for place, gradient in enumerate(found, start=at):
+        if gradient is not None:
+            sums[place] = gradient if sums[place] is None else torch.add(sums[place], gradient, out=sums[place])
