@@ -3,6 +3,7 @@ its losses equal a naive loop."""
 
 import copy
 import math
+import os
 import pickle
 from collections.abc import Callable
 
@@ -144,6 +145,38 @@ def test_compiled_experts_give_only_the_gradients_that_are_wanted(wanted: str):
         found.append([x.grad, gates.grad, *(weight.grad for weight in layer.parameters())])
     assert_same(*found, 1e-4)
     assert any(gradient is not None for gradient in found[0])
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_share_out_every_row_once_and_pass_on_errors(openmp: bool, monkeypatch: pytest.MonkeyPatch):
+    if not openmp:
+        monkeypatch.setattr(native, "_openmp", lambda: None)
+    before, done = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(3)
+        native.over_rows(lambda start, end, name: done.append((start, end, name)), 7, 1 << 20, ("rows",))
+        assert sorted(done) == [(0, 2, "rows"), (2, 4, "rows"), (4, 7, "rows")]
+        with pytest.raises(ZeroDivisionError):
+            native.over_rows(lambda start, end: start // 0, 7, 1 << 20, ())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        native.over_rows(lambda start, end: None, 2, 1 << 20, ())
+        child = os.fork()
+        if not child:
+            done = []
+            native.over_rows(lambda start, end: done.append(end), 2, 1 << 20, ())
+            os._exit(0 if sorted(done) == [1, 2] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_under_autocast_it_computes_in_autocasts_dtype_and_weights_keep_theirs():

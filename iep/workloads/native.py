@@ -94,11 +94,43 @@ def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: t
     if threads < 2:
         kernel(0, rows, *arguments)
         return
-    first, *parts = pairwise(rows * part // threads for part in range(threads + 1))
-    others = [_pool().submit(kernel, *part, *arguments) for part in parts]
-    kernel(*first, *arguments)
-    for other in others:
-        other.result()
+    parts = iter([*pairwise(rows * part // threads for part in range(threads + 1))])
+    errors = []
+
+    def work(_: int | None = None) -> None:
+        for part in parts:  # each thread takes the next, until none is left
+            try:
+                kernel(*part, *arguments)
+            except BaseException as error:  # raised below, in the caller's thread
+                errors.append(error)
+
+    if openmp := _openmp():
+        openmp(_WORK(work), None, threads, 0)
+    else:
+        others = [_pool().submit(work) for _ in range(threads - 1)]
+        work()
+        for other in others:
+            other.result()
+    if errors:
+        raise errors[0]
+
+
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_forked: list[bool] = []
+
+
+@lru_cache
+def _openmp() -> Callable[..., None] | None:
+    """GNU OpenMP's way to have its threads do something, if PyTorch came with it or one that has the same: these
+    wait for work in a loop, and other threads would have to share processors with them."""
+    if _forked:
+        return None
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (OSError, AttributeError, TypeError):
+        return None
+    found.argtypes, found.restype = [_WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
 
 
 @lru_cache
@@ -106,5 +138,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count() or 1)
 
 
-# A process that was forked from this one has none of its threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+def _forget_threads() -> None:
+    """A process that was forked from this one has none of its threads, and OpenMP does not know."""
+    _pool.cache_clear()
+    _openmp.cache_clear()
+    _forked.append(True)
+
+
+os.register_at_fork(after_in_child=_forget_threads)
