@@ -92,7 +92,7 @@ def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
 class _Table:
     """The signatures of the ops, by the position of an op among them, and the tensors' numbers.
 
-    Shapes: P ops, Q most arguments of one, F most tensors of a value.
+    Shapes: P ops, Q most reads of one, R most tensors that they are, F most tensors of a value.
     """
 
     def __init__(self, graph: Graph, types: Types, ops: list[int]):
@@ -100,14 +100,22 @@ class _Table:
         self.ops = ops
         self.num_reads = np.array([len(s.reads) for s in signatures], dtype=np.int64)
         self.width = np.array([len(s.makes) for s in signatures], dtype=np.int64)
-        reads = np.zeros((len(ops), int(self.num_reads.max(initial=0)), 3), dtype=np.int64)
+        self.count = np.zeros((len(ops), int(self.num_reads.max(initial=0))), dtype=np.int64)
+        """(P, Q) of tensors side by side; 0 where there is one that is not stacked."""
         makes = np.zeros((len(ops), int(self.width.max(initial=0))), dtype=np.int64)
+        reads = [[] for _ in ops]
         for kind, signature in enumerate(signatures):
             for place, read in enumerate(signature.reads):
-                reads[kind, place] = read.first, read.count or 0, read.field
+                self.count[kind, place] = read.count or 0
+                besides = range(read.count or 1)
+                reads[kind] += [(place, read.first + beside, read.field, beside) for beside in besides]
             makes[kind, : len(signature.makes)] = signature.makes
-        self.first, self.count, self.field = reads[:, :, 0], reads[:, :, 1], reads[:, :, 2]
-        """(P, Q)"""
+        self.reads = np.array([len(each) for each in reads], dtype=np.int64)
+        """(P,) how many tensors a node reads."""
+        most = max(map(len, reads), default=0)
+        padded = [[*each, *[(0, 0, 0, 0)] * (most - len(each))] for each in reads]
+        self.read = np.array(padded, dtype=np.int64).reshape(len(ops), most, 4).transpose(2, 0, 1)
+        """(4, P, R) of each: which of the op's reads it belongs to, the argument, its field, its place beside others."""
         self.makes = makes
         """(P, F)"""
         self.kind = _positions(ops, graph.op)
@@ -186,26 +194,25 @@ def _taken(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     roots = [_root_tensors(table, *root) for root in types.roots]
     first_T = np.cumsum(rows_T) - rows_T
     taken = np.empty(rows_T.sum(), dtype=np.int64)
-    kind_N = table.kind[order.node_N]
-    for place in range(table.first.shape[1]):
-        for beside in range(int(np.maximum(table.count[:, place], 1).max(initial=0))):
-            has = (table.num_reads[kind_N] > place) & (np.maximum(table.count[kind_N, place], 1) > beside)
-            node, kind, call = order.node_N[has], kind_N[has], order.call_N[has]
-            block = first_block_G[call - 1] + place
-            argument = table.first[kind, place] + beside
-            column = np.minimum(argument, graph.args.shape[1] - 1)
-            slot = graph.args[node, column]
-            field = table.field[kind, place] + (0 if types.fields is None else types.fields[node, column])
-            bad = (argument > column) | (slot < 0) | (field >= table.width_of_slot[slot])
-            if bad.any():
-                at = int(np.argmax(bad))
-                raise ValueError(
-                    f"op {table.ops[kind[at]]} reads tensor {field[at]} of argument {argument[at]}, "
-                    f"which node {node[at]} lacks"
-                )
-            taken[first_T[block] + order.row_N[has] * np.maximum(count_T[block], 1) + beside] = (
-                table.tensor[slot] + field
-            )
+    kind_N = np.repeat(order.kind_G, order.sizes_G)
+    # Every tensor that a node reads, node by node.
+    width_N = table.reads[kind_N]
+    read_U = np.arange(width_N.sum()) - np.repeat(np.cumsum(width_N) - width_N, width_N)
+    node_U, kind_U, row_U = (np.repeat(each, width_N) for each in (order.node_N, kind_N, order.row_N))
+    place_U, argument_U, field_U, beside_U = table.read[:, kind_U, read_U]
+    column_U = np.minimum(argument_U, graph.args.shape[1] - 1)
+    slot_U = graph.args[node_U, column_U]
+    if types.fields is not None:
+        field_U = field_U + types.fields[node_U, column_U]
+    bad_U = (argument_U > column_U) | (slot_U < 0) | (field_U >= table.width_of_slot[slot_U])
+    if bad_U.any():
+        at = int(np.argmax(bad_U))
+        raise ValueError(
+            f"op {table.ops[kind_U[at]]} reads tensor {field_U[at]} of argument {argument_U[at]}, "
+            f"which node {node_U[at]} lacks"
+        )
+    block_U = np.repeat(first_block_G[order.call_N - 1], width_N) + place_U
+    taken[first_T[block_U] + row_U * np.maximum(count_T, 1)[block_U] + beside_U] = table.tensor[slot_U] + field_U
     return (
         np.concatenate([group_T + 1, np.full(len(roots), len(order.kind_G) + 1)]),
         np.concatenate([rows_T, np.array([len(root) for root in roots], dtype=np.int64)]),
