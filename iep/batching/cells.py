@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from iep.batching.call_in_place import CallInPlace, LayerInPlace
 from iep.batching.deferred import Calls, linear_gradients, put_aside, share_linear
-from iep.batching.in_place import InPlace
 from iep.batching.layout import Call
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Cell(ABC):
     def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
         """Add (G, K) the factor's gradient to those of the arguments."""
 
-    def in_place(self, run: "Run", calls: Sequence[Call], cells: Sequence["Cell"]) -> InPlace | None:
-        """What runs consecutive calls of cells of this class on the buffers themselves; None where each is run as the
-        methods above say, one by one."""
+    def in_place(self, call: Call, layer: LayerInPlace) -> CallInPlace | None:
+        """What runs a call on the buffers themselves, its `layer` being that of this cell on the device at hand; None
+        where it is run as the methods above say."""
         return None
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:

@@ -7,7 +7,6 @@ Shapes: G rows of a call, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from iep.batching.call_in_place import CallInPlace, LayerInPlace, can_be_in_place
 from iep.batching.cells import Cell, CellCall, WeightsOfRun
 from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.in_place import apply_in_place
+from iep.batching.in_place import CallsInPlace, apply_in_place
 from iep.batching.layout import Argument, Call, Layout, Result
 
 Module = Cell | Callable[..., Tensor | tuple[Tensor, ...] | None]
@@ -46,11 +46,10 @@ def run_calls(
         call = calls[at]
         module = None if at == departure else modules[call.op]
         if isinstance(module, Cell):
-            cells = _alike(module, modules, calls[at:departure])
-            in_place = module.in_place(run, calls[at : at + len(cells)], cells)
-            if in_place is not None:
-                token = apply_in_place(token, run, before, in_place, results, weights)
-                results, at = (), at + len(cells) - 1  # they are kept already
+            in_place = _in_place(run, modules, calls[at:departure])
+            if in_place:
+                token = apply_in_place(token, run, before, CallsInPlace(in_place), results, weights)
+                results, at = (), at + len(in_place) - 1  # they are kept already
                 continue
         if run.records and isinstance(module, Cell):
             weight, bias, aside = weights.of(module.layer)
@@ -69,9 +68,25 @@ def run_calls(
     return token, tuple(arguments)
 
 
-def _alike(cell: Cell, modules: Modules, calls: Sequence[Call]) -> list[Cell]:
-    """The first calls' cells, as long as they are of this one's class."""
-    return list(takewhile(lambda module: type(module) is type(cell), (modules[call.op] for call in calls)))
+def _in_place(run: "Run", modules: Modules, calls: Sequence[Call]) -> list[CallInPlace]:
+    """The first calls, as long as they are of cells that run in place."""
+    found: list[CallInPlace] = []
+    layers: dict[int, LayerInPlace] = {}
+    for call in calls:
+        cell = modules[call.op]
+        columns = {each.column for each in (*call.arguments, *call.results)}
+        if not isinstance(cell, Cell) or not all(run.layout.columns[column].stays for column in columns):
+            break
+        layer = cell.layer
+        if id(layer) not in layers:
+            if not can_be_in_place(layer, run.device):
+                break
+            layers[id(layer)] = LayerInPlace(layer)
+        in_place = cell.in_place(call, layers[id(layer)])
+        if in_place is None:
+            break
+        found.append(in_place)
+    return found
 
 
 class _Kind(NamedTuple):

@@ -1,4 +1,4 @@
-"""Consecutive calls of cells -> one step of autograd that works on the buffers themselves: nothing is copied in or out.
+"""Consecutive calls of cells -> one step of autograd that works on the buffers themselves: little is copied in or out.
 
 A cell may know how to read its arguments where they lie and to write its results where they are to be (`Cell.in_place`
 says whether it can here); calls in a row then run in one loop, forward and back, without PyTorch's steps in between.
@@ -6,7 +6,6 @@ says whether it can here); calls in a row then run in one loop, forward and back
 Shapes: G rows of a call, K inputs of a layer, M its outputs.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,27 +14,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from iep.batching.call_in_place import CallInPlace, GradientTables, Rows, ValueTables
 from iep.batching.deferred import Calls, linear_gradients, put_aside
 from iep.batching.layout import Call
 
 if TYPE_CHECKING:
     from iep.batching.cells import WeightsOfRun
     from iep.batching.exchange import Run
-
-
-class Rows(NamedTuple):
-    """Some rows of a matrix, one after the other."""
-
-    of: Tensor
-    start: int
-    stop: int
-
-    def then(self, other: "Rows") -> bool:
-        """The other's begin where these end."""
-        return self.of is other.of and self.stop == other.start
-
-    def tensor(self) -> Tensor:
-        return self.of[self.start : self.stop]
 
 
 class Product(NamedTuple):
@@ -48,25 +33,43 @@ class Product(NamedTuple):
     """(G, M) of its output."""
 
 
-class InPlace(ABC):
-    """Consecutive calls of cells of one kind."""
+class CallsInPlace:
+    """Calls one after the other."""
 
-    layers: Sequence[nn.Linear]
-    """Of all cells, each once."""
+    def __init__(self, calls: Sequence[CallInPlace]):
+        self._calls = calls
+        self._layers = list({id(call.layer): call.layer for call in calls}.values())
+        self.layers = [layer.of for layer in self._layers]
 
-    @abstractmethod
     def forward(self, run: "Run") -> list[Tensor]:
-        """Make the results of all calls out of `run.values`, where those of earlier calls are, and leave them there;
-        returns what the way back needs of it.
+        """Make the results of all calls; returns what the way back needs of it.
 
         Raises:
             ValueError: the arguments are not what the cells take.
         """
+        tables = ValueTables(run)
+        for layer in self._layers:
+            # On the way back the products of a layer's calls are one, for which its inputs lie side by side.
+            layer.inputs_at = tables.keep(layer.weight.new_empty(layer.rows, layer.inputs)) if run.records else None
+        for call in self._calls:
+            call.forward(tables)
+        return tables.kept
 
-    @abstractmethod
     def backward(self, run: "Run", kept: Sequence[Tensor]) -> Iterator[Product]:
         """Leave the gradients of all arguments in `run.gradients`, where those of the results are, the last call's
-        first. It may be asked for again, and `kept`, which `forward` returned, stays as it is."""
+        first. It may be asked for again; `kept`, which `forward` returned, stays as it is."""
+        run.begin_way_back()
+        tables = GradientTables(run)
+        rooms = {layer: layer.weight.new_empty(layer.rows, layer.outputs) for layer in self._layers}
+        for call in reversed(self._calls):
+            if not any(made.is_used for made in call.of.results):
+                for taken in call.of.arguments:  # what is not a number shall not reach what no root depends on
+                    tables.rows[taken.column][taken.uses].zero_()
+                continue
+            gradient = call.backward(tables, kept, rooms[call.layer])
+            if call.taken is not None:
+                call.scatter(tables, gradient.tensor())
+                yield Product(call.layer.of, call.input(kept), gradient)
 
 
 class InPlaceCalls(Function):
@@ -78,7 +81,7 @@ class InPlaceCalls(Function):
         token: Tensor,
         run: "Run",
         before: Call,
-        calls: InPlace,
+        calls: CallsInPlace,
         aside: Sequence[Calls | None],
         num_results: int,
         *tensors: Tensor | None,
@@ -103,7 +106,6 @@ class InPlaceCalls(Function):
         run, layers = ctx.run, ctx.calls.layers
         first = 2 * len(layers)
         weights, kept = ctx.saved_tensors[:first], ctx.saved_tensors[first : first + ctx.num_kept]
-        run.begin_way_back()
         sums: list[Tensor | None] = [None] * len(weights)
         places = {id(layer): place for place, layer in enumerate(layers)}
         waiting: dict[int, Product] = {}
@@ -128,7 +130,7 @@ class InPlaceCalls(Function):
 
 
 def apply_in_place(
-    token: Tensor, run: "Run", before: Call, calls: InPlace, results: tuple[Tensor, ...], weights: "WeightsOfRun"
+    token: Tensor, run: "Run", before: Call, calls: CallsInPlace, results: tuple[Tensor, ...], weights: "WeightsOfRun"
 ) -> Tensor:
     """Run calls; returns the next token, or the same where nothing is recorded."""
     if not run.records:

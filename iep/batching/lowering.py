@@ -80,23 +80,20 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
     inputs, number = _numbered(flat, node < 0, recording.num_addresses, len(recording.inputs))
     slot = np.where(node < 0, number, len(inputs) + node)
     field = np.where(node < 0, 0, flat - address_N[maker])
-    row, column = np.repeat(np.arange(len(nodes)), count_N), _places(count_N)
-    args_NA = np.full((len(nodes), int(count_N.max(initial=1))), -1)
-    fields_NA = np.zeros_like(args_NA)
-    args_NA[row, column], fields_NA[row, column] = slot, field
+    op_N = all_op[nodes]
+    args_NA, fields_NA, signatures = _arguments(recording, op_N, count_N, slot, field)
 
     table = _columns_of_ops(recording)
     maker_R = np.searchsorted(address_N, stand_ins, "right") - 1
     slot_R, field_R = len(inputs) + position[maker_R], stand_ins - address_N[maker_R]
     column_R = table[all_op[maker_R], field_R]
     by_column = [np.flatnonzero(column_R == one) for one in np.unique(column_R)]
-    op_N = all_op[nodes]
     columns = _input_columns(recording, inputs, address_N, all_op, table)
     return Lowered(
         graph=Graph(len(inputs), op_N, args_NA, np.zeros(len(nodes), dtype=np.int64), slot_R),
         types=Types(
             inputs=columns,
-            signatures=_signatures(recording, op_N),
+            signatures=signatures,
             roots=tuple((slot_R[rows], field_R[rows]) for rows in by_column),
             fields=fields_NA,
         ),
@@ -165,12 +162,43 @@ def _input_columns(
     return columns
 
 
-def _signatures(recording: Recording, op_N: np.ndarray) -> dict[int, Signature]:
-    ops = [recording.ops[op] for op in np.unique(op_N).tolist()]
-    return {
-        op.index: Signature(tuple(map(Read, range(op.num_leaves))), tuple(column.index for column in op.columns))
-        for op in ops
-    }
+def _arguments(
+    recording: Recording, op_N: np.ndarray, count_N: np.ndarray, slot: np.ndarray, field: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None, dict[int, Signature]]:
+    """Arguments of the nodes, the fields that differ between nodes of an op, and the ops' signatures.
+
+    Where none differ, as is usual, they are in the signatures, and what stands twice in a row with all nodes of an op,
+    as the two results of a vertex do that another takes, is one argument, read twice: there is less to plan.
+
+    Args:
+        slot: of each tensor that a node takes, one node after the other.
+        field: which result of that slot it is.
+    """
+    most = max(int(count_N.max(initial=1)), 1)
+    row, column = np.repeat(np.arange(len(op_N)), count_N), _places(count_N)
+    place = op_N[row] * most + column
+    field_of_place = np.zeros(len(recording.ops) * most, dtype=np.int64)
+    field_of_place[place] = field
+    is_new = np.ones(len(field_of_place), dtype=bool)
+    fields_NA = None
+    if (field_of_place[place] == field).all():
+        again = np.append(False, (slot[1:] == slot[:-1]) & (row[1:] == row[:-1]))[: len(slot)]
+        is_new[:] = False
+        is_new[place[~again]] = True
+    else:
+        field_of_place[:] = 0
+        fields_NA = np.zeros((len(op_N), most), dtype=np.int64)
+        fields_NA[row, column] = field
+    argument = np.cumsum(is_new.reshape(-1, most), axis=1) - 1
+    stays, column = is_new[place], argument.ravel()[place]
+    args_NA = np.full((len(op_N), int(column.max(initial=0)) + 1 if fields_NA is None else most), -1)
+    args_NA[row[stays], column[stays]] = slot[stays]
+    signatures = {}
+    for op in (recording.ops[index] for index in np.unique(op_N).tolist()):
+        firsts, fields = argument[op.index].tolist(), field_of_place.reshape(-1, most)[op.index].tolist()
+        reads = [Read(firsts[leaf], field=fields[leaf]) for leaf in range(op.num_leaves)]
+        signatures[op.index] = Signature(tuple(reads), tuple(column.index for column in op.columns))
+    return args_NA, fields_NA, signatures
 
 
 def _same_results(

@@ -8,7 +8,6 @@ gradients on or off, autocast) are of one op. What is recorded becomes a graph i
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -120,10 +119,14 @@ class Recording:
             future = Future(op.columns[0], first)
             self.futures.append(ref(future))
             return future
-        futures = tuple(map(Future, op.columns, count(first)))
-        self.num_addresses = first + len(futures)
-        self.futures.extend(map(ref, futures))
-        return futures if op.is_tuple else fill(op.kernel.structure, futures)
+        futures = []
+        for column in op.columns:
+            future = Future(column, first)
+            futures.append(future)
+            self.futures.append(ref(future))
+            first += 1
+        self.num_addresses = first
+        return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
 
     def _record_new(
         self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any], addresses: list[int]

@@ -115,7 +115,7 @@ class _Table:
         most = max(map(len, reads), default=0)
         padded = [[*each, *[(0, 0, 0, 0)] * (most - len(each))] for each in reads]
         self.read = np.array(padded, dtype=np.int64).reshape(len(ops), most, 4).transpose(2, 0, 1)
-        """(4, P, R) of each: which of the op's reads it belongs to, the argument, its field, its place beside others."""
+        """(4, P, R) of each: which of the op's reads it belongs to, the argument, its field, its place in the read."""
         self.makes = makes
         """(P, F)"""
         self.kind = _positions(ops, graph.op)

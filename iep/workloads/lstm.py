@@ -4,18 +4,14 @@ What follows the product is `lstm_state.py`'s; on the CPU consecutive calls run 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from iep.batching import Cell
-from iep.batching.in_place import InPlace
+from iep.batching.call_in_place import LayerInPlace
 from iep.batching.layout import Call
-from iep.workloads.lstm_in_place import LSTMInPlace
-from iep.workloads.lstm_state import lstm_gradients, lstm_state
-
-if TYPE_CHECKING:
-    from iep.batching.exchange import Run
+from iep.workloads.lstm_in_place import LSTMCallInPlace
+from iep.workloads.lstm_state import kernel, lstm_gradients, lstm_state
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
@@ -47,8 +43,10 @@ class LSTMCell(Cell):
     def layer(self) -> nn.Linear:
         return getattr(self.owner, self.name)
 
-    def in_place(self, run: "Run", calls: Sequence[Call], cells: Sequence[Cell]) -> InPlace | None:
-        return LSTMInPlace.of(run, calls, cells) if type(self) is LSTMCell else None
+    def in_place(self, call: Call, layer: LayerInPlace) -> LSTMCallInPlace | None:
+        # What a class of its own computes instead, the C code does not know.
+        fits = type(self) is LSTMCell and layer.weight.is_cpu and kernel("state", layer.weight.dtype) is not None
+        return LSTMCallInPlace(call, layer, self.gates_pulled) if fits else None
 
     def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:
         if len(arguments) > 1:

@@ -133,14 +133,12 @@ def _check(gates: Tensor, c_children: Tensor, bias: Tensor) -> None:
 
 def _kernel(name: str, gates: Tensor, *others: Tensor) -> Callable[..., None] | None:
     """The C function for tensors of this kind; None where PyTorch is to do it."""
-    fits = all(is_plain(tensor, gates.dtype) and tensor.is_contiguous() for tensor in (gates, *others))
-    return kernel(name, gates.dtype) if fits else None
-
-
-def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor is numbers of that dtype in the CPU's memory."""
-    # Of a subclass, such as a tensor without memory that shapes are found with, there may be no address.
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.dtype == dtype
+    for tensor in (gates, *others):
+        # Of a subclass, such as a tensor without memory that shapes are found with, there may be no address.
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+        if not plain or tensor.dtype != gates.dtype:
+            return None
+    return kernel(name, gates.dtype)
 
 
 def state_in_torch(gates: Tensor, c_children: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
