@@ -128,6 +128,8 @@ class _Input(NamedTuple):
     """Which of the tensors kept it is a part of."""
     first: int
     """Its first row there."""
+    beside: int
+    """How many rows there are one of its own."""
 
 
 class CallInPlace(ABC):
@@ -158,21 +160,24 @@ class CallInPlace(ABC):
         taken, layer, size = self.taken, self.layer, self.of.rows
         width = layer.inputs // (taken.shape[1] if len(taken.shape) > 1 else 1)
         at, _ = tables.column(taken.column, width, layer.weight.dtype)
-        if width == layer.inputs and taken.first_place is not None:
-            self._input = _Input(at, taken.first_place)
+        if taken.first_place is not None:
+            self._input = _Input(at, taken.first_place, layer.inputs // width)
         elif layer.inputs_at is None:
             rows = tables.kept[at].index_select(0, tables.run.sources[taken.column][taken.block])
-            self._input = _Input(tables.keep(rows.view(size, layer.inputs)), 0)
+            self._input = _Input(tables.keep(rows.view(size, layer.inputs)), 0, 1)
         else:
-            self._input = _Input(layer.inputs_at, self.first)
+            self._input = _Input(layer.inputs_at, self.first, 1)
             room = self.input(tables.kept).tensor().view(-1, width)
             torch.index_select(tables.kept[at], 0, tables.run.sources[taken.column][taken.block], out=room)
         return self.input(tables.kept).tensor()
 
     def input(self, kept: Sequence[Tensor]) -> Rows:
         """(G, K) what `gather` found."""
-        at, first = self._input
-        return Rows(kept[at], first, first + self.of.rows)
+        at, first, beside = self._input
+        if beside == 1:
+            return Rows(kept[at], first, first + self.of.rows)
+        rows = kept[at][first : first + beside * self.of.rows]
+        return Rows(rows.view(-1, self.layer.inputs), 0, self.of.rows)
 
     def scatter(self, tables: GradientTables, gradient: Tensor) -> None:
         """Leave the gradient of the layer's input, made of (G, M) that of its output."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from iep.batching import Cell, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.batching.call_in_place import CallInPlace, GradientTables, LayerInPlace, Rows, ValueTables
+from iep.batching.layout import Call
 from iep.workloads.lstm import by_columns
 from iep.workloads.tree_lstm import leaves_and_inner
 from iep.workloads.trees import Tree
@@ -46,6 +48,26 @@ class ReLUCell(Cell):
 
     def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
         gradients[0] = gradient.view(arguments[0].shape)
+
+    def in_place(self, call: Call, layer: LayerInPlace) -> "_ReLUInPlace | None":
+        return _ReLUInPlace(call, layer, call.arguments[0]) if type(self) is ReLUCell else None
+
+
+class _ReLUInPlace(CallInPlace):
+    """A call whose product is computed where its results are to be."""
+
+    def forward(self, tables: ValueTables) -> None:
+        (made,), layer = self.of.results, self.layer
+        self.table, _ = tables.column(made.column, layer.outputs, layer.weight.dtype)
+        rows = tables.kept[self.table][made.places]
+        torch.addmm(layer.bias, self.gather(tables), layer.transposed, out=rows).relu_()
+
+    def backward(self, tables: GradientTables, kept: Sequence[Tensor], room: Tensor) -> Rows:
+        (made,) = self.of.results
+        gradient = Rows(room, self.first, self.first + self.of.rows)
+        given, rows = tables.run.result_gradient(made), kept[self.table][made.places]
+        torch.ops.aten.threshold_backward.grad_input(given, rows, 0, grad_input=gradient.tensor())
+        return gradient
 
 
 class TreeFC(nn.Module):
