@@ -23,6 +23,17 @@ class Same(nn.Module):
         return x
 
 
+class Two(nn.Module):
+    """A vector, and two others -> two new ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, states=(1.0, 2.0)):
+        return torch.tanh(self.linear(x) + states[0]), x - states[1]
+
+
 class Signed(nn.Module):
     def forward(self, x, sign):
         return torch.copysign(x, torch.tensor(sign))
@@ -128,6 +139,33 @@ def test_values_require_gradients_where_they_would_without_a_scope(granularity):
         found = values()
     found[1].sum().backward()
     assert frozen.weight.grad.abs().sum() > 0
+
+
+def test_a_node_takes_more_tensors_from_outside_than_there_are_results():
+    layer, others = nn.Linear(2, 2), list(torch.randn(9, 2))
+    with scope(layer):
+        found = torch.stack([layer(others[0]), *others, others[0]]).sum(0)
+    torch.testing.assert_close(found.value, layer(others[0]) + torch.stack(others).sum(0) + others[0])
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_results_are_taken_in_any_order_and_twice(share):
+    torch.manual_seed(0)
+    layer, samples = Two(), torch.randn(6, 3)
+
+    def one(n, x):
+        h, c = layer(x)
+        taken = {0: (h, c), 1: (c, h), 2: (h, h)}[n % 3]
+        for _ in range(n):
+            h, c = layer(x, taken)
+            taken = (h, c)
+        return torch.cat(taken) * torch.cat([h, h])
+
+    with scope(layer, share=share):
+        found = [one(n, x) for n, x in enumerate(samples)]
+        mixed = [one(n, x) for n, x in enumerate(samples[:1])]  # all nodes of an op take their tensors alike
+    for future, n in zip([*found, *mixed], [*range(6), 0], strict=True):
+        torch.testing.assert_close(future.value, one(n, samples[n]))
 
 
 def test_backward_takes_what_a_tensors_takes():

@@ -5,7 +5,6 @@ Addresses are those of `recording.py`. What has been computed already counts as 
 Shapes: N nodes of the graph, A greatest number of arguments, R addresses that are wanted.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,11 +30,11 @@ class Lowered:
 
 def waiting_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
     """As `needed_nodes`; quick where these are all that have not run."""
-    nodes, first, taken = recording.pending_nodes(), np.array(recording.node_address), np.array(recording.taken)
+    nodes, every = recording.pending_nodes(), recording.nodes()
     is_used = np.zeros(recording.num_addresses, dtype=bool)
-    is_used[taken[taken >= 0]] = True
+    is_used[every.taken[every.taken >= 0]] = True
     is_used[addresses] = True
-    if np.logical_or.reduceat(is_used, first)[nodes].all():  # each is wanted, or taken by what is
+    if np.logical_or.reduceat(is_used, every.address)[nodes].all():  # each is wanted, or taken by what is
         return nodes
     return needed_nodes(recording, addresses)
 
@@ -43,15 +42,15 @@ def waiting_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
 def needed_nodes(recording: Recording, addresses: Sequence[int]) -> np.ndarray:
     """The nodes that have not run and that values at `addresses` depend on, rising."""
     found, waiting = set[int](), list(addresses)
-    begins, taken = [*recording.node_first, len(recording.taken)], recording.taken
+    _, _, first, taken, maker = recording.nodes()
     while waiting:
         address = waiting.pop()
         if address < 0 or address in recording.computed:
             continue
-        node = bisect_right(recording.node_address, address) - 1
+        node = int(maker[address])
         if node not in found:
             found.add(node)
-            waiting.extend(taken[begins[node] : begins[node + 1]])
+            waiting.extend(taken[first[node] : first[node + 1]].tolist())
     return np.array(sorted(found), dtype=np.int64)
 
 
@@ -61,10 +60,9 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
     Args:
         shared: nodes of one op with equal arguments are one.
     """
-    address_N, all_op = np.array(recording.node_address), np.array(recording.node_op)
-    bounds = np.append(np.array(recording.node_first), len(recording.taken))
-    count_N = (bounds[1:] - bounds[:-1])[nodes]
-    flat = np.array(recording.taken)[np.repeat(bounds[nodes], count_N) + _places(count_N)]
+    all_op, address_N, first, taken, maker_of = recording.nodes()
+    count_N = (first[1:] - first[:-1])[nodes]
+    flat = taken[np.repeat(first[nodes], count_N) + _places(count_N)]
     if shared and len(nodes):
         same = _same_results(recording, nodes, count_N, flat, address_N, all_op)
         kept = same[address_N[nodes]] == address_N[nodes]
@@ -75,7 +73,7 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
 
     position = np.full(len(address_N) + 1, -1)  # the last entry is that of tensors from outside
     position[nodes] = np.arange(len(nodes))
-    maker = np.where(flat >= 0, np.searchsorted(address_N, flat, "right") - 1, -1)
+    maker = np.where(flat >= 0, maker_of[np.maximum(flat, 0)], -1)
     node = position[maker]
     inputs, number = _numbered(flat, node < 0, recording.num_addresses, len(recording.inputs))
     slot = np.where(node < 0, number, len(inputs) + node)
@@ -84,11 +82,11 @@ def lower(recording: Recording, nodes: np.ndarray, wanted: np.ndarray, shared: b
     args_NA, fields_NA, signatures = _arguments(recording, op_N, count_N, slot, field)
 
     table = _columns_of_ops(recording)
-    maker_R = np.searchsorted(address_N, stand_ins, "right") - 1
+    maker_R = maker_of[stand_ins]
     slot_R, field_R = len(inputs) + position[maker_R], stand_ins - address_N[maker_R]
     column_R = table[all_op[maker_R], field_R]
     by_column = [np.flatnonzero(column_R == one) for one in np.unique(column_R)]
-    columns = _input_columns(recording, inputs, address_N, all_op, table)
+    columns = _input_columns(recording, inputs, table)
     return Lowered(
         graph=Graph(len(inputs), op_N, args_NA, np.zeros(len(nodes), dtype=np.int64), slot_R),
         types=Types(
@@ -149,16 +147,14 @@ def _columns_of_ops(recording: Recording) -> np.ndarray:
     return table
 
 
-def _input_columns(
-    recording: Recording, inputs: np.ndarray, address_N: np.ndarray, all_op: np.ndarray, table: np.ndarray
-) -> np.ndarray:
+def _input_columns(recording: Recording, inputs: np.ndarray, table: np.ndarray) -> np.ndarray:
     own = np.array([column.index for column in recording.input_columns], dtype=np.int64)
     columns = np.empty(len(inputs), dtype=np.int64)
     outside = inputs < 0
     columns[outside] = own[-1 - inputs[outside]]
-    computed = inputs[~outside]
-    maker = np.searchsorted(address_N, computed, "right") - 1
-    columns[~outside] = table[all_op[maker], computed - address_N[maker]]
+    computed, nodes = inputs[~outside], recording.nodes()
+    maker = nodes.maker[computed]
+    columns[~outside] = table[nodes.op[maker], computed - nodes.address[maker]]
     return columns
 
 

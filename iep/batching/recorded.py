@@ -3,9 +3,12 @@
 Plain records; they are filled in by `recording.py`.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,6 +83,29 @@ class Op:
                 f"{name_of(self.call.function)} was {change} after a call of it was recorded, and before it ran: "
                 "calls run at the scope's end, or when a value is read"
             )
+
+
+class Nodes(NamedTuple):
+    """All nodes of a recording. Shapes: N nodes, R results, U tensors that nodes take."""
+
+    op: np.ndarray
+    """(N,)"""
+    address: np.ndarray
+    """(N,) of its first result."""
+    first: np.ndarray
+    """(N + 1,) where the addresses that it takes begin in `taken`, and where the last one's end."""
+    taken: np.ndarray
+    """(U,) addresses, node after node."""
+    maker: np.ndarray
+    """(R,) the node whose result is at an address."""
+
+    @classmethod
+    def of(cls, op: array, taken: array, ops: Sequence[Op]) -> "Nodes":
+        op_N = np.array(op)
+        widths = np.array([len(one.columns) for one in ops], dtype=np.int64)[op_N]
+        leaves = np.array([one.num_leaves for one in ops], dtype=np.int64)[op_N]
+        first = np.append(0, np.cumsum(leaves))
+        return cls(op_N, np.cumsum(widths) - widths, first, np.array(taken), np.repeat(np.arange(len(op_N)), widths))
 
 
 class Behind(NamedTuple):

@@ -32,8 +32,8 @@ from iep.batching.kernels import (
     spec_of,
     warn_singly,
 )
-from iep.batching.noted import Noted, state_of, version_of
-from iep.batching.recorded import Behind, Column, Constant, Modes, Op
+from iep.batching.noted import Noted, state_of
+from iep.batching.recorded import Behind, Column, Constant, Modes, Nodes, Op
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
@@ -58,11 +58,9 @@ class Recording:
         self._run = run
         self.ops: list[Op] = []
         self.node_op = array("q")
-        self.node_address = array("q")
-        """Of its first result."""
-        self.node_first = array("q")
-        """Where the addresses that it takes begin in `taken`."""
         self.taken = array("q")
+        """The addresses that nodes take, node after node."""
+        self._nodes: Nodes | None = None
         self.num_addresses = 0
         self.columns: list[Column] = []
         self.inputs: list[Tensor] = []
@@ -111,8 +109,6 @@ class Recording:
 
         first = self.num_addresses
         self.node_op.append(op.index)
-        self.node_address.append(first)
-        self.node_first.append(len(self.taken))
         self.taken.extend(addresses)
         if op.is_single:
             self.num_addresses = first + 1
@@ -223,7 +219,7 @@ class Recording:
             column = self._columns_of_inputs[spec] = self._column(spec[2:])
         self.inputs.append(tensor)
         self.input_columns.append(column)
-        self._input_versions.append(version_of(tensor))
+        self._input_versions.append(None if tensor.is_inference() else tensor._version)
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
 
@@ -248,27 +244,32 @@ class Recording:
             return type(arguments)(self.futures_for(value) for value in arguments)
         return arguments
 
+    def nodes(self) -> Nodes:
+        """All nodes."""
+        if self._nodes is None or len(self._nodes.op) != len(self.node_op):
+            self._nodes = Nodes.of(self.node_op, self.taken, self.ops)
+        return self._nodes
+
     def pending_nodes(self) -> np.ndarray:
         """Nodes that have not run, rising."""
-        address = np.array(self.node_address)
         if not self.computed:
-            return np.arange(len(address))
+            return np.arange(len(self.node_op))
         has_run = np.zeros(self.num_addresses, dtype=bool)
         has_run[list(self.computed)] = True
-        return np.flatnonzero(~has_run[address])
+        return np.flatnonzero(~has_run[self.nodes().address])
 
     def results_of(self, nodes: np.ndarray) -> np.ndarray:
         """Addresses of all results of nodes, rising."""
-        first = [self.node_address[node] for node in nodes.tolist()]
-        count = [len(self.ops[self.node_op[node]].columns) for node in nodes.tolist()]
-        return np.array([at + field for at, many in zip(first, count, strict=True) for field in range(many)])
+        is_chosen = np.zeros(len(self.node_op), dtype=bool)
+        is_chosen[nodes] = True
+        return np.flatnonzero(is_chosen[self.nodes().maker])
 
     def values_at(self, addresses: np.ndarray, columns: np.ndarray) -> dict[int, Tensor]:
         """By column, the values at addresses of tensors from outside or of what has been computed, (n, ...) each."""
         values: dict[int, Tensor] = {}
         for column in np.unique(columns).tolist():
             there = addresses[columns == column].tolist()
-            values[column] = torch.stack(list(map(self.tensor, there)))
+            values[column] = torch.stack([self.inputs[-1 - at] if at < 0 else self.computed[at] for at in there])
         return values
 
     def tensor(self, address: int) -> Tensor:
@@ -292,9 +293,11 @@ class Recording:
 
     def check(self, nodes: np.ndarray) -> None:
         """Refuse modules of `nodes`, rising, and tensors, that were changed after calls of them were recorded."""
-        ops, first = np.unique(np.array(self.node_op)[nodes], return_index=True)
-        for op, node in zip(ops.tolist(), nodes[first].tolist(), strict=True):
-            self.ops[op].check(node)
+        first = np.full(len(self.ops), -1)
+        first[self.nodes().op[nodes[::-1]]] = nodes[::-1]
+        for op, node in zip(self.ops, first.tolist(), strict=True):
+            if node >= 0:
+                op.check(node)
         for tensor, version in zip(self.inputs, self._input_versions, strict=True):
             if version is not None and tensor._version != version:
                 raise ValueError(

@@ -73,7 +73,7 @@ def child_sum_ways(model: ChildSumTreeLSTM, strategies: Sequence[Strategy], with
 
 def _in_scope(model: ChildSumTreeLSTM, strategy: Strategy, granularity: str) -> Way:
     """No plan is remembered: every minibatch of an epoch is new."""
-    reports: list[Report] = []
+    ran: list[scope] = []
 
     def forward(pairs: Sequence[TreePair]) -> Tensor:
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer}
@@ -83,21 +83,23 @@ def _in_scope(model: ChildSumTreeLSTM, strategy: Strategy, granularity: str) -> 
             scope(*parts, granularity=granularity, scheduler=strategy.batching, **options) as batch,
         ):
             scores = [model.one(pair) for pair in pairs]
-        scores_PK = torch.stack([score.value for score in scores])
-        reports[:] = [batch.report()]
-        return scores_PK
+        ran[:] = [batch]
+        return torch.stack([score.value for score in scores])
+
+    def report() -> Report:
+        return ran[0].report()
 
     def calls(pairs: Sequence[TreePair]) -> int:
         with torch.no_grad():
             forward(pairs)
-        return reports[0].calls
+        return report().calls
 
     return Way(
         name=f"{strategy.name}{', operators' if granularity == 'op' else ''}",
         construct=list,
         compute=step(model, forward, lambda pairs, scores: summed_cross_entropy(scores, _ratings(pairs))),
         calls=calls,
-        constructed_within=lambda: reports[0].seconds_recording + reports[0].seconds_planning,
+        constructed_within=lambda: report().seconds_recording + report().seconds_planning,
         phases=(TRAINING,) if strategy.defer and granularity == "module" else PHASES,
     )
 
