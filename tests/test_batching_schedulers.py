@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
@@ -12,7 +13,9 @@ from schedule_cases import (
     tree_graph,
 )
 
-from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule
+from iep.batching import native
+from iep.batching.graph import Graph, distance_from_leaves
+from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule, most_on_a_path
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -182,3 +185,24 @@ def test_an_unknown_scheduler_is_refused_with_the_known_ones():
     known = "vanilla, standard, improved, height, agenda, lookahead"
     with pytest.raises(ValueError, match=f"'improve', expected one of {known}; did you mean 'improved'"):
         make_schedule(tree_graph(TWO_TREES), "improve")
+
+
+@pytest.mark.parametrize("how", ["compiled", "by array code"])
+@pytest.mark.parametrize("seed", range(6))
+def test_longest_paths_are_those_of_the_definition_with_a_compiler_and_without(how, seed, monkeypatch):
+    if how == "by array code":
+        monkeypatch.setattr(native, "function", lambda *_: None)
+    for graph in (random_dag(seed), random_dag(seed, num_inputs=1, num_nodes=3), clevr_graph(5, seed)):
+        assert distance_from_leaves(graph).tolist() == naive_height(graph)
+        paths = naive_paths(graph)
+        expected = {op: max(path.count(op) for path in paths) for op in set(graph.op.tolist())}
+        assert most_on_a_path(graph) == expected
+
+
+def test_lookahead_takes_the_schedule_by_height_where_none_has_fewer_calls():
+    """Two chains of ops of their own: as many calls as nodes, of which one path has only half."""
+    num_nodes = 12
+    args = np.where(np.arange(num_nodes) % 6, np.arange(num_nodes), 0)[:, None]
+    graph = Graph(1, np.arange(num_nodes) // 6, args, np.zeros(num_nodes, dtype=int), np.array([6, num_nodes]))
+    assert as_lists(make_schedule(graph, "lookahead")) == as_lists(make_schedule(graph, "height"))
+    assert len(make_schedule(graph, "lookahead")) == lower_bound(graph) == num_nodes

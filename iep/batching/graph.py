@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from iep.batching import native
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -66,6 +68,17 @@ class Graph:
 
 def distance_from_leaves(graph: Graph) -> np.ndarray:
     """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
+    function = native.function("graph", "distance_from_leaves", torch.int64, "lllpp")
+    if function is None:
+        return distance_in_numpy(graph)
+    args = np.ascontiguousarray(graph.args, dtype=np.int64)
+    height = np.empty(graph.num_nodes, dtype=np.int64)
+    function(*args.shape, graph.num_inputs, args.ctypes.data, height.ctypes.data)
+    return height
+
+
+def distance_in_numpy(graph: Graph) -> np.ndarray:
+    """The same, level by level."""
     height = np.zeros(graph.num_nodes, dtype=np.int64)
     # One entry more than there are slots: -1, no argument, reads the last.
     is_known = np.ones(graph.num_inputs + graph.num_nodes + 1, dtype=bool)

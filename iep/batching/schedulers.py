@@ -15,7 +15,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from iep.batching import native
 from iep.batching.graph import Graph, distance_from_leaves, levels, stable_order
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
@@ -110,6 +112,8 @@ def lookahead(graph: Graph) -> Schedule:
     by_height = _pool(distance, graph.op)
     if len(by_height) == int(distance.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
+    if len(by_height) == lower_bound(graph):
+        return by_height
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
@@ -162,13 +166,26 @@ def lower_bound(graph: Graph) -> int:
 def most_on_a_path(graph: Graph) -> dict[int, int]:
     """By op, the most of its nodes that lie on any one path, and so wait for one another."""
     ops, kind = np.unique(graph.op, return_inverse=True)
+    function = native.function("graph", "most_on_a_path", torch.int64, "llllpppp")
+    if function is None:
+        most = most_in_numpy(graph, kind, len(ops))
+    else:
+        args, kind = (np.ascontiguousarray(each, dtype=np.int64) for each in (graph.args, kind))
+        count, most = np.empty((graph.num_nodes, len(ops)), dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
+        addresses = [each.ctypes.data for each in (args, kind, count, most)]
+        function(*args.shape, len(ops), graph.num_inputs, *addresses)
+    return dict(zip(ops.tolist(), most.tolist(), strict=True))
+
+
+def most_in_numpy(graph: Graph, kind: np.ndarray, kinds: int) -> np.ndarray:
+    """(kinds,) the same, level by level; `kind` (N,) is each node's."""
     # The last row is that of inputs and of -1, no argument.
-    count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int64)
+    count = np.zeros((graph.num_nodes + 1, kinds), dtype=np.int64)
     takes = _takes(graph)
     for nodes in levels(distance_from_leaves(graph)):
         count[nodes] = count[takes[nodes]].max(axis=1)
         count[nodes, kind[nodes]] += 1
-    return dict(zip(ops.tolist(), count.max(axis=0, initial=0).tolist(), strict=True))
+    return count.max(axis=0, initial=0)
 
 
 def distance_from_root(graph: Graph) -> np.ndarray:
