@@ -7,6 +7,7 @@ Shapes: T tokens, K experts each, R = T K rows sorted by expert, A active expert
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -79,6 +80,13 @@ class CompiledExperts:
         self._run("weights", x_TD, **given, x=x_TD, of_hidden_weights=tables[0], of_output_weights=tables[1])
         return x_gradient_TD, of_gates_TK, [weight for weights_AIO in made for weight in weights_AIO.unbind(0)]
 
+    @cached_property
+    def _tables(self) -> dict[str, Tensor]:
+        """What every C function is told."""
+        hidden, output = (torch.tensor([weight.data_ptr() for weight in weights]) for weights in self.layers)
+        lasts = torch.tensor(list(accumulate(self.routing.counts)))
+        return {"lasts": lasts, "order": self.routing.order_R, "hidden_weights": hidden, "output_weights": output}
+
     @property
     def _sizes(self) -> tuple[int, int, int]:
         return *self.layers[0][0].shape, self.layers[1][0].shape[1]
@@ -93,10 +101,6 @@ class CompiledExperts:
         widest, rows = max(self._sizes), len(self.routing.order_R)
         chunk = min(CHUNK, max(self.routing.counts))
         room = chunk * (widest + PADDING // like.element_size())
-        tensors["lasts"] = torch.tensor(list(accumulate(self.routing.counts)))
-        tensors["order"] = self.routing.order_R
-        for layer, weights in zip(("hidden_weights", "output_weights"), self.layers, strict=True):
-            tensors[layer] = torch.tensor([weight.data_ptr() for weight in weights])
         layer = _Layer(
             experts=len(self.routing.counts),
             k=rows // len(like),
@@ -105,7 +109,7 @@ class CompiledExperts:
             outputs=outputs,
             chunk=chunk,
             room=room,
-            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+            **{name: each.data_ptr() for name, each in {**tensors, **self._tables}.items() if each is not None},
         )
         function = native.function("experts", name, like.dtype, "llpp")
 

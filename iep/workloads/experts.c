@@ -2,14 +2,14 @@
 
    Rows are tokens' visits to experts, sorted by expert: row r is entry order[r] of the (T, k) gates. A thread takes the
    rows from start to end - 1, an expert's in chunks that stay in a processor's second cache from a token's row to the
-   row of its result. Where rows lie there or are kept, PADDING comes after each: at powers of two apart they would push
-   each other out of the first cache. Products keep a block of results in registers while everything that adds to it goes
-   by; where many rows use a weight, it is packed before. With few, fetching it takes as long as multiplying, so the next
-   one is fetched meanwhile. Inputs, hidden and outputs are multiples of 128 bytes. Compiled twice, for float and double. */
+   row of its result. PADDING comes after each row that lies there or is kept: at powers of two apart rows would push
+   each other out of the first cache. A block of results stays in registers while everything that adds to it goes by.
+   Where many rows use a weight, it is packed before; with few, fetching it takes as long as multiplying, so the next
+   one is fetched meanwhile. Inputs, hidden and outputs are multiples of 128 bytes. Compiled twice: float and double. */
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -23,7 +23,7 @@
 #define APART static __attribute__((noinline)) /* gcc gives a loop of its own more registers */
 #define UNROLL _Pragma("GCC unroll 16")
 #define NEAR (1 << 19) /* bytes: a weight for which there is room beside another in a processor's second cache */
-#define WORTH_PACKING 32       /* rows */
+#define WORTH_PACKING 56 /* rows */
 #define WORTH_TRANSPOSING 32
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -33,9 +33,11 @@ enum { SET, ADD, AWAY }; /* what becomes of a block of results */
 #if defined(__AVX512F__)
 #define BYTES 64
 #define ROWS 12
+#define STREAM(to, vector) _mm512_stream_si512((void *)(to), (__m512i)(vector))
 #elif defined(__AVX__)
 #define BYTES 32
 #define ROWS 6
+#define STREAM(to, vector) _mm256_stream_si256((void *)(to), (__m256i)(vector))
 #else
 #define BYTES 16
 #define ROWS 6
@@ -77,23 +79,22 @@ typedef REAL NAME(vector) __attribute__((vector_size(BYTES), aligned(__alignof__
 
 /* compiled_experts.py has the same. Gradients are named after what they are of. */
 typedef struct {
-    long experts, k, inputs, hidden, outputs, chunk, room;  /* room: numbers that a chunk's rows need, whatever width */
-    const long *lasts, *order;                        /* where each expert's rows end; (R,) */
+    long experts, k, inputs, hidden, outputs, chunk, room;     /* room: numbers in a chunk's rows, at any width */
+    const long *lasts, *order;                                 /* where each expert's rows end; (R,) */
     const REAL *const *hidden_weights, *const *output_weights; /* of each expert (inputs, hidden), (hidden, outputs) */
-    const REAL *x, *gates;                            /* (T, inputs), (T, k) */
-    REAL *hidden_rows, *result;                       /* (R, hidden + PADDING), or none to keep; (T, k, outputs) */
-    const REAL *of_result;                            /* (T, outputs) */
-    REAL *of_hidden, *of_gates, *of_x;                /* (R, hidden + PADDING), (T, k), (T, k, inputs) or none */
+    const REAL *x, *gates;                                     /* (T, inputs), (T, k) */
+    REAL *hidden_rows, *result;        /* (R, hidden + PADDING) or none, (T, k, outputs) */
+    const REAL *of_result;             /* (T, outputs) */
+    REAL *of_hidden, *of_gates, *of_x; /* (R, hidden + PADDING), (T, k), (T, k, inputs) or none */
     REAL *const *of_hidden_weights, *const *of_output_weights;
 } NAME(layer);
-#define LAYER NAME(layer)
 
 /* What is written for somebody else to read goes straight to memory: a cache would first read what was there. */
 INLINE void NAME(store)(REAL *to, VECTOR value, const int how)
 {
-#ifdef __AVX512F__
+#ifdef STREAM
     if (how == AWAY && (size_t)to % BYTES == 0) {
-        _mm512_stream_si512((void *)to, (__m512i)value);
+        STREAM(to, value);
         return;
     }
 #endif
@@ -101,7 +102,7 @@ INLINE void NAME(store)(REAL *to, VECTOR value, const int how)
     AT(to) = value;
 }
 
-/* c (rows, PANEL) = a (rows, K) b (K, PANEL); a_row is from one row of a to the next, a_k from one column to the next. */
+/* c (rows, PANEL) = a (rows, K) b (K, PANEL); a_row is from a row of a to the next, a_k from a column to the next. */
 INLINE void NAME(block)(const int rows, const int how, long K, const REAL *a, long a_row, long a_k, const REAL *b,
                         long b_k, const REAL *fetch, long fetch_k, REAL *c, long c_row)
 {
@@ -124,10 +125,10 @@ INLINE void NAME(block)(const int rows, const int how, long K, const REAL *a, lo
     }
 }
 
-#define BLOCK(n)                                                                           \
-    case n:                                                                                \
-        if (n <= ROWS)                                                                     \
-            NAME(block)(n, how, K, a, a_row, a_k, b, b_k, fetch, fetch_k, c, c_row);       \
+#define BLOCK(n)                                                                     \
+    case n:                                                                          \
+        if (n <= ROWS)                                                               \
+            NAME(block)(n, how, K, a, a_row, a_k, b, b_k, fetch, fetch_k, c, c_row); \
         break;
 
 INLINE void NAME(blocks)(int rows, const int how, long K, const REAL *a, long a_row, long a_k, const REAL *b, long b_k,
@@ -249,20 +250,12 @@ INLINE void NAME(dots)(const int rows, long I, long O, const REAL *right, const 
     }
 }
 
-APART void NAME(dots_of_1)(long I, long O, const REAL *right, const REAL *weight, long ahead, REAL *left)
-{
-    NAME(dots)(1, I, O, right, weight, ahead, left);
-}
-
-APART void NAME(dots_of_2)(long I, long O, const REAL *right, const REAL *weight, long ahead, REAL *left)
-{
-    NAME(dots)(2, I, O, right, weight, ahead, left);
-}
-
-APART void NAME(dots_of_4)(long I, long O, const REAL *right, const REAL *weight, long ahead, REAL *left)
-{
-    NAME(dots)(LANES < 4 ? 1 : 4, I, O, right, weight, ahead, left);
-}
+#define DOTS(rows)                                                                                                     \
+    APART void NAME(dots_of_##rows)(long I, long O, const REAL *right, const REAL *weight, long ahead, REAL *left)     \
+    {                                                                                                                  \
+        NAME(dots)(MIN(rows, LANES), I, O, right, weight, ahead, left);                                                \
+    }
+DOTS(1) DOTS(2) DOTS(4)
 
 /* left (rows, I) = right (rows, O) times weight transposed */
 APART void NAME(times_transposed)(long rows, long I, long O, const REAL *right, const REAL *weight, const REAL *next,
@@ -293,14 +286,14 @@ APART void NAME(times_transposed)(long rows, long I, long O, const REAL *right, 
 }
 
 /* to (rows, width) = the tokens' rows */
-INLINE void NAME(gather)(const LAYER *l, long first, long rows, long width, const REAL *tokens, REAL *to)
+INLINE void NAME(gather)(const NAME(layer) *l, long first, long rows, long width, const REAL *tokens, REAL *to)
 {
     for (long r = 0; r < rows; r++)
         memcpy(to + r * (width + PADDING), tokens + l->order[first + r] / l->k * width, width * sizeof(REAL));
 }
 
 /* to, or the rows of to at their places in order = from (rows, width) times the gates */
-INLINE void NAME(gated)(const LAYER *l, long first, long rows, long width, const REAL *from, REAL *to, const int places)
+INLINE void NAME(gated)(const NAME(layer) *l, long first, long rows, long width, const REAL *from, REAL *to, const int places)
 {
     for (long r = 0; r < rows; r++) {
         const REAL gate = l->gates[l->order[first + r]], *restrict source = from + r * (width + PADDING);
@@ -318,7 +311,7 @@ INLINE void NAME(rectify)(long numbers, REAL *values)
 
 /* Gradients of gates, and of hidden rows by their results without gate those before gate and rectifier. Of a gate:
    gradient times result, which is (hidden W) gradient = hidden (W gradient). */
-INLINE void NAME(hidden_back)(const LAYER *l, long first, long rows)
+INLINE void NAME(hidden_back)(const NAME(layer) *l, long first, long rows)
 {
     for (long r = first; r < first + rows; r++) {
         const REAL *restrict hidden = l->hidden_rows + r * (l->hidden + PADDING), gate = l->gates[l->order[r]];
@@ -332,15 +325,15 @@ INLINE void NAME(hidden_back)(const LAYER *l, long first, long rows)
 }
 
 /* Every chunk of the rows from start to end - 1: rows from r of expert n */
-#define CHUNKS                                                                                          \
-    for (long n = 0; n < l->experts && (n ? l->lasts[n - 1] : 0) < end; n++)                  \
-        for (long r = MAX(start, n ? l->lasts[n - 1] : 0), to = MIN(end, l->lasts[n]), rows;            \
+#define CHUNKS                                                                               \
+    for (long n = 0; n < l->experts && (n ? l->lasts[n - 1] : 0) < end; n++)                 \
+        for (long r = MAX(start, n ? l->lasts[n - 1] : 0), to = MIN(end, l->lasts[n]), rows; \
              r < to && (rows = share(to - r, l->chunk)); r += rows)
 
 #define NEXT(weights) (weights)[r + rows == to && n + 1 < l->experts ? n + 1 : n]
 
 /* result, and where wanted hidden_rows */
-void NAME(forward)(long start, long end, const LAYER *l, REAL *scratch)
+void NAME(forward)(long start, long end, const NAME(layer) *l, REAL *scratch)
 {
     REAL *some_rows = scratch, *more_rows = some_rows + l->room, *packed = more_rows + l->room;
     CHUNKS {
@@ -355,7 +348,7 @@ void NAME(forward)(long start, long end, const LAYER *l, REAL *scratch)
 }
 
 /* of_hidden, of_gates and where wanted of_x */
-void NAME(backward)(long start, long end, const LAYER *l, REAL *scratch)
+void NAME(backward)(long start, long end, const NAME(layer) *l, REAL *scratch)
 {
     REAL *some_rows = scratch, *packed = some_rows + l->room;
     CHUNKS {
@@ -374,13 +367,13 @@ void NAME(backward)(long start, long end, const LAYER *l, REAL *scratch)
 }
 
 /* of_hidden_weights and of_output_weights; threads that share the rows of an expert share its weights' rows */
-void NAME(weights)(long start, long end, const LAYER *l, REAL *scratch)
+void NAME(weights)(long start, long end, const NAME(layer) *l, REAL *scratch)
 {
     const long I = l->inputs, H = l->hidden, O = l->outputs;
     for (long n = 0, first = 0; n < l->experts; first = l->lasts[n++]) {
-        const long last = l->lasts[n], all = last - first, from = MAX(start, first) - first, to = MIN(end, last) - first;
-        if (from >= to) continue;
-        for (long r = first, rows; r < last; r += rows) {
+        const long last = l->lasts[n], all = last - first;
+        const long from = MAX(start, first) - first, to = MIN(end, last) - first; /* of these rows */
+        for (long r = first, rows; from < to && r < last; r += rows) {
             rows = share(last - r, l->chunk);
             NAME(gather)(l, r, rows, I, l->x, scratch);
             NAME(outer)(rows, I, H, I * from / all, I * to / all, scratch, l->of_hidden + r * (H + PADDING),
@@ -391,16 +384,16 @@ void NAME(weights)(long start, long end, const LAYER *l, REAL *scratch)
                         l->of_output_weights[n], r > first);
         }
     }
-#ifdef __AVX512F__
+#ifdef STREAM
     _mm_sfence();
 #endif
 }
 
 #undef VECTOR
-#undef LAYER
 #undef AT
 #undef PANEL
 #undef PADDING
 #undef BLOCK
+#undef DOTS
 #undef HALVE
 #endif
