@@ -94,6 +94,10 @@ def distance_in_numpy(graph: Graph) -> np.ndarray:
 
 def _same_within(op_N: np.ndarray, value_N: np.ndarray) -> bool:
     """Whether nodes of one op all have the same value."""
+    if len(op_N) and 0 <= op_N.min() <= op_N.max() <= 4 * len(op_N) + 64:  # else a table would be large
+        of_op = np.empty(op_N.max() + 1, dtype=np.int64)
+        of_op[op_N] = value_N
+        return bool((of_op[op_N] == value_N).all())
     order = stable_order(op_N)
     op_N, value_N = op_N[order], value_N[order]
     return bool(((op_N[1:] != op_N[:-1]) | (value_N[1:] == value_N[:-1])).all())

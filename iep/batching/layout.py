@@ -191,7 +191,7 @@ def _lay_out_column(
     result_of_tensor[made] = np.arange(len(made))
     result_U = result_of_tensor[taken]
     only_arrives = not call_M.any()
-    bounds_M = np.append(0, np.cumsum(rows_M))
+    bounds_M = bounds_of(rows_M)
     first_M = bounds_M[:-1]
     stays = only_arrives or not reuse
     if stays:
@@ -205,7 +205,7 @@ def _lay_out_column(
     is_used_M = np.bincount(block_R[leads[made]], minlength=len(blocks_M)) > 0
 
     extras = _slices(np.searchsorted(extra_results, bounds_M))
-    bounds_T = np.append(0, np.cumsum(rows_T))
+    bounds_T = bounds_of(rows_T)
     uses = _slices(bounds_T)
     counts = steps.take_count[blocks_T].tolist()
     shapes = [(rows // many, many) if many else (rows,) for rows, many in zip(rows_T.tolist(), counts, strict=True)]
@@ -229,16 +229,16 @@ def _lay_out_column(
 def _runs(values: np.ndarray, bounds: np.ndarray, but: list[slice] | None = None) -> list[int | None]:
     """The first value of each block in which values rise one by one; None for others, empty ones, and where `but` is
     not empty."""
-    breaks = np.append(0, np.cumsum(values[1:] - values[:-1] != 1))
+    if not len(values):
+        return [None] * (len(bounds) - 1)
+    breaks = bounds_of(values[1:] - values[:-1] != 1)
     firsts, lasts = bounds[:-1], bounds[1:] - 1
-    runs = np.full(len(firsts), -1)
-    filled = lasts >= firsts
-    rising = filled & (breaks[np.minimum(firsts, len(breaks) - 1)] == breaks[lasts])
-    runs[rising] = values[firsts[rising]]
-    found = runs.tolist()
+    firsts = np.minimum(firsts, len(values) - 1)  # of empty blocks, which are left out
+    rising = (breaks[firsts] == breaks[lasts]) & (lasts >= firsts)
+    found = [value if rises else None for value, rises in zip(values[firsts].tolist(), rising.tolist(), strict=True)]
     if but is not None:
-        found = [-1 if part.stop > part.start else run for run, part in zip(found, but, strict=True)]
-    return [None if run < 0 else run for run in found]
+        found = [None if part.stop > part.start else run for run, part in zip(found, but, strict=True)]
+    return found
 
 
 def _rows_of(tensors: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
@@ -254,8 +254,10 @@ def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndar
     """The first use of each result, U without any; and the results and uses of all further ones, results rising."""
     uses = stable_order(result_U)
     results = result_U[uses]
-    further = np.append(False, results[1:] == results[:-1])[: len(results)]
-    takers = np.full(num_results, len(result_U))
+    further = np.zeros(len(results), dtype=bool)
+    further[1:] = results[1:] == results[:-1]
+    takers = np.empty(num_results, dtype=np.int64)
+    takers.fill(len(result_U))
     takers[results[~further]] = uses[~further]
     return takers, results[further], uses[further]
 
@@ -292,6 +294,13 @@ def _free(gaps: list[tuple[int, int]], start: int, end: int) -> None:
     after = gaps[index]  # the last gap has no end: there always is one
     joined = (before[0] if before[1] == start else start, after[1] if after[0] == end else end)
     gaps[index - (before[1] == start) : index + (after[0] == end)] = [joined]
+
+
+def bounds_of(rows: np.ndarray) -> np.ndarray:
+    """(n + 1,) where blocks of so many rows, (n,), begin, and where the last one ends."""
+    bounds = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(rows, out=bounds[1:])
+    return bounds
 
 
 def _slices(bounds: np.ndarray) -> list[slice]:

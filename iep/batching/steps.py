@@ -9,14 +9,14 @@ rows of all blocks taken), R results (the rows of all blocks made), V tensors.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from iep.batching.graph import Graph, stable_order
 from iep.batching.schedulers import Schedule
-from iep.batching.types import Types
+from iep.batching.types import Signature, Types
 
 LARGEST_TABLE = 1 << 16
 """Ops beyond this are looked up by search."""
@@ -89,42 +89,70 @@ def steps_of(graph: Graph, schedule: Schedule, types: Types) -> Steps:
     return steps
 
 
-class _Table:
-    """The signatures of the ops, by the position of an op among them, and the tensors' numbers.
+class _Signatures(NamedTuple):
+    """The signatures of the ops, by the position of an op among them.
 
     Shapes: P ops, Q most reads of one, R most tensors that they are, F most tensors of a value.
     """
 
+    num_reads: np.ndarray
+    """(P,)"""
+    count: np.ndarray
+    """(P, Q) of tensors side by side; 0 where there is one that is not stacked."""
+    num_read: np.ndarray
+    """(P,) how many tensors a node reads."""
+    read: np.ndarray
+    """(4, P, R) of each: which of the op's reads it belongs to, the argument, its field, its place in the read."""
+    width: np.ndarray
+    """(P,) tensors of a value."""
+    makes: np.ndarray
+    """(P, F) their columns."""
+
+
+@lru_cache(maxsize=64)
+def _signatures(signatures: tuple[Signature, ...]) -> _Signatures:
+    reads = [
+        [
+            (place, read.first + beside, read.field, beside)
+            for place, read in enumerate(signature.reads)
+            for beside in range(read.count or 1)
+        ]
+        for signature in signatures
+    ]
+    counts = [[read.count or 0 for read in signature.reads] for signature in signatures]
+    makes = [signature.makes for signature in signatures]
+    return _Signatures(
+        num_reads=np.array([*map(len, counts)], dtype=np.int64),
+        count=_matrix(counts),
+        num_read=np.array([*map(len, reads)], dtype=np.int64),
+        read=np.stack([_matrix([[read[part] for read in each] for each in reads]) for part in range(4)]),
+        width=np.array([*map(len, makes)], dtype=np.int64),
+        makes=_matrix(makes),
+    )
+
+
+def _matrix(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Zeros after the rows' ends."""
+    width = max(map(len, rows), default=0)
+    return np.array([[*row, *[0] * (width - len(row))] for row in rows], dtype=np.int64).reshape(len(rows), width)
+
+
+class _Table:
+    """What is read of every node, and the tensors' numbers."""
+
     def __init__(self, graph: Graph, types: Types, ops: list[int]):
-        signatures = [types.signatures[op] for op in ops]
         self.ops = ops
-        self.num_reads = np.array([len(s.reads) for s in signatures], dtype=np.int64)
-        self.width = np.array([len(s.makes) for s in signatures], dtype=np.int64)
-        self.count = np.zeros((len(ops), int(self.num_reads.max(initial=0))), dtype=np.int64)
-        """(P, Q) of tensors side by side; 0 where there is one that is not stacked."""
-        makes = np.zeros((len(ops), int(self.width.max(initial=0))), dtype=np.int64)
-        reads = [[] for _ in ops]
-        for kind, signature in enumerate(signatures):
-            for place, read in enumerate(signature.reads):
-                self.count[kind, place] = read.count or 0
-                besides = range(read.count or 1)
-                reads[kind] += [(place, read.first + beside, read.field, beside) for beside in besides]
-            makes[kind, : len(signature.makes)] = signature.makes
-        self.reads = np.array([len(each) for each in reads], dtype=np.int64)
-        """(P,) how many tensors a node reads."""
-        most = max(map(len, reads), default=0)
-        padded = [[*each, *[(0, 0, 0, 0)] * (most - len(each))] for each in reads]
-        self.read = np.array(padded, dtype=np.int64).reshape(len(ops), most, 4).transpose(2, 0, 1)
-        """(4, P, R) of each: which of the op's reads it belongs to, the argument, its field, its place in the read."""
-        self.makes = makes
-        """(P, F)"""
+        self.of = _signatures(tuple(types.signatures[op] for op in ops))
+        """By the position of an op among them, P."""
         self.kind = _positions(ops, graph.op)
         """(N,)"""
-        width_S = np.concatenate([np.ones(graph.num_inputs, dtype=np.int64), self.width[self.kind]])
+        width_N = self.of.width[self.kind]
+        width_S = np.concatenate([np.ones(graph.num_inputs, dtype=np.int64), width_N])
         self.width_of_slot = width_S
         self.tensor = np.cumsum(width_S) - width_S
         """(num_inputs + N,) the first tensor of each slot's value."""
-        nodes, fields = np.nonzero(np.arange(makes.shape[1]) < self.width[self.kind][:, None])
+        makes = self.of.makes
+        nodes, fields = np.nonzero(np.arange(makes.shape[1]) < width_N[:, None])
         self.column = np.concatenate([types.inputs, makes[self.kind[nodes], fields]])
         """(V,)"""
 
@@ -167,7 +195,7 @@ def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     arriving = stable_order(types.inputs) if types.arrival is None else types.arrival
     arrivals = np.bincount(types.inputs)
     arrivals = arrivals[arrivals > 0]
-    width_G = table.width[order.kind_G]
+    width_G = table.of.width[order.kind_G]
     make_call = np.concatenate(
         [np.zeros(len(arrivals), dtype=np.int64), np.repeat(np.arange(len(width_G)), width_G) + 1]
     )
@@ -176,8 +204,8 @@ def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     first_block_K = np.concatenate([[0], len(arrivals) + np.cumsum(width_G) - width_G])
     made = np.empty(make_rows.sum(), dtype=np.int64)
     made[: graph.num_inputs] = arriving
-    for field in range(table.makes.shape[1]):
-        has = table.width[table.kind[order.node_N]] > field
+    for field in range(table.of.makes.shape[1]):
+        has = table.of.width[table.kind[order.node_N]] > field
         block = first_block_K[order.call_N[has]] + field
         made[first_M[block] + order.row_N[has]] = table.tensor[graph.num_inputs + order.node_N[has]] + field
     return make_call, make_rows, made
@@ -185,21 +213,21 @@ def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
 
 def _taken(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     """Call, rows and tensors side by side of the blocks taken, and their tensors."""
-    reads_G = table.num_reads[order.kind_G]
+    reads_G = table.of.num_reads[order.kind_G]
     group_T = np.repeat(np.arange(len(order.kind_G)), reads_G)
     first_block_G = np.cumsum(reads_G) - reads_G
     place_T = np.arange(len(group_T)) - first_block_G[group_T]
-    count_T = table.count[order.kind_G[group_T], place_T]
+    count_T = table.of.count[order.kind_G[group_T], place_T]
     rows_T = order.sizes_G[group_T] * np.maximum(count_T, 1)
     roots = [_root_tensors(table, *root) for root in types.roots]
     first_T = np.cumsum(rows_T) - rows_T
     taken = np.empty(rows_T.sum(), dtype=np.int64)
     kind_N = np.repeat(order.kind_G, order.sizes_G)
     # Every tensor that a node reads, node by node.
-    width_N = table.reads[kind_N]
+    width_N = table.of.num_read[kind_N]
     read_U = np.arange(width_N.sum()) - np.repeat(np.cumsum(width_N) - width_N, width_N)
     node_U, kind_U, row_U = (np.repeat(each, width_N) for each in (order.node_N, kind_N, order.row_N))
-    place_U, argument_U, field_U, beside_U = table.read[:, kind_U, read_U]
+    place_U, argument_U, field_U, beside_U = table.of.read[:, kind_U, read_U]
     column_U = np.minimum(argument_U, graph.args.shape[1] - 1)
     slot_U = graph.args[node_U, column_U]
     if types.fields is not None:

@@ -167,9 +167,8 @@ class VertexNetwork:
             key, graph.num_nodes, lambda: self._lay_out(graph, joined, len(samples), scheduler, sharing, is_whole)
         )
         rows = np.concatenate([np.empty(0, dtype=np.int64), *joined.rows.values()])[arrival]
-        ends = np.cumsum([len(ids) for ids in joined.rows.values()])
-        each = zip(joined.rows, np.split(rows, ends[:-1]), strict=True)
-        return VertexPlan(graph, schedule, layout, {name: torch.from_numpy(ids) for name, ids in each})
+        each = torch.from_numpy(rows).split([len(ids) for ids in joined.rows.values()])
+        return VertexPlan(graph, schedule, layout, dict(zip(joined.rows, each, strict=True)))
 
     def _lay_out(
         self, graph: Graph, joined: Joined, num_samples: int, scheduler: str, sharing: bool, is_whole: list[bool]
