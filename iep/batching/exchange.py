@@ -72,10 +72,11 @@ def _in_place(run: "Run", modules: Modules, calls: Sequence[Call]) -> list[CallI
     """The first calls, as long as they are of cells that run in place."""
     found: list[CallInPlace] = []
     layers: dict[int, LayerInPlace] = {}
+    if not all(column.stays for column in run.layout.columns):
+        return found
     for call in calls:
         cell = modules[call.op]
-        columns = {each.column for each in (*call.arguments, *call.results)}
-        if not isinstance(cell, Cell) or not all(run.layout.columns[column].stays for column in columns):
+        if not isinstance(cell, Cell):
             break
         layer = cell.layer
         if id(layer) not in layers:
