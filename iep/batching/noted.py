@@ -6,14 +6,9 @@ function finds outside of its arguments, are not looked at.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import zip_longest
 
 from torch import Tensor, nn
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often it was changed in place; None of a tensor of inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def parts_of(function: Callable) -> tuple[list[Tensor], list[bool]]:
@@ -36,8 +31,9 @@ class Noted:
 
     def __init__(self, function: Callable, shared: Sequence[Tensor]):
         self._function, self._shared = function, shared
-        self._tensors, self._training = parts_of(function)
-        self._versions = [version_of(tensor) for tensor in chain(self._tensors, shared)]
+        tensors, self._training = parts_of(function)
+        self._tensors = [*tensors, *shared]
+        self._versions = list(map(_version_of, self._tensors))
 
     def change(self, changes_buffers: bool) -> str | None:
         """What is not as it was; None where all is.
@@ -48,13 +44,21 @@ class Noted:
         tensors, training = parts_of(self._function)
         if training != self._training:
             return "switched between training and evaluation"
-        if len(tensors) != len(self._tensors) or any(map(_is_other, tensors, self._tensors)):
-            return "given other parameters or buffers"
-        for tensor, version in zip(chain(tensors, self._shared), self._versions, strict=True):
-            if version_of(tensor) != version and (isinstance(tensor, nn.Parameter) or not changes_buffers):
+        then, now = zip(self._tensors, self._versions, strict=True), [*tensors, *self._shared]
+        if changes_buffers:
+            then, now = [one for one in then if isinstance(one[0], nn.Parameter)], list(filter(_is_parameter, now))
+        for (tensor, version), other in zip_longest(then, now, fillvalue=(None, None)):
+            if tensor is not other:
+                return "given other parameters or buffers"
+            if _version_of(tensor) != version:
                 return "changed in its parameters or buffers"
         return None
 
 
-def _is_other(one: Tensor, other: Tensor) -> bool:
-    return one is not other
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """How often it was changed in place; None of a tensor of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
