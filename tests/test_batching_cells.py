@@ -259,3 +259,23 @@ def test_a_cell_whose_results_have_another_number_of_rows_is_refused():
     plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
     with pytest.raises(ValueError, match=r"returned \(0, 2\) for a group of 1"):
         network(plan, {"x": model.table[:1]})
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("leaf", (3, 7)), ("leaf", (2, 6)), ("inner", (4, 11)), ("inner", (5, 10))]
+)
+def test_a_layer_of_other_sizes_is_refused(how, name, sizes):
+    model = Plain(True)
+    setattr(model, name, nn.Linear(*sizes).double())
+    with cells_run(how), pytest.raises((ValueError, RuntimeError), match=r"layer of|holds values|gates|shapes|size"):
+        model([CHAIN] * 5, "lookahead", True)
+
+
+def test_weights_of_several_dtypes_are_left_to_pytorch():
+    model = Plain(True)
+    model.inner.bias = nn.Parameter(model.inner.bias.float())
+    expected = Plain(True)
+    with torch.no_grad():
+        expected.inner.bias.copy_(model.inner.bias)
+    assert torch.equal(model([CHAIN], "lookahead", True), expected([CHAIN], "lookahead", True))

@@ -34,11 +34,12 @@ class Rows(NamedTuple):
 
 
 def can_be_in_place(layer: nn.Linear, device: torch.device) -> bool:
-    """Whether its calls may run in place: weights are plain tensors there, and used in their own dtype."""
+    """Whether its calls may run in place: weights are plain tensors there, of one dtype, and used in it."""
     if torch.is_autocast_enabled(device.type):
         return False
     weights = [weight for weight in (layer.weight, layer.bias) if weight is not None]
-    return all(type(weight) in (Tensor, nn.Parameter) and weight.device == device for weight in weights)
+    plain = all(type(weight) in (Tensor, nn.Parameter) and weight.device == device for weight in weights)
+    return plain and len({weight.dtype for weight in weights}) == 1
 
 
 class LayerInPlace:
@@ -51,12 +52,12 @@ class LayerInPlace:
         self.transposed = self.weight.T
         self.outputs, self.inputs = self.weight.shape
         self.zeros = self.weight.new_zeros(self.outputs)
-        self.bias = self.zeros if layer.bias is None else layer.bias.detach()
+        self.bias = self.zeros if layer.bias is None else layer.bias.detach().contiguous()
         """(M,)"""
         self.rows = 0
         """Of all its calls' products."""
         self.inputs_at: int | None = None
-        """Which of the tensors kept is (rows, K) the inputs of these."""
+        """Which of the tensors kept is (rows, K) the inputs of these, where they are kept."""
 
 
 class ValueTables:
@@ -66,7 +67,7 @@ class ValueTables:
         self.run = run
         self.kept: list[Tensor] = []
         """What the way back needs."""
-        self._columns: dict[int, tuple[int, int]] = {}
+        self._columns: dict[tuple[int, int], tuple[int, int]] = {}
         self._sources: dict[int, int] = {}
 
     def keep(self, tensor: Tensor) -> int:
@@ -80,10 +81,10 @@ class ValueTables:
         Raises:
             ValueError: they are others.
         """
-        if at not in self._columns:
+        if (at, width) not in self._columns:
             rows = self.run.room(at, width, dtype)
-            self._columns[at] = self.keep(rows), rows.data_ptr()
-        return self._columns[at]
+            self._columns[at, width] = self.keep(rows), rows.data_ptr()
+        return self._columns[at, width]
 
     def index(self, taken: Argument) -> int:
         """Address of what says which rows of its column an argument is."""
@@ -139,8 +140,15 @@ class CallInPlace(ABC):
         """
         Args:
             taken: what the layer is applied to, several values side by side or one; None where it is to nothing.
+
+        Raises:
+            ValueError: the layer's inputs cannot be so many values.
         """
         self.of, self.layer, self.taken = call, layer, taken
+        self.beside = taken.shape[1] if taken is not None and len(taken.shape) > 1 else 1
+        """How many values are an input."""
+        if layer.inputs % self.beside:
+            raise ValueError(f"op {call.op}: a layer of {layer.inputs} inputs for {self.beside} values side by side")
         self.first = layer.rows
         """Row of the layer's products at which its own begin."""
         layer.rows += 0 if taken is None else call.rows
@@ -158,17 +166,17 @@ class CallInPlace(ABC):
     def gather(self, tables: ValueTables) -> Tensor:
         """(G, K) the layer's input: where it lies, if it does so in one piece, or a copy."""
         taken, layer, size = self.taken, self.layer, self.of.rows
-        width = layer.inputs // (taken.shape[1] if len(taken.shape) > 1 else 1)
+        width = layer.inputs // self.beside
         at, _ = tables.column(taken.column, width, layer.weight.dtype)
         if taken.first_place is not None:
-            self._input = _Input(at, taken.first_place, layer.inputs // width)
-        elif layer.inputs_at is None:
-            rows = tables.kept[at].index_select(0, tables.run.sources[taken.column][taken.block])
-            self._input = _Input(tables.keep(rows.view(size, layer.inputs)), 0, 1)
-        else:
+            self._input = _Input(at, taken.first_place, self.beside)
+        elif tables.run.records:
             self._input = _Input(layer.inputs_at, self.first, 1)
             room = self.input(tables.kept).tensor().view(-1, width)
             torch.index_select(tables.kept[at], 0, tables.run.sources[taken.column][taken.block], out=room)
+        else:
+            rows = tables.kept[at].index_select(0, tables.run.sources[taken.column][taken.block])
+            return rows.view(size, layer.inputs)
         return self.input(tables.kept).tensor()
 
     def input(self, kept: Sequence[Tensor]) -> Rows:

@@ -45,7 +45,9 @@ class LSTMCell(Cell):
 
     def in_place(self, call: Call, layer: LayerInPlace) -> LSTMCallInPlace | None:
         # What a class of its own computes instead, the C code does not know.
-        fits = type(self) is LSTMCell and layer.weight.is_cpu and kernel("state", layer.weight.dtype) is not None
+        if type(self) is not LSTMCell or not layer.weight.is_cpu or kernel("state", layer.weight.dtype) is None:
+            return None
+        fits = len(call.arguments) in (1, 2 + self.gates_pulled) and len(call.results) == 2 + self.pushes
         return LSTMCallInPlace(call, layer, self.gates_pulled) if fits else None
 
     def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:

@@ -28,6 +28,8 @@ class LSTMCallInPlace(CallInPlace):
         # Gates that are pulled are those of a cell with a child, whether it has one or not.
         forgets = max(children, 1) if gates_pulled else children
         self.width = layer.outputs // (3 + forgets)
+        if layer.outputs != (3 + forgets) * self.width:
+            raise ValueError(f"op {call.op}: a layer of {layer.outputs} outputs for gates of {children} children")
         self.row_bytes = self.width * layer.weight.element_size()
         self.step = Step(cells=call.rows, forgets=forgets, children=children, width=self.width)
 
@@ -36,7 +38,8 @@ class LSTMCallInPlace(CallInPlace):
         step.gates, step.bias = layer.zeros.data_ptr(), layer.bias.data_ptr()
         if self.taken is not None:
             gates = torch.mm(self.gather(tables), layer.transposed)
-            tables.keep(gates)
+            if tables.run.records:
+                tables.keep(gates)
             step.gates, step.gates_stride = gates.data_ptr(), layer.outputs
         if self.is_added:
             _, added = tables.column(self.pulled.column, layer.outputs, dtype)

@@ -50,7 +50,8 @@ class ReLUCell(Cell):
         gradients[0] = gradient.view(arguments[0].shape)
 
     def in_place(self, call: Call, layer: LayerInPlace) -> "_ReLUInPlace | None":
-        return _ReLUInPlace(call, layer, call.arguments[0]) if type(self) is ReLUCell else None
+        fits = type(self) is ReLUCell and len(call.arguments) == len(call.results) == 1
+        return _ReLUInPlace(call, layer, call.arguments[0]) if fits else None
 
 
 class _ReLUInPlace(CallInPlace):
