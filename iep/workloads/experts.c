@@ -293,7 +293,8 @@ INLINE void NAME(gather)(const NAME(layer) *l, long first, long rows, long width
 }
 
 /* to, or the rows of to at their places in order = from (rows, width) times the gates */
-INLINE void NAME(gated)(const NAME(layer) *l, long first, long rows, long width, const REAL *from, REAL *to, const int places)
+INLINE void NAME(gated)(const NAME(layer) *l, long first, long rows, long width, const REAL *from, REAL *to,
+                        const int places)
 {
     for (long r = 0; r < rows; r++) {
         const REAL gate = l->gates[l->order[first + r]], *restrict source = from + r * (width + PADDING);
