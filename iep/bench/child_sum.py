@@ -17,10 +17,9 @@ from iep.batching.scope_report import Report
 from iep.bench.contest import PHASES, TRAINING, Way
 from iep.bench.hand_ways import step, summed_cross_entropy
 from iep.bench.model_ways import per_instance
-from iep.bench.samples import MIN_SAMPLES, child_sum_samples
+from iep.bench.samples import MIN_SAMPLES, child_sum_samples, shuffled
 from iep.bench.strategy import Strategy
 from iep.bench.workload_run import Case
-from iep.errors import InputError
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.tree_files import read_sick
 from iep.workloads.trees import TreePair, sick_like
@@ -51,11 +50,7 @@ def child_sum_cases(
     else:
         pairs, word_to_idx = read_sick(sick)
         words = len(word_to_idx)
-        if len(pairs) < largest:
-            raise InputError(
-                f"{sick}: {len(pairs)} pairs, expected at least {largest} for the largest of --batch-sizes"
-            )
-        pairs = [pairs[n] for n in rng.permutation(len(pairs))]
+        pairs = shuffled(pairs, largest, rng, sick, "pairs")
         origin = f"pairs of trees of {sick}"
     torch.manual_seed(seed)
     ways = child_sum_ways(ChildSumTreeLSTM(words, EMBEDDING, width, RATINGS), strategies, with_per_instance)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from iep.bench.contest import Samples
 from iep.bench.limit import Layer, bilstm_layers, child_sum_layers, tagger_layers, tree_fc_layers, tree_lstm_layers
 from iep.bench.tree_levels import heights, levels_of
+from iep.errors import InputError
 from iep.workloads.sentences import Sentence
 from iep.workloads.trees import Tree, TreePair
 
@@ -83,6 +85,17 @@ def tagger_samples(
         return [len(word) for word in words if len(word)]
 
     return _samples(sentences, batch, {"batch": batch}, layers, cells=lambda each: 2 * (len(each) + sum(letters(each))))
+
+
+def shuffled(found: Sequence[Any], least: int, rng: np.random.Generator, where: Path, what: str) -> list[Any]:
+    """What was found in files, in another order.
+
+    Raises:
+        InputError: it is less than the largest minibatch.
+    """
+    if len(found) < least:
+        raise InputError(f"{where}: {len(found)} {what}, expected at least {least} for the largest of --batch-sizes")
+    return [found[n] for n in rng.permutation(len(found))]
 
 
 def _samples(

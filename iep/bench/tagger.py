@@ -14,10 +14,9 @@ from iep.bench.contest import Way
 from iep.bench.hand_tagger import PackedTagger
 from iep.bench.hand_ways import summed_cross_entropy, tagger_by_hand
 from iep.bench.model_ways import batched_ways, per_instance
-from iep.bench.samples import MIN_SAMPLES, tagger_samples
+from iep.bench.samples import MIN_SAMPLES, shuffled, tagger_samples
 from iep.bench.strategy import Strategy
 from iep.bench.workload_run import Case
-from iep.errors import InputError
 from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
 from iep.workloads.tagger import Tagger
 
@@ -50,11 +49,7 @@ def tagger_cases(
     else:
         found, names = read_wikiner(wikiner)
         words, tags, letters = 1 + len(names.words), len(names.tags), len(names.characters)
-        if len(found) < largest:
-            raise InputError(
-                f"{wikiner}: {len(found)} sentences, expected at least {largest} for the largest of --batch-sizes"
-            )
-        sentences = [found[n] for n in rng.permutation(len(found))]
+        sentences = shuffled(found, largest, rng, wikiner, "sentences")
         origin = f"sentences of {wikiner}"
     torch.manual_seed(seed)
     models = tagger_models(words, tags, width, letters if characters else None)

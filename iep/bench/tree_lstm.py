@@ -13,10 +13,9 @@ from iep.bench.contest import Way
 from iep.bench.hand_trees import HandTreeLSTM
 from iep.bench.hand_ways import summed_cross_entropy, tree_lstm_by_hand
 from iep.bench.model_ways import batched_ways, per_instance
-from iep.bench.samples import MIN_SAMPLES, tree_lstm_samples
+from iep.bench.samples import MIN_SAMPLES, shuffled, tree_lstm_samples
 from iep.bench.strategy import Strategy
 from iep.bench.workload_run import Case
-from iep.errors import InputError
 from iep.workloads.tree_files import read_sst
 from iep.workloads.tree_lstm import BinaryTreeLSTM
 from iep.workloads.trees import SENTIMENTS, Tree, sst_like
@@ -44,9 +43,7 @@ def binary_cases(
     else:
         trees, word_to_idx = read_sst(sst)
         words = len(word_to_idx)
-        if len(trees) < largest:
-            raise InputError(f"{sst}: {len(trees)} trees, expected at least {largest} for the largest of --batch-sizes")
-        trees = [trees[n] for n in rng.permutation(len(trees))]
+        trees = shuffled(trees, largest, rng, sst, "trees")
         origin = f"trees of {sst}"
     torch.manual_seed(seed)
     ways = binary_ways(*binary_models(words, width), strategies, with_per_instance)
