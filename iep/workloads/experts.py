@@ -33,8 +33,9 @@ class Experts(nn.Module):
     reads as it is. Gradients cannot be differentiated again.
 
     Attributes:
-        execution: `vanilla` (a loop over tokens and their experts, the reference), `batched` (each expert once, on all its rows) or
-            `grouped` (PyTorch's grouped matrix product; `batched` where there is none, see `grouped_refusal`).
+        execution: `vanilla` (a loop over tokens and their experts, the reference), `batched` (each expert once, on all
+            its rows) or `grouped` (PyTorch's grouped matrix product; `batched` where there is none, see
+            `grouped_refusal`).
 
     Raises:
         InputError: a size is less than 1, or there is no such execution.
