@@ -109,6 +109,16 @@ def test_a_future_of_an_input_says_that_its_scope_failed():
         _ = kept[0].value
 
 
+@pytest.mark.parametrize("function", [torch.mul, lambda x, y: torch.where(y > 0, x, y), torch.addcmul])
+def test_a_number_of_another_dtype_weighs_as_little_as_in_one_sample(function):
+    number, vector = torch.tensor(2.0, dtype=torch.float64), torch.ones(3)
+    arguments = (number, vector) if function is not torch.addcmul else (vector, number, number)
+    with scope() as batch:
+        found = [batch.wrap(function)(*arguments) for _ in range(2)]
+    assert found[0].dtype == found[0].value.dtype == torch.float32
+    torch.testing.assert_close(found[0].value, function(*arguments))
+
+
 def test_zeros_of_both_signs_are_different_arguments():
     signed, x = Signed(), torch.ones(1)
     with scope(signed):

@@ -281,7 +281,7 @@ def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[st
     """The results of `call` on G rows of leaves, (G, ...) each; `warn` is told why they run singly if vmap cannot."""
     if kernel.how == DIRECT:
         results = tensors_of(kernel.batched(*fill(call.args, leaves), **fill(call.kwargs, leaves)))
-        return _as_found(kernel, call, [(r.shape[1:], r.dtype) for r in results], results)
+        return _as_found(kernel, call, results)
     if kernel.how == VMAP:
         try:
             results = torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)
@@ -290,26 +290,36 @@ def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[st
             kernel.how, kernel.reason = SINGLY, f"vmap cannot: {_text(failure)}"
             warn(kernel.reason)
             return results
-        return _as_found(kernel, call, [(r.shape[1:], r.dtype) for r in results], results)
+        return _as_found(kernel, call, results)
     return _singly(kernel, call, leaves)
 
 
 def _singly(kernel: Kernel, call: Call, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     rows = [tensors_of(call(row)) for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
     for row in rows:
-        _as_found(kernel, call, [(r.shape, r.dtype) for r in row], row)
+        kinds = [(result.shape, result.dtype) for result in row]
+        if kinds != [(spec.shape, spec.dtype) for spec in kernel.outputs]:
+            raise _is_other_than_found(kernel, call, kinds)
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
-def _as_found(kernel: Kernel, call: Call, kinds: list[tuple], results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`results`, whose samples' shapes and dtypes are those that were found out."""
-    if kinds != [(spec.shape, spec.dtype) for spec in kernel.outputs]:
-        known(call.function).kernels.clear()
-        raise ValueError(
-            f"{name_of(call.function)} returned tensors of {_text_of(kinds)}, after {_text_of(kernel.outputs)} for a "
-            "call alike: it depends on more than its arguments; call it outside the scope, or in a scope anew"
-        )
-    return results
+def _as_found(kernel: Kernel, call: Call, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of a group, of the shapes and dtypes that were found out for one sample."""
+    kinds, found = [(result.shape[1:], result.dtype) for result in results], kernel.outputs
+    if [shape for shape, _ in kinds] != [spec.shape for spec in found] or not all(
+        torch.can_cast(dtype, spec.dtype) for (_, dtype), spec in zip(kinds, found, strict=True)
+    ):
+        raise _is_other_than_found(kernel, call, kinds)
+    # A sample's number weighs less than a vector in what dtype both make; a group of numbers is a vector itself.
+    return tuple(result.to(spec.dtype) for result, spec in zip(results, found, strict=True))
+
+
+def _is_other_than_found(kernel: Kernel, call: Call, kinds: list[tuple]) -> ValueError:
+    known(call.function).kernels.clear()
+    return ValueError(
+        f"{name_of(call.function)} returned tensors of {_text_of(kinds)}, after {_text_of(kernel.outputs)} for a "
+        "call alike: it depends on more than its arguments; call it outside the scope, or in a scope anew"
+    )
 
 
 def _text_of(kinds: Sequence[tuple]) -> str:
