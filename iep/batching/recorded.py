@@ -4,7 +4,7 @@ Plain records; they are filled in by `recording.py`.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iep.batching.kernels import SINGLY, Call, Kernel, name_of
-from iep.batching.noted import Noted
+from iep.batching.kernels import SINGLY, Call, Kernel, Spec, name_of, spec_of
+from iep.batching.noted import Noted, state_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -112,3 +112,18 @@ class Behind(NamedTuple):
     """An op that is not to be recorded without a further look."""
 
     op: Op
+
+
+def general_key(key: tuple, function: Callable) -> tuple:
+    """The key of an op without what belongs to a scope or keeps tensors alive: by it kernels are remembered."""
+    return (
+        *(
+            Spec(part.shape, part.dtype, part.device)
+            if type(part) is Column
+            else ("constant", *spec_of(part.tensor), part.tensor.requires_grad)
+            if type(part) is Constant
+            else part
+            for part in key[1:]
+        ),
+        state_of(function),
+    )

@@ -29,11 +29,10 @@ from iep.batching.kernels import (
     find_kernel,
     known,
     name_of,
-    spec_of,
     warn_singly,
 )
-from iep.batching.noted import Noted, state_of
-from iep.batching.recorded import Behind, Column, Constant, Modes, Nodes, Op
+from iep.batching.noted import Noted
+from iep.batching.recorded import Behind, Column, Constant, Modes, Nodes, Op, general_key
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
@@ -319,7 +318,7 @@ class Recording:
         if not specs:
             self._ops_by_key[key] = Kernel(NOW, "it takes no tensor")
             return self._ops_by_key[key]
-        facts, general = known(function), _general_key(key, function)
+        facts, general = known(function), general_key(key, function)
         kernel = facts.kernels.get(general)
         if kernel is None:
             with recording_into(None):
@@ -388,18 +387,3 @@ class Recording:
         if address not in self.computed:
             self._run(self, [address], f"a value is read at {users_line()}")
         return self.computed[address]
-
-
-def _general_key(key: tuple, function: Callable) -> tuple:
-    """`key` without what belongs to a scope or keeps tensors alive."""
-    return (
-        *(
-            Spec(part.shape, part.dtype, part.device)
-            if type(part) is Column
-            else ("constant", *spec_of(part.tensor), part.tensor.requires_grad)
-            if type(part) is Constant
-            else part
-            for part in key[1:]
-        ),
-        state_of(function),
-    )
