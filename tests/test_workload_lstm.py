@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from iep.batching import native
 from iep.workloads import lstm_state as lstm
-from iep.workloads import native
 
 
 @contextmanager
@@ -174,8 +174,8 @@ def test_many_rows_are_shared_among_threads(monkeypatch):
     "environment", [{"IEP_NATIVE": "0"}, {"CC": "/nonexistent/cc", "XDG_CACHE_HOME": "/nonexistent"}]
 )
 def test_without_a_compiler_pytorch_does_it(environment):
-    imports = "import torch; from iep.workloads import lstm, native"
-    state = "lstm.lstm_state(torch.zeros(1, 6), torch.empty(1, 0, 2), torch.zeros(6))"
+    imports = "import torch; from iep.batching import native; from iep.workloads import lstm_state"
+    state = "lstm_state.lstm_state(torch.zeros(1, 6), torch.empty(1, 0, 2), torch.zeros(6))"
     code = f"{imports}; print(native.library('lstm'), {state}[0].tolist())"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True

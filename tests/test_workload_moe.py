@@ -14,10 +14,9 @@ import torch
 from batching_cases import quick
 from hypothesis import given
 
-from iep.batching import Graph, execute, lay_out, make_schedule
+from iep.batching import Graph, execute, lay_out, make_schedule, native
 from iep.errors import InputError
 from iep.workloads import experts as experts_module
-from iep.workloads import native
 from iep.workloads.experts import Experts
 from iep.workloads.gating import NoisyTopKGating, squared_variation
 from iep.workloads.moe import MixtureOfExperts

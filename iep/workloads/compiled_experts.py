@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from iep.workloads import native
+from iep.batching import native
 from iep.workloads.expert_products import Gradients, Routing
 from iep.workloads.reused_memory import ReusedMemory
 

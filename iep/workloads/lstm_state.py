@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from iep.workloads import native
+from iep.batching import native
 
 
 class Step(ctypes.Structure):
