@@ -6,13 +6,13 @@ Knows nothing of CLEVR: imports torch, numpy, the standard library and itself.
 from iep.batching.cells import Cell
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.execute import execute
-from iep.batching.future import Future
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.layout import Layout, lay_out
+from iep.batching.lazy.future import Future
+from iep.batching.lazy.scope import scope
 from iep.batching.placed import Homes, PlacedLayout, lay_out_placed, least_time
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, Schedule, make_schedule
-from iep.batching.scope import scope
 from iep.batching.sharing import share
 from iep.batching.types import Read, Signature, Types
 from iep.batching.vertex import Edges, Outcome, VertexFunction, VertexNetwork, VertexPlan, Vertices

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from iep.batching import scope
+from iep.batching.lazy.report import Report
 from iep.batching.plans import nothing_remembered
-from iep.batching.scope_report import Report
 from iep.bench.contest import PHASES, TRAINING, Way
 from iep.bench.hand_ways import step, summed_cross_entropy
 from iep.bench.model_ways import per_instance

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iep.batching.graph import Graph
-from iep.batching.recording import Recording
+from iep.batching.lazy.recording import Recording
 from iep.batching.sharing import share
 from iep.batching.types import Read, Signature, Types
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.batching.current import autocast_of_thread, recording_into, users_line
-from iep.batching.future import Backward, Future, values_of
-from iep.batching.kernels import (
+from iep.batching.lazy.current import autocast_of_thread, recording_into, users_line
+from iep.batching.lazy.future import Backward, Future, values_of
+from iep.batching.lazy.kernels import (
     NOW,
     SINGLY,
     STATIC,
@@ -31,8 +31,8 @@ from iep.batching.kernels import (
     name_of,
     warn_singly,
 )
-from iep.batching.noted import Noted
-from iep.batching.recorded import Behind, Column, Constant, Modes, Nodes, Op, general_key
+from iep.batching.lazy.noted import Noted
+from iep.batching.lazy.recorded import Behind, Column, Constant, Modes, Nodes, Op, general_key
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 

@@ -4,10 +4,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from iep.batching.graph import Graph
-from iep.batching.kernels import name_of
 from iep.batching.layout import Layout
-from iep.batching.lowering import Lowered
-from iep.batching.recording import Recording
+from iep.batching.lazy.kernels import name_of
+from iep.batching.lazy.lowering import Lowered
+from iep.batching.lazy.recording import Recording
 from iep.batching.schedulers import most_on_a_path
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iep.batching.kernels import SINGLY, Call, Kernel, Spec, name_of, spec_of
-from iep.batching.noted import Noted, state_of
+from iep.batching.lazy.kernels import SINGLY, Call, Kernel, Spec, name_of, spec_of
+from iep.batching.lazy.noted import Noted, state_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)

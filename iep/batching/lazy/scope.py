@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.batching.current import autocast_of_thread, current, recording_into
 from iep.batching.execute import execute
-from iep.batching.future import Backward, values_of
-from iep.batching.kernels import name_of, run, warn_singly
-from iep.batching.lowering import Lowered, lower, needed_nodes, waiting_nodes, without_gradients
+from iep.batching.lazy.current import autocast_of_thread, current, recording_into
+from iep.batching.lazy.future import Backward, values_of
+from iep.batching.lazy.kernels import name_of, run, warn_singly
+from iep.batching.lazy.lowering import Lowered, lower, needed_nodes, waiting_nodes, without_gradients
+from iep.batching.lazy.recorded import Op
+from iep.batching.lazy.recording import Recording
+from iep.batching.lazy.report import Report, Tally
 from iep.batching.plans import plan
-from iep.batching.recorded import Op
-from iep.batching.recording import Recording
 from iep.batching.schedulers import SCHEDULERS
-from iep.batching.scope_report import Report, Tally
 
 GRANULARITIES = ("module", "op")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
