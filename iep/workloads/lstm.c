@@ -16,21 +16,19 @@
 
 /* As lstm_state.py's Step, field by field. Addresses of numbers are of float or double, those of indices of long. */
 struct step {
-    long cells, forgets, children, width, inputs;          /* G, A, A or 0, H, K */
-    const void *factor;                                    /* (G, K), contiguous */
-    const void *weight;                                    /* (K, (3 + A) H), contiguous */
-    void *gates;                                           /* (G, (3 + A) H), in the order i, o, f of each child, u */
+    long cells, forgets, children, width;                  /* G, A, A or 0, H */
+    const void *gates;                                     /* rows ((3 + A) H,), in the order i, o, f of each child, u */
     long gates_stride;
-    const void *bias;                                      /* added to the gates first */
+    const void *bias;                                      /* rows that are added to the gates first */
     const long *bias_index;
     long bias_stride;
-    const void *h_children, *c_children;                   /* rows (H,), child a of cell g by index g * A + a */
+    const void *c_children;                                /* rows (H,), child a of cell g by index g * A + a */
     const long *children_index;
     void *h, *c, *pushed;                                  /* (G, H), contiguous; pushed, h once more, may be absent */
     const void *dh, *dc, *dpushed;                         /* gradients that reach them; may be absent */
     const long *dh_index, *dc_index, *dpushed_index;
     long dh_stride, dc_stride, dpushed_stride;
-    void *d_gates, *d_factor, *d_children;                 /* (G, (3 + A) H), (G, K), (G, A, H), contiguous */
+    void *d_gates, *d_children;                            /* (G, (3 + A) H), (G, A, H), contiguous */
 };
 
 static inline long at(const long *index, long row) { return index ? index[row] : row; }

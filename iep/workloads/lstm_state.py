@@ -20,15 +20,15 @@ class Step(ctypes.Structure):
     there is nothing."""
 
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("cells", "forgets", "children", "width", "inputs")),
-        *((name, ctypes.c_void_p) for name in ("factor", "weight", "gates")),
+        *((name, ctypes.c_long) for name in ("cells", "forgets", "children", "width")),
+        ("gates", ctypes.c_void_p),
         ("gates_stride", ctypes.c_long),
         *((name, ctypes.c_void_p) for name in ("bias", "bias_index")),
         ("bias_stride", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("h_children", "c_children", "children_index", "h", "c", "pushed")),
+        *((name, ctypes.c_void_p) for name in ("c_children", "children_index", "h", "c", "pushed")),
         *((name, ctypes.c_void_p) for name in ("dh", "dc", "dpushed", "dh_index", "dc_index", "dpushed_index")),
         *((name, ctypes.c_long) for name in ("dh_stride", "dc_stride", "dpushed_stride")),
-        *((name, ctypes.c_void_p) for name in ("d_gates", "d_factor", "d_children")),
+        *((name, ctypes.c_void_p) for name in ("d_gates", "d_children")),
     ]
 
 
