@@ -75,7 +75,7 @@ def join(
         empty = f"sample {np.argmin(sizes_S)} has no vertices" if len(sizes_S) else "there is no sample"
         raise ValueError(f"{empty}, expected one vertex or more")
     sample_N = np.repeat(np.arange(len(sizes_S)), sizes_S)
-    first_N = (np.cumsum(sizes_S) - sizes_S)[sample_N]
+    first_N = (sizes_S.cumsum() - sizes_S)[sample_N]
     children_NA, function_N = _children(samples), _functions(samples, len(pulls), sample_N)
     _check_children(children_NA, first_N, sample_N)
 
@@ -102,7 +102,7 @@ def join(
         args[vertices, first : first + slots_NA.shape[1]] = slots_NA[vertices]
     _check_vertices(args, first_N, sample_N)
 
-    outputs, places = [num_inputs + np.cumsum(sizes_S) - 1], []
+    outputs, places = [num_inputs + sizes_S.cumsum() - 1], []
     for name in names_of(pushes):
         place_N = _place_of(pushes, name)[function_N]
         vertices = np.flatnonzero(place_N >= 0)

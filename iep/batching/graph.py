@@ -13,6 +13,9 @@ import torch
 
 from iep.batching import native
 
+WORTH_NARROWING = 512
+"""Fewer numbers are sorted as they are."""
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -105,9 +108,9 @@ def _same_within(op_N: np.ndarray, value_N: np.ndarray) -> bool:
 
 def stable_order(keys_N: np.ndarray) -> np.ndarray:
     """What sorts integers of 0 and more, equal ones in their order; small ones are sorted in linear time."""
-    if len(keys_N) and keys_N.min() >= 0 and keys_N.max() < 1 << 16:
+    if len(keys_N) >= WORTH_NARROWING and keys_N.min() >= 0 and keys_N.max() < 1 << 16:
         keys_N = keys_N.astype(np.uint16)
-    return np.argsort(keys_N, kind="stable")
+    return keys_N.argsort(kind="stable")
 
 
 def levels(height_N: np.ndarray) -> list[np.ndarray]:

@@ -136,8 +136,8 @@ def lay_out(graph: Graph, schedule: Schedule, types: Types | None = None, reuse:
 def lay_out_steps(steps: Steps, leads: np.ndarray, reuse: bool = True) -> Layout:
     """The layout of `steps`, in which what is taken has been made; `leads`: which tensors lead to a root; `reuse` as of
     `lay_out`."""
-    first_T = np.cumsum(steps.take_rows) - steps.take_rows
-    first_M = np.cumsum(steps.make_rows) - steps.make_rows
+    first_T = steps.take_rows.cumsum() - steps.take_rows
+    first_M = steps.make_rows.cumsum() - steps.make_rows
     column_T = _column_of_blocks(steps, steps.taken, first_T, steps.take_rows)
     column_M = _column_of_blocks(steps, steps.made, first_M, steps.make_rows)
     arguments: list[tuple[Argument, ...]] = [()] * len(column_T)
@@ -247,7 +247,7 @@ def _rows_of(tensors: np.ndarray, rows: np.ndarray, blocks: np.ndarray) -> np.nd
         return tensors
     chosen = np.zeros(len(rows), dtype=bool)
     chosen[blocks] = True
-    return tensors[np.repeat(chosen, rows)]
+    return tensors[chosen.repeat(rows)]
 
 
 def _takers(result_U: np.ndarray, num_results: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -299,7 +299,7 @@ def _free(gaps: list[tuple[int, int]], start: int, end: int) -> None:
 def bounds_of(rows: np.ndarray) -> np.ndarray:
     """(n + 1,) where blocks of so many rows, (n,), begin, and where the last one ends."""
     bounds = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(rows, out=bounds[1:])
+    rows.cumsum(out=bounds[1:])
     return bounds
 
 

@@ -54,13 +54,13 @@ class Steps:
     @cached_property
     def call_of_use(self) -> np.ndarray:
         """(U,)"""
-        return np.repeat(self.take_call, self.take_rows)
+        return self.take_call.repeat(self.take_rows)
 
     @cached_property
     def call_of_tensor(self) -> np.ndarray:
         """(V,) the call that makes each tensor; the last call, which makes none, for those that none makes."""
         call = np.full(len(self.column), len(self.rows) - 1)
-        call[self.made] = np.repeat(self.make_call, self.make_rows)
+        call[self.made] = self.make_call.repeat(self.make_rows)
         return call
 
 
@@ -149,7 +149,7 @@ class _Table:
         width_N = self.of.width[self.kind]
         width_S = np.concatenate([np.ones(graph.num_inputs, dtype=np.int64), width_N])
         self.width_of_slot = width_S
-        self.tensor = np.cumsum(width_S) - width_S
+        self.tensor = width_S.cumsum() - width_S
         """(num_inputs + N,) the first tensor of each slot's value."""
         makes = self.of.makes
         nodes, fields = np.nonzero(np.arange(makes.shape[1]) < width_N[:, None])
@@ -174,7 +174,7 @@ def _order_of(schedule: Schedule, ops: list[int], node_N: np.ndarray) -> _Order:
     sizes_G = np.array([len(group.nodes) for group in schedule], dtype=np.int64)
     kind_G = _positions(ops, np.array([group.op for group in schedule], dtype=np.int64))
     call_N = np.repeat(np.arange(1, len(schedule) + 1), sizes_G)
-    row_N = np.arange(len(node_N)) - np.repeat(np.cumsum(sizes_G) - sizes_G, sizes_G)
+    row_N = np.arange(len(node_N)) - np.repeat(sizes_G.cumsum() - sizes_G, sizes_G)
     return _Order(kind_G, sizes_G, node_N, call_N, row_N)
 
 
@@ -199,9 +199,9 @@ def _made(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     make_call = np.concatenate(
         [np.zeros(len(arrivals), dtype=np.int64), np.repeat(np.arange(len(width_G)), width_G) + 1]
     )
-    make_rows = np.concatenate([arrivals, np.repeat(order.sizes_G, width_G)])
-    first_M = np.cumsum(make_rows) - make_rows
-    first_block_K = np.concatenate([[0], len(arrivals) + np.cumsum(width_G) - width_G])
+    make_rows = np.concatenate([arrivals, order.sizes_G.repeat(width_G)])
+    first_M = make_rows.cumsum() - make_rows
+    first_block_K = np.concatenate([[0], len(arrivals) + width_G.cumsum() - width_G])
     made = np.empty(make_rows.sum(), dtype=np.int64)
     made[: graph.num_inputs] = arriving
     for field in range(table.of.makes.shape[1]):
@@ -215,18 +215,18 @@ def _taken(graph: Graph, types: Types, table: _Table, order: _Order) -> Blocks:
     """Call, rows and tensors side by side of the blocks taken, and their tensors."""
     reads_G = table.of.num_reads[order.kind_G]
     group_T = np.repeat(np.arange(len(order.kind_G)), reads_G)
-    first_block_G = np.cumsum(reads_G) - reads_G
+    first_block_G = reads_G.cumsum() - reads_G
     place_T = np.arange(len(group_T)) - first_block_G[group_T]
     count_T = table.of.count[order.kind_G[group_T], place_T]
     rows_T = order.sizes_G[group_T] * np.maximum(count_T, 1)
     roots = [_root_tensors(table, *root) for root in types.roots]
-    first_T = np.cumsum(rows_T) - rows_T
+    first_T = rows_T.cumsum() - rows_T
     taken = np.empty(rows_T.sum(), dtype=np.int64)
-    kind_N = np.repeat(order.kind_G, order.sizes_G)
+    kind_N = order.kind_G.repeat(order.sizes_G)
     # Every tensor that a node reads, node by node.
     width_N = table.of.num_read[kind_N]
-    read_U = np.arange(width_N.sum()) - np.repeat(np.cumsum(width_N) - width_N, width_N)
-    node_U, kind_U, row_U = (np.repeat(each, width_N) for each in (order.node_N, kind_N, order.row_N))
+    read_U = np.arange(width_N.sum()) - np.repeat(width_N.cumsum() - width_N, width_N)
+    node_U, kind_U, row_U = (each.repeat(width_N) for each in (order.node_N, kind_N, order.row_N))
     place_U, argument_U, field_U, beside_U = table.of.read[:, kind_U, read_U]
     column_U = np.minimum(argument_U, graph.args.shape[1] - 1)
     slot_U = graph.args[node_U, column_U]
@@ -262,7 +262,7 @@ def _check_order(steps: Steps) -> None:
     if (steps.call_of_tensor[steps.taken] >= steps.call_of_use).any():
         raise ValueError("a schedule runs a node before its arguments")
     column_U = steps.column[steps.taken]
-    first_T = np.cumsum(steps.take_rows) - steps.take_rows
+    first_T = steps.take_rows.cumsum() - steps.take_rows
     filled = steps.take_rows > 0
     same = column_U == np.repeat(column_U[first_T[filled]], steps.take_rows[filled])
     if not same.all():
