@@ -173,6 +173,34 @@ def test_adding_to_a_future_changes_it_for_all_its_names():
     torch.testing.assert_close(later.value, (layer(x) + 1) ** 2 - 1)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.__iadd__(1),
+        lambda h: functional.relu(h, inplace=True),
+        nn.ReLU(inplace=True),
+    ],
+)
+def test_a_future_changed_after_its_value_was_read_is_taken_as_changed(change):
+    torch.manual_seed(0)
+    layer, x, y = nn.Linear(3, 3), torch.randn(3), torch.randn(3)
+
+    def one(read):
+        h = layer(x)
+        read(h)
+        before, alias = layer(h), h
+        for _ in range(2):
+            h = change(h)
+            read(h)
+        total = h + layer(y)
+        return before, alias, total, layer(h), layer(alias).sum()
+
+    with scope(layer, *([change] if isinstance(change, nn.Module) else [])):
+        found = one(lambda h: h.value)
+    for ours, expected in zip(found, one(lambda h: None), strict=True):
+        torch.testing.assert_close(ours.value, expected)
+
+
 class Increments(nn.Module):
     def forward(self, x):
         x += 1
@@ -203,6 +231,21 @@ def test_other_changes_in_place_are_refused_in_one_line(change):
         with pytest.raises(ValueError, match=r"in place.* out of place") as failure:
             change(h)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("module", [Increments(), nn.Sequential(nn.ReLU(inplace=True)), IncrementsByValue()])
+@pytest.mark.parametrize("reads", [False, True])
+def test_functions_that_a_module_calls_do_not_change_tensors_from_outside(module, reads):
+    x = torch.full((2,), -1.0)
+    with scope(module, granularity="op") as batch:
+        if reads:
+            batch.wrap(lambda x: x.value)(x)
+        with pytest.raises(ValueError, match=r"in place.* out of place"):
+            module(x)
+        future = batch.wrap(lambda x: x)(x)
+        with pytest.raises(ValueError, match=r"iadd.* changes in place a tensor from outside"):
+            future += 1
+    assert x.tolist() == future.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("module", [Increments(), IncrementsByValue()])

@@ -118,8 +118,11 @@ class Future:
         """Stand for another value from now on, as a tensor that is changed in place; `what` changes it.
 
         Raises:
-            ValueError: the other is of another shape or dtype.
+            ValueError: the other is of another shape or dtype, or this stands for a tensor from outside.
         """
+        recording = self._column.recording
+        if self._address < 0 and self._address not in recording.changed:
+            raise ValueError(from_outside(what))
         if (other.shape, other.dtype) != (self.shape, self.dtype):
             raise ValueError(
                 f"{what} makes {other.dtype} of shape {tuple(other.shape)}, which a future of {self.dtype} and shape "
@@ -129,6 +132,8 @@ class Future:
             self._column, self._address, self._value = other._column, other._address, other._value
         else:
             self._value = other
+            if not recording.is_over:  # what is recorded from now on takes the other
+                self._column, self._address = recording.take_over(other)
 
     def __len__(self) -> int:
         if not self._column.shape:
@@ -188,6 +193,11 @@ def _changes_in_place(func: Callable) -> bool:
 
 def _refused(what: str) -> ValueError:
     return ValueError(f"{what} changes a tensor in place; inside a scope write it out of place, a = a + b for a += b")
+
+
+def from_outside(what: str) -> str:
+    """Why `what` is refused that changes a tensor which is no future."""
+    return f"{what} changes in place a tensor from outside; inside a scope write it out of place"
 
 
 def first_pending(arguments: Any) -> Future | None:

@@ -33,7 +33,7 @@ class Noted:
         self._function, self._shared = function, shared
         tensors, self._training = parts_of(function)
         self._tensors = [*tensors, *shared]
-        self._versions = list(map(_version_of, self._tensors))
+        self._versions = list(map(version_of, self._tensors))
 
     def change(self, changes_buffers: bool) -> str | None:
         """What is not as it was; None where all is.
@@ -50,7 +50,7 @@ class Noted:
         for (tensor, version), other in zip_longest(then, now, fillvalue=(None, None)):
             if tensor is not other:
                 return "given other parameters or buffers"
-            if _version_of(tensor) != version:
+            if version_of(tensor) != version:
                 return "changed in its parameters or buffers"
         return None
 
@@ -59,6 +59,6 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _version_of(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """How often it was changed in place; None of a tensor of inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version

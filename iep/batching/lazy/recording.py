@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.batching.lazy.current import autocast_of_thread, recording_into, users_line
-from iep.batching.lazy.future import Backward, Future, values_of
+from iep.batching.lazy.future import Backward, Future, from_outside, values_of
 from iep.batching.lazy.kernels import (
     NOW,
     SINGLY,
@@ -31,7 +31,7 @@ from iep.batching.lazy.kernels import (
     name_of,
     warn_singly,
 )
-from iep.batching.lazy.noted import Noted
+from iep.batching.lazy.noted import Noted, version_of
 from iep.batching.lazy.recorded import Behind, Column, Constant, Modes, Nodes, Op, general_key
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
@@ -40,7 +40,7 @@ DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
 STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
-class _NotRecordableError(Exception):
+class _NotRecordableError(ValueError):
     """An argument that no node can have."""
 
 
@@ -65,6 +65,8 @@ class Recording:
         self.inputs: list[Tensor] = []
         self.input_columns: list[Column] = []
         self._input_versions: list[int | None] = []
+        self.changed: set[int] = set()
+        """The addresses among those of inputs that are futures' own: what they were changed to."""
         self.computed: dict[int, Tensor] = {}
         self.futures: list[ref] = []
         self.backwards: list[Backward] = []
@@ -140,9 +142,7 @@ class Recording:
         if op.kernel.is_in_place:
             self._ops_by_key[key] = Behind(op)
             if type(args[0]) is not Future:
-                raise ValueError(
-                    f"{name_of(function)} changes in place a tensor from outside; inside a scope write it out of place"
-                )
+                raise ValueError(from_outside(name_of(function)))
             args[0].become(result, name_of(function))
             return args[0]
         return result
@@ -218,9 +218,20 @@ class Recording:
             column = self._columns_of_inputs[spec] = self._column(spec[2:])
         self.inputs.append(tensor)
         self.input_columns.append(column)
-        self._input_versions.append(None if tensor.is_inference() else tensor._version)
+        self._input_versions.append(version_of(tensor))
         address = self._inputs_by_id[id(tensor)] = -len(self.inputs)
         return address
+
+    def take_over(self, tensor: Tensor) -> tuple[Column, int]:
+        """Where a tensor is that a future of a known value has become; apart from the same tensor from outside."""
+        before = self._inputs_by_id.get(id(tensor))
+        address = self._new_input(tensor)
+        self.changed.add(address)
+        if before is None:
+            del self._inputs_by_id[id(tensor)]
+        else:
+            self._inputs_by_id[id(tensor)] = before
+        return self.input_columns[-1 - address], address
 
     def input_future(self, tensor: Tensor) -> Future:
         """A future that stands for a tensor from outside."""
