@@ -1,7 +1,8 @@
 """Cells against the same modules in plain PyTorch, among others in one network."""
 
+import gc
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -10,8 +11,23 @@ from batching_cases import assert_same, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
-from iep.batching import SCHEDULERS, Cell, Edges, VertexFunction, VertexNetwork
+from iep.batching import (
+    SCHEDULERS,
+    Cell,
+    Edges,
+    Graph,
+    Read,
+    Signature,
+    Types,
+    VertexFunction,
+    VertexNetwork,
+    execute,
+    lay_out,
+    make_schedule,
+)
 from iep.workloads import lstm_state
 from iep.workloads.lstm import LSTMCell
 from iep.workloads.sentences import Sentence
@@ -279,3 +295,85 @@ def test_weights_of_several_dtypes_are_left_to_pytorch():
     with torch.no_grad():
         expected.inner.bias.copy_(model.inner.bias)
     assert torch.equal(model([CHAIN], "lookahead", True), expected([CHAIN], "lookahead", True))
+
+
+def test_memory_that_hooks_move_is_read_where_it_then_is():
+    found = []
+    for hooks in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)):
+        model = Plain(True)
+        with hooks:
+            out = model([CHAIN] * 3, "lookahead", True).sum()
+        gc.collect()
+        rubbish = [torch.full((count,), float("nan")).double() for count in range(1, 200)]
+        out.backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        del rubbish
+    assert_same(*found, 1e-12)
+
+
+def test_a_network_may_be_checkpointed():
+    found = []
+    for checkpointed in (False, True):
+        model = Plain(True)
+        plan = model.network.plan([CHAIN] * 3)
+
+        def run(table, model=model, plan=plan):
+            return model.network(plan, {"x": table[plan.rows["x"]]}).roots["h"]
+
+        out = checkpoint(run, model.table, use_reentrant=False) if checkpointed else run(model.table)
+        out.sum().backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    assert_same(*found, 1e-12)
+
+
+def test_weights_that_are_computed_are_computed_once_a_call():
+    class Half(nn.Module):
+        calls = 0
+
+        def forward(self, weight):
+            Half.calls += 1
+            return weight / Half.calls
+
+    model = Plain(True)
+    parametrize.register_parametrization(model.inner, "weight", Half())
+    out = model([CHAIN], "lookahead", True)
+    before = Half.calls
+    out.sum().backward()
+    assert Half.calls == before
+    assert model.inner.parametrizations.weight.original.grad.any()
+
+
+@pytest.mark.parametrize("second", [torch.float32, torch.float64])
+def test_cells_of_two_dtypes_in_one_network_are_left_to_pytorch(second):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two = nn.Linear(3, 6).float(), nn.Linear(2, 8, bias=False).to(second)
+            functions = [
+                VertexFunction(LSTMCell(self, "one"), pulls=("x",)),
+                VertexFunction(LSTMCell(self, "two", gates_pulled=True), pulls=("y",)),
+            ]
+            self.network = VertexNetwork(functions, {"h": (2,), "c": (2,)})
+
+    model, found = Two(), []
+    one = Edges(np.array([[-1]]), np.array([0]), {"x": np.array([0]), "y": np.array([0])})
+    other = Edges(np.array([[-1]]), np.array([1]), {"x": np.array([0]), "y": np.array([0])})
+    plan = model.network.plan([one, other] * 20)
+    tables = {"x": torch.ones(20, 3), "y": torch.ones(20, 8).to(second)}
+    for how in HOW:
+        with cells_run(how):
+            found.append(model.network(plan, tables).roots["h"])
+    torch.testing.assert_close(*found)
+
+
+def test_children_that_do_not_fit_are_refused():
+    """By a graph of one's own, of which c has fewer children than h."""
+    model = Plain(True)
+    graph = Graph(4, np.array([0]), np.array([[0, 1, 2]]), np.array([0]), np.array([4]))
+    signature = Signature((Read(0, 2), Read(2, 1)), (0, 1))
+    types = Types(np.array([0, 0, 1, 1]), {0: signature}, ((np.array([4]), 0), (np.array([4]), 1)))
+    layout = lay_out(graph, make_schedule(graph, "height"), types, reuse=False)
+    inputs = {0: torch.ones(2, 2).double(), 1: torch.ones(2, 2).double()}
+    with pytest.raises(ValueError, match=r"expected \(G, \(3 \+ A\) H\)"):
+        execute(layout, {0: LSTMCell(model, "inner")}, inputs, read_only=True)

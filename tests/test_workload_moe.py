@@ -319,3 +319,41 @@ def test_importance_and_load_of_many_tokens_in_low_precision_are_not_cut_off():
     assert gates.gates_TK.dtype == torch.bfloat16
     assert gates.importance_E.sum() == 3000
     assert gates.load_E.sum() == 3000
+
+
+@pytest.mark.parametrize("wrong", ["inputs", "gates", "experts", "weights"])
+def test_what_lies_on_another_device_is_refused_before_memory_is_read(wrong):
+    layer = Experts(32, 32, 32, 3)
+    given = {"inputs": torch.zeros(4, 32), "experts": torch.zeros(4, 1, dtype=torch.int64), "gates": torch.ones(4, 1)}
+    if wrong == "weights":
+        layer.to("meta")
+    else:
+        given[wrong] = given[wrong].to("meta")
+    with pytest.raises((InputError, RuntimeError), match=r"device|meta"):
+        layer(given["inputs"], given["experts"], given["gates"])
+
+
+def test_a_default_device_does_not_matter_to_compiled_code():
+    torch.manual_seed(0)
+    layer, x_TD = Experts(32, 32, 32, 3), torch.randn(6, 32)
+    experts_TK, gates_TK = torch.tensor([[0], [2], [1], [0], [2], [2]]), torch.rand(6, 1)
+    expected = layer(x_TD, experts_TK, gates_TK)
+    with torch.device("meta"):
+        assert torch.equal(layer(x_TD, experts_TK, gates_TK), expected)
+
+
+def test_weights_that_move_before_the_way_back_are_read_where_they_are():
+    torch.manual_seed(0)
+    experts_TK, gates_TK = torch.tensor([[0], [2], [1], [0]]), torch.rand(4, 1)
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(1)
+        layer = Experts(32, 32, 32, 3)
+        x_TD = torch.ones(4, 32, requires_grad=True)
+        result = layer(x_TD, experts_TK, gates_TK)
+        if moves:
+            for weight in layer.parameters():
+                weight.data = weight.data.clone()
+        result.sum().backward()
+        found.append(x_TD.grad)
+    assert torch.equal(*found)

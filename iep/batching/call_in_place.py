@@ -30,16 +30,24 @@ class Rows(NamedTuple):
         return self.of is other.of and self.stop == other.start
 
     def tensor(self) -> Tensor:
+        """(rows, F)"""
         return self.of[self.start : self.stop]
 
 
 def can_be_in_place(layer: nn.Linear, device: torch.device) -> bool:
-    """Whether its calls may run in place: weights are plain tensors there, of one dtype, and used in it."""
+    """Whether its calls may run in place: its weights are parameters there, of one dtype, and used in it."""
     if torch.is_autocast_enabled(device.type):
         return False
     weights = [weight for weight in (layer.weight, layer.bias) if weight is not None]
-    plain = all(type(weight) in (Tensor, nn.Parameter) and weight.device == device for weight in weights)
+    # What is no parameter may be computed anew whenever it is asked for.
+    plain = all(type(weight) is nn.Parameter and is_plain(weight.detach(), device) for weight in weights)
     return plain and len({weight.dtype for weight in weights}) == 1
+
+
+def is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether it is numbers in that device's memory."""
+    # A tensor of a subclass, such as one that only shapes are found with, may have no address.
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.device == device
 
 
 class LayerInPlace:
@@ -67,7 +75,7 @@ class ValueTables:
         self.run = run
         self.kept: list[Tensor] = []
         """What the way back needs."""
-        self._columns: dict[tuple[int, int], tuple[int, int]] = {}
+        self._columns: dict[tuple[int, int, torch.dtype], tuple[int, int]] = {}
         self._sources: dict[int, int] = {}
 
     def keep(self, tensor: Tensor) -> int:
@@ -81,10 +89,10 @@ class ValueTables:
         Raises:
             ValueError: they are others.
         """
-        if (at, width) not in self._columns:
+        if (at, width, dtype) not in self._columns:
             rows = self.run.room(at, width, dtype)
-            self._columns[at, width] = self.keep(rows), rows.data_ptr()
-        return self._columns[at, width]
+            self._columns[at, width, dtype] = self.keep(rows), rows.data_ptr()
+        return self._columns[at, width, dtype]
 
     def index(self, taken: Argument) -> int:
         """Address of what says which rows of its column an argument is."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from iep.batching.call_in_place import CallInPlace, LayerInPlace, can_be_in_place
+from iep.batching.call_in_place import CallInPlace, LayerInPlace, can_be_in_place, is_plain
 from iep.batching.cells import Cell, CellCall, WeightsOfRun
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.in_place import CallsInPlace, apply_in_place
@@ -46,7 +46,7 @@ def run_calls(
         call = calls[at]
         module = None if at == departure else modules[call.op]
         if isinstance(module, Cell):
-            in_place = _in_place(run, modules, calls[at:departure])
+            in_place = _in_place(run, modules, before, results, calls[at:departure])
             if in_place:
                 token = apply_in_place(token, run, before, CallsInPlace(in_place), results, weights)
                 results, at = (), at + len(in_place) - 1  # they are kept already
@@ -68,17 +68,26 @@ def run_calls(
     return token, tuple(arguments)
 
 
-def _in_place(run: "Run", modules: Modules, calls: Sequence[Call]) -> list[CallInPlace]:
-    """The first calls, as long as they are of cells that run in place."""
+def _in_place(
+    run: "Run", modules: Modules, before: Call, results: Sequence[Tensor], calls: Sequence[Call]
+) -> list[CallInPlace]:
+    """The first calls, as long as they are of cells that run in place, after one that has made `results`."""
     found: list[CallInPlace] = []
     layers: dict[int, LayerInPlace] = {}
-    if not all(column.stays for column in run.layout.columns):
+    made = [*results, *(buffer.rows for buffer in run.values if buffer is not None)]
+    stays = run.read_only and all(column.stays for column in run.layout.columns)
+    if not stays or not all(is_plain(tensor, run.device) for tensor in made):
         return found
+    dtypes = {at: kind.dtype for at, kind in enumerate(run.kinds) if kind is not None}
+    dtypes.update((each.column, values.dtype) for each, values in zip(before.results, results, strict=False))
     for call in calls:
         cell = modules[call.op]
         if not isinstance(cell, Cell):
             break
         layer = cell.layer
+        columns = (each.column for each in (*call.arguments, *call.results))
+        if any(dtypes.setdefault(column, layer.weight.dtype) != layer.weight.dtype for column in columns):
+            break
         if id(layer) not in layers:
             if not can_be_in_place(layer, run.device):
                 break

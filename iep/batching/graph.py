@@ -46,6 +46,8 @@ class Graph:
                 f"a graph's op, args and example have lengths {len(self.op)}, {len(self.args)} and "
                 f"{len(self.example)}, expected the same"
             )
+        if self.num_nodes and not self.args.shape[1]:
+            raise ValueError("nodes have no arguments, expected at least one of each")
         own_slot = self.num_inputs + np.arange(self.num_nodes)
         # Argument by argument: numpy goes through long rows of a matrix much faster than through short ones.
         args_AN = self.args.T.copy()
@@ -66,6 +68,7 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
+        """N."""
         return len(self.op)
 
 

@@ -105,7 +105,8 @@ class InPlaceCalls(Function):
     def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
         run, layers = ctx.run, ctx.calls.layers
         first = 2 * len(layers)
-        weights, kept = ctx.saved_tensors[:first], ctx.saved_tensors[first : first + ctx.num_kept]
+        saved = ctx.saved_tensors  # once: whoever keeps them in other ways may make them anew each time
+        weights, kept = saved[:first], saved[first : first + ctx.num_kept]
         sums: list[Tensor | None] = [None] * len(weights)
         places = {id(layer): place for place, layer in enumerate(layers)}
         waiting: dict[int, Product] = {}

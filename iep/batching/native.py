@@ -29,10 +29,12 @@ WORTH_A_THREAD = 1 << 17
 
 @lru_cache
 def library(name: str) -> ctypes.CDLL | None:
-    """What `name`.c, wherever it is in this package, compiles to; None without a compiler."""
+    """What `name`.c, in whichever part of this package, compiles to; None without a compiler."""
     if os.environ.get("IEP_NATIVE") == "0":
         return None
-    source = next(Path(__file__).parents[1].glob(f"*/{name}.c"), Path(f"{name}.c"))
+    source = next(Path(__file__).parents[1].glob(f"*/{name}.c"), None)
+    if source is None:
+        return None
     flags = (*FLAGS, *(FLAGS_OF_X86 if platform.machine() == "x86_64" else ()))
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -94,15 +96,17 @@ def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: t
     if threads < 2:
         kernel(0, rows, *arguments)
         return
-    parts = iter([*pairwise(rows * part // threads for part in range(threads + 1))])
+    parts = [*pairwise(rows * part // threads for part in range(threads + 1))]
     errors = []
 
     def work(_: int | None = None) -> None:
-        for part in parts:  # each thread takes the next, until none is left
-            try:
-                kernel(*part, *arguments)
-            except BaseException as error:  # raised below, in the caller's thread
-                errors.append(error)
+        try:
+            while parts:
+                kernel(*parts.pop(), *arguments)
+        except IndexError:  # another thread took the last one
+            pass
+        except BaseException as error:  # raised below, in the caller's thread
+            errors.append(error)
 
     if openmp := _openmp():
         openmp(_WORK(work), None, threads, 0)
@@ -111,6 +115,8 @@ def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: t
         work()
         for other in others:
             other.result()
+    if not errors:
+        work()  # what an interrupted thread may have left
     if errors:
         raise errors[0]
 

@@ -22,6 +22,9 @@ from iep.batching.graph import Graph, distance_from_leaves, levels, stable_order
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
 
+MOST_COUNTED = 1 << 22
+"""Nodes times ops, for which a schedule's lower bound is computed only to spare a search."""
+
 
 class Group(NamedTuple):
     """One module call: `op` on all of `nodes`, (G,) node ids in the order of the call's rows."""
@@ -112,7 +115,7 @@ def lookahead(graph: Graph) -> Schedule:
     by_height = _pool(distance, graph.op)
     if len(by_height) == int(distance.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
-    if len(by_height) == lower_bound(graph):
+    if graph.num_nodes * len({group.op for group in by_height}) < MOST_COUNTED and len(by_height) == lower_bound(graph):
         return by_height
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)

@@ -7,11 +7,10 @@ Shapes: T tokens, K experts each, R = T K rows sorted by expert, A active expert
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from iep.batching import native
 from iep.workloads.expert_products import Gradients, Routing
@@ -38,9 +37,12 @@ class _Layer(ctypes.Structure):
 
 def can_compile(x_TD: Tensor, sizes: tuple[int, int, int], weights: Sequence[Tensor]) -> bool:
     """Whether the C code is there and takes such a layer."""
-    if not x_TD.is_cpu or any(size * x_TD.element_size() % ALIGNED for size in sizes):
+    if any(size * x_TD.element_size() % ALIGNED for size in sizes):
         return False
     if not all(weight.dtype == x_TD.dtype and weight.is_contiguous() for weight in weights):
+        return False
+    # A tensor of a subclass, such as one that only shapes are found with, may have no address.
+    if not all(type(each) in (Tensor, nn.Parameter) and each.is_cpu for each in (x_TD, *weights)):
         return False
     return native.function("experts", "forward", x_TD.dtype, "llpp") is not None
 
@@ -80,11 +82,11 @@ class CompiledExperts:
         self._run("weights", x_TD, **given, x=x_TD, of_hidden_weights=tables[0], of_output_weights=tables[1])
         return x_gradient_TD, of_gates_TK, [weight for weights_AIO in made for weight in weights_AIO.unbind(0)]
 
-    @cached_property
     def _tables(self) -> dict[str, Tensor]:
-        """What every C function is told."""
-        hidden, output = (torch.tensor([weight.data_ptr() for weight in weights]) for weights in self.layers)
-        lasts = torch.tensor(list(accumulate(self.routing.counts)))
+        """What every C function is told, anew each time: weights may have moved since the last."""
+        addresses = [[weight.data_ptr() for weight in weights] for weights in self.layers]
+        hidden, output = (torch.tensor(each, device="cpu") for each in addresses)
+        lasts = torch.tensor(list(accumulate(self.routing.counts)), device="cpu")
         return {"lasts": lasts, "order": self.routing.order_R, "hidden_weights": hidden, "output_weights": output}
 
     @property
@@ -101,6 +103,7 @@ class CompiledExperts:
         widest, rows = max(self._sizes), len(self.routing.order_R)
         chunk = min(CHUNK, max(self.routing.counts))
         room = chunk * (widest + PADDING // like.element_size())
+        named = {**tensors, **self._tables()}
         layer = _Layer(
             experts=len(self.routing.counts),
             k=rows // len(like),
@@ -109,12 +112,12 @@ class CompiledExperts:
             outputs=outputs,
             chunk=chunk,
             room=room,
-            **{name: each.data_ptr() for name, each in {**tensors, **self._tables}.items() if each is not None},
+            **{name: each.data_ptr() for name, each in named.items() if each is not None},
         )
         function = native.function("experts", name, like.dtype, "llpp")
 
         def run(start: int, end: int) -> None:
-            scratch = torch.empty(2 * room + widest * ALIGNED // like.element_size(), dtype=like.dtype)
+            scratch = like.new_empty(2 * room + widest * ALIGNED // like.element_size())
             function(start, end, ctypes.addressof(layer), scratch.data_ptr())
 
         numbers = len(self.layers[0]) * hidden * (inputs + outputs)
@@ -130,4 +133,4 @@ class CompiledExperts:
 
 def _addresses(weights_AIO: Tensor) -> Tensor:
     size = weights_AIO[0].numel() * weights_AIO.element_size()
-    return torch.arange(len(weights_AIO)) * size + weights_AIO.data_ptr()
+    return torch.arange(len(weights_AIO), device="cpu") * size + weights_AIO.data_ptr()

@@ -297,7 +297,7 @@ INLINE void NAME(gated)(const NAME(layer) *l, long first, long rows, long width,
                         const int places)
 {
     for (long r = 0; r < rows; r++) {
-        const REAL gate = l->gates[l->order[first + r]], *restrict source = from + r * (width + PADDING);
+        const REAL gate = l->gates[l->order[first + r]], *source = from + r * (width + PADDING);
         REAL *restrict target = to + (places ? l->order[first + r] * width : r * (width + PADDING));
         for (long j = 0; j < width; j++) target[j] = source[j] * gate;
     }

@@ -113,6 +113,10 @@ class Experts(nn.Module):
             raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
         if x_TD.dtype != dtype or gates_TK.dtype != dtype:
             raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {dtype}")
+        device = self.hidden_weights[0].device
+        if any(each.device != device for each in (x_TD, gates_TK, experts_TK)):
+            given = f"inputs on {x_TD.device}, gates on {gates_TK.device}, experts on {experts_TK.device}"
+            raise InputError(f"{given}, expected the weights' {device}")
         if experts_TK.dtype != torch.int64:
             raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
         if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < number:

@@ -47,7 +47,10 @@ class LSTMCell(Cell):
         # What a class of its own computes instead, the C code does not know.
         if type(self) is not LSTMCell or not layer.weight.is_cpu or kernel("state", layer.weight.dtype) is None:
             return None
-        fits = len(call.arguments) in (1, 2 + self.gates_pulled) and len(call.results) == 2 + self.pushes
+        shapes = [len(taken.shape) for taken in call.arguments]
+        leaf, inner = [1], [1] * self.gates_pulled + [2, 2]
+        fits = shapes == leaf or (shapes == inner and call.arguments[-1].shape == call.arguments[-2].shape)
+        fits = fits and len(call.results) == 2 + self.pushes
         return LSTMCallInPlace(call, layer, self.gates_pulled) if fits else None
 
     def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:

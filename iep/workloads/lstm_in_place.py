@@ -31,32 +31,42 @@ class LSTMCallInPlace(CallInPlace):
         if layer.outputs != (3 + forgets) * self.width:
             raise ValueError(f"op {call.op}: a layer of {layer.outputs} outputs for gates of {children} children")
         self.row_bytes = self.width * layer.weight.element_size()
+        self._kept: dict[str, tuple[int, int]] = {}
+        """By field of the step, which of the tensors kept it lies in, and how many bytes from its beginning."""
         self.step = Step(cells=call.rows, forgets=forgets, children=children, width=self.width)
 
     def forward(self, tables: ValueTables) -> None:
         step, layer, dtype = self.step, self.layer, self.layer.weight.dtype
+        self._kept.clear()
         step.gates, step.bias = layer.zeros.data_ptr(), layer.bias.data_ptr()
         if self.taken is not None:
             gates = torch.mm(self.gather(tables), layer.transposed)
-            if tables.run.records:
-                tables.keep(gates)
             step.gates, step.gates_stride = gates.data_ptr(), layer.outputs
+            if tables.run.records:
+                self._kept["gates"] = tables.keep(gates), 0
         if self.is_added:
-            _, added = tables.column(self.pulled.column, layer.outputs, dtype)
             first = self.pulled.first_place
-            step.bias = added + (first or 0) * layer.outputs * layer.weight.element_size()
+            offset = (first or 0) * layer.outputs * layer.weight.element_size()
+            self._place("bias", tables.column(self.pulled.column, layer.outputs, dtype), offset)
             step.bias_index = tables.index(self.pulled) if first is None else None
             step.bias_stride = layer.outputs
         if self.c is not None:
-            step.c_children = tables.column(self.c.column, self.width, dtype)[1]
+            self._place("c_children", tables.column(self.c.column, self.width, dtype), 0)
             step.children_index = tables.index(self.c)
         for name, made in zip(("h", "c", "pushed"), self.of.results, strict=False):
-            _, values = tables.column(made.column, self.width, dtype)
-            setattr(step, name, values + made.places.start * self.row_bytes)
+            self._place(name, tables.column(made.column, self.width, dtype), made.places.start * self.row_bytes)
         over_cells(kernel("state", dtype), step)
+
+    def _place(self, name: str, table: tuple[int, int], offset: int) -> None:
+        """Where a field of the step lies: so many bytes after the address of one of the tensors kept."""
+        at, address = table
+        setattr(self.step, name, address + offset)
+        self._kept[name] = at, offset
 
     def backward(self, tables: GradientTables, kept: Sequence[Tensor], room: Tensor) -> Rows:
         step, layer = self.step, self.layer
+        for name, (at, offset) in self._kept.items():  # they may lie elsewhere by now: autograd's hooks can move them
+            setattr(step, name, kept[at].data_ptr() + offset)
         gradient = Rows(room, self.first, self.first + step.cells)
         if self.is_added:
             gradient = Rows(tables.rows[self.pulled.column], self.pulled.uses.start, self.pulled.uses.stop)

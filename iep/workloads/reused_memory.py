@@ -39,7 +39,7 @@ class ReusedMemory:
             return like.new_empty(shape)
         with self._lock:
             block = self._idle(size) or self._add(size)
-            return torch.empty(0, dtype=like.dtype).set_(block, 0, shape)
+            return like.new_empty(0).set_(block, 0, shape)
 
     def _idle(self, size: int) -> torch.UntypedStorage | None:
         fits = [block for block in self._unused() if size <= block.nbytes() <= 2 * size]
