@@ -201,6 +201,49 @@ def test_a_future_changed_after_its_value_was_read_is_taken_as_changed(change):
         torch.testing.assert_close(ours.value, expected)
 
 
+def test_backward_is_of_what_a_future_stood_for_when_it_was_called():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+
+    def gradient(call):
+        layer.zero_grad()
+        call()
+        return layer.weight.grad.clone()
+
+    def put_off():
+        with scope(layer):
+            loss, factor, h = layer(x).sum(), layer(2 * x)[0], layer(x)
+            loss.backward()
+            loss *= 3
+            loss.backward(gradient=factor)
+            loss += factor
+            factor *= 5
+            inputs = [layer.weight]
+            h.sum().backward(inputs=inputs)
+            inputs.append(layer.bias)
+            h += 1
+
+    def at_once():
+        layer(x).sum().backward()
+        (3 * layer(x).sum()).backward(gradient=layer(2 * x)[0].detach())
+        layer(x).sum().backward(inputs=[layer.weight])
+
+    torch.testing.assert_close(gradient(put_off), gradient(at_once))
+
+
+def test_a_gradient_changed_before_backward_runs_is_refused():
+    layer, factor = nn.Linear(2, 2), torch.ones(())
+
+    def run():
+        with scope(layer):
+            layer(torch.ones(2)).sum().backward(factor)
+            factor.mul_(5)
+
+    with pytest.raises(ValueError, match=r"a gradient of shape \(\) was changed in place after backward"):
+        run()
+    assert layer.weight.grad is None
+
+
 class Increments(nn.Module):
     def forward(self, x):
         x += 1

@@ -191,11 +191,13 @@ def test_a_future_of_a_scope_that_failed_says_so():
         with scope(layer):
             kept.append(layer(samples[0]))
             kept.append(kept[0] * 2)
+            kept.append(kept[1].sum())
             raise KeyError
 
     with pytest.raises(KeyError):
         run()
-    for use in (lambda: kept[1].value, lambda: kept[0] + 1, lambda: layer(kept[0]), lambda: float(kept[0].sum())):
+    uses = (lambda: kept[0] + 1, lambda: layer(kept[0]), lambda: float(kept[0].sum()), lambda: kept[1].value)
+    for use in (*uses, kept[2].backward):
         with pytest.raises(ValueError, match="ended with an exception"):
             use()
 

@@ -9,9 +9,12 @@ When its scope has ended it behaves as the tensor that it stands for. What is re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+
+from iep.batching.lazy.noted import version_of
 
 OPERATORS = (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
@@ -37,13 +40,27 @@ class Backward(NamedTuple):
 
     future: "Future"
     gradient: Any
+    version: int | None
+    """How often a gradient that is a tensor had been changed in place."""
     retain_graph: bool
-    inputs: Sequence[Tensor] | None
+    inputs: tuple[Any, ...] | None
 
     def is_with(self, other: "Backward") -> bool:
         """Whether both can be one call."""
-        ids = [None if one.inputs is None else [id(tensor) for tensor in one.inputs] for one in (self, other)]
+        ids = [None if one.inputs is None else list(map(_identity, one.inputs)) for one in (self, other)]
         return ids[0] == ids[1]
+
+    def check(self) -> None:
+        """Refuse a gradient that was changed since."""
+        if isinstance(self.gradient, Tensor) and version_of(self.gradient) != self.version:
+            raise ValueError(
+                f"a gradient of shape {tuple(self.gradient.shape)} was changed in place after backward was called with "
+                "it, and before the scope's end, when backward runs"
+            )
+
+
+def _identity(tensor: Any) -> Any:
+    return (id(tensor._column), tensor._address) if type(tensor) is Future else id(tensor)
 
 
 class Future:
@@ -104,15 +121,21 @@ class Future:
         """As a tensor's; inside its scope it is put off to the scope's end, all of them together.
 
         Raises:
-            ValueError: it is put off, and `create_graph`: a scope's gradients cannot be differentiated.
+            ValueError: it is put off, and `create_graph`: a scope's gradients cannot be differentiated. At the scope's
+                end: `gradient` was changed in place by then.
         """
-        if self._value is not None:
-            self._value.backward(gradient, retain_graph, create_graph, inputs)
+        inputs = (inputs,) if isinstance(inputs, Tensor | Future) else inputs
+        if self._value is not None or self._column.recording.is_over:
+            self.value.backward(values_of(gradient), retain_graph, create_graph, values_of(inputs))
             return
         if create_graph:
             raise ValueError("backward's create_graph: gradients of what a scope computes cannot be differentiated")
-        inputs = (inputs,) if isinstance(inputs, Tensor | Future) else inputs
-        self._column.recording.backwards.append(Backward(self, gradient, bool(retain_graph), inputs))
+        # What they stand for now, which the scope's end finds even if `h += 1` or the like changes them until then.
+        inputs = None if inputs is None else tuple(map(_as_of_now, inputs))
+        version = version_of(gradient) if isinstance(gradient, Tensor) else None
+        self._column.recording.backwards.append(
+            Backward(_as_of_now(self), _as_of_now(gradient), version, bool(retain_graph), inputs)
+        )
 
     def become(self, other: Any, what: str) -> None:
         """Stand for another value from now on, as a tensor that is changed in place; `what` changes it.
@@ -159,6 +182,16 @@ class Future:
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return torch_function(func, args, kwargs or {})
+
+
+def _as_of_now(value: Any) -> Any:
+    """Another future for what a future stands for now, which stays; what is none, as it is."""
+    if type(value) is not Future:
+        return value
+    kept = Future(value._column, value._address)
+    kept._value = value._value
+    value._column.recording.futures.append(ref(kept))
+    return kept
 
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -60,5 +60,5 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often it was changed in place; None of a tensor of inference mode, which does not count."""
+    """How often a tensor was changed in place; None of a tensor of inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version

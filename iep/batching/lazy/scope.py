@@ -190,6 +190,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
 def _run_backward(backwards: list[Backward]) -> None:
     """The calls of `backward` that were put off, those of the same `inputs` together."""
+    for one in backwards:
+        one.check()
     for n, first in enumerate(backwards):
         if any(first.is_with(earlier) for earlier in backwards[:n]):
             continue
