@@ -1,10 +1,14 @@
 """What a lazy scope's results are besides their numbers: structure, shapes, gradients, and what is remembered."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from iep.batching import scope
+from iep.batching.lazy import kernels
 
 
 class Counted(nn.Module):
@@ -39,6 +43,19 @@ class Signed(nn.Module):
         return torch.copysign(x, torch.tensor(sign))
 
 
+class Scaled(nn.Module):
+    def forward(self, x, factor):
+        return x * getattr(factor, "number", 2)
+
+
+class Factor:
+    number = 3
+
+
+def scaled(x, factor):
+    return x * float(factor)
+
+
 def in_scope(module, *args, **options):
     with scope(module, **options):
         return module(*args)
@@ -56,6 +73,37 @@ def test_numbers_among_the_results_are_those_of_each_scope():
         with scope(counted) as batch:
             found.append((counted(x)[1], batch.wrap(function)(x)[1]))
     assert found == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3), nn.Tanh, Two])
+def test_modules_are_freed(make, granularity):
+    module = make()
+    dead = weakref.ref(module)
+    in_scope(module, torch.ones(3), granularity=granularity)
+    del module
+    gc.collect()
+    assert dead() is None
+
+
+def test_objects_among_the_arguments_are_freed_and_known_again_while_they_live():
+    module, factors = Scaled(), [Factor(), Factor()]
+    dead = list(map(weakref.ref, factors))
+    for _ in range(3):
+        assert [in_scope(module, torch.ones(2), factor).tolist() for factor in factors] == [[3, 3]] * 2
+    assert len(kernels.known(module).kernels) == 2
+    factors.clear()
+    gc.collect()
+    assert [reference() for reference in dead] == [None, None]
+
+
+def test_numbers_that_differ_from_scope_to_scope_are_forgotten(monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_KERNELS", 5)
+    for n in range(20):
+        with scope() as batch:
+            found = batch.wrap(scaled)(torch.ones(2), n / 7)
+        torch.testing.assert_close(found.value, torch.full((2,), n / 7))
+    assert len(kernels.known(scaled).kernels) == 5
 
 
 @pytest.mark.parametrize("granularity", ["module", "op"])

@@ -6,7 +6,7 @@ for leaves whose first axis is the group's; what is not in it is no error, only 
 Shapes: G rows of a group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,22 +59,20 @@ IMAGE_LAYERS = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4, nn.MaxPool1d: 2, nn.Ma
 """Layers that take one leading axis or none, and a sample's number of axes."""
 
 
-def batched_call(call: Any, specs: Sequence[Any]) -> Callable | None:
-    """The function that does for (G, ...) leaves what `call` does for each row of them; None where none is known."""
+def is_batched(call: Any, specs: Sequence[Any]) -> bool:
+    """Whether `call` is known to do for (G, ...) leaves what it does for each row of them."""
     function, leaves = call.function, _leaves(call)
     if leaves is None:
-        return None
+        return False
     if isinstance(function, nn.Module):
-        return function if _is_batched_layer(function, [specs[leaf.index] for leaf in leaves], call.kwargs) else None
+        return _is_batched_layer(function, [specs[leaf.index] for leaf in leaves], call.kwargs)
     if function is functional.linear:
-        return function if _is_leaf(call.args[0]) and len(leaves) == 1 else None
+        return _is_leaf(call.args[0]) and len(leaves) == 1
     if function is functional.embedding:
-        return function if _is_leaf(call.args[0]) and len(leaves) == 1 and len(call.args) == 2 else None
+        return _is_leaf(call.args[0]) and len(leaves) == 1 and len(call.args) == 2
     if function in UNARY and len(leaves) == 1 and _is_leaf(call.args[0]) and not _tensors(call.args[1:], call.kwargs):
-        return function
-    if function in BINARY and len(call.args) == 2 and not call.kwargs:
-        return _binary(function, call.args, specs)
-    return None
+        return True
+    return function in BINARY and len(call.args) == 2 and not call.kwargs and _is_batched_pair(call.args, specs)
 
 
 def _leaves(call: Any) -> list | None:
@@ -116,11 +114,10 @@ def _plain(layer: nn.Module) -> bool:
     return not hooks and not by_group and not getattr(layer, "inplace", False)
 
 
-def _binary(function: Callable, args: tuple, specs: Sequence[Any]) -> Callable | None:
-    """The function for leaves of as many axes, leaves and numbers, or leaves and constants of no more axes; of one
-    dtype, because a sample of no axes would weigh less than a group of them in what type the result has."""
+def _is_batched_pair(args: tuple, specs: Sequence[Any]) -> bool:
+    """Leaves of as many axes, leaves and numbers, or leaves and constants of no more axes; of one dtype, because a
+    sample of no axes would weigh less than a group of them in what type the result has."""
     axes = [len(specs[value.index].shape) for value in args if _is_leaf(value)]
     constants = [value for value in args if isinstance(value, Tensor)]
     dtypes = {specs[value.index].dtype for value in args if _is_leaf(value)} | {value.dtype for value in constants}
-    same = len(set(axes)) == len(dtypes) == 1 and all(value.dim() <= axes[0] for value in constants)
-    return function if same else None
+    return len(set(axes)) == len(dtypes) == 1 and all(value.dim() <= axes[0] for value in constants)

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from iep.batching.lazy.direct import batched_call
+from iep.batching.lazy.direct import is_batched
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
+MOST_KERNELS = 256
+"""That are remembered of one function or module: a number that differs from call to call would make ever more."""
 
 
 class Spec(NamedTuple):
@@ -56,7 +58,8 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Kernel:
-    """How calls of one key run, and what they return."""
+    """How calls of one key run, and what they return. It holds neither the function, by which it is remembered as long
+    as that lives, nor tensors."""
 
     how: str
     reason: str | None = None
@@ -64,8 +67,6 @@ class Kernel:
     outputs: tuple[Spec, ...] = ()
     structure: Any = None
     """What a call returns, with a `Leaf` for each tensor."""
-    batched: Callable | None = None
-    """For `DIRECT`: the function that takes (G, ...) leaves in the call's places."""
     has_grad: bool = True
     """Its results can have gradients where no argument has: of parameters, say. True where that is not known."""
     is_in_place: bool = False
@@ -78,8 +79,15 @@ class Kernel:
 class Known:
     """What has been found out about one function or module."""
 
-    kernels: dict[tuple, Kernel]
+    kernels: dict[tuple, Kernel] = field(default_factory=dict)
     warned: bool = False
+
+    def remember(self, key: tuple, kernel: Kernel) -> None:
+        """Find `kernel` by `key` from now on, until `MOST_KERNELS` others have come."""
+        self.kernels[key] = kernel
+        if len(self.kernels) > MOST_KERNELS:
+            for old in list(self.kernels)[:-MOST_KERNELS]:
+                self.kernels.pop(old, None)  # another thread may be doing so too
 
 
 _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
@@ -90,9 +98,9 @@ _known_methods: dict[Any, Known] = {}
 def known(function: Callable) -> Known:
     """What has been found out about `function`; kept as long as it lives."""
     try:
-        return _known.setdefault(function, Known({}))
+        return _known.setdefault(function, Known())
     except TypeError:
-        return _known_methods.setdefault(function, Known({}))
+        return _known_methods.setdefault(function, Known())
 
 
 def fill(structure: Any, leaves: Sequence[Any]) -> Any:
@@ -168,8 +176,7 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
     reason = _unsafe(call.function) or changed
     if reason is not None:
         return Kernel(SINGLY, reason, **facts)
-    batched = batched_call(call, specs)
-    return Kernel(VMAP if batched is None else DIRECT, batched=batched, **facts)
+    return Kernel(DIRECT if is_batched(call, specs) else VMAP, **facts)
 
 
 def _is_in_place(call: Call, leaves: Sequence[Tensor], result: Any) -> bool:
@@ -280,8 +287,7 @@ def _unsafe(function: Callable) -> str | None:
 def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[str], None]) -> tuple[Tensor, ...]:
     """The results of `call` on G rows of leaves, (G, ...) each; `warn` is told why they run singly if vmap cannot."""
     if kernel.how == DIRECT:
-        results = tensors_of(kernel.batched(*fill(call.args, leaves), **fill(call.kwargs, leaves)))
-        return _as_found(kernel, call, results)
+        return _as_found(kernel, call, tensors_of(call(leaves)))
     if kernel.how == VMAP:
         try:
             results = torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)

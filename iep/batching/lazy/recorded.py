@@ -6,7 +6,9 @@ Plain records; they are filled in by `recording.py`.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor
 
 from iep.batching.lazy.kernels import SINGLY, Call, Kernel, Spec, name_of, spec_of
 from iep.batching.lazy.noted import Noted, state_of
+
+STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+"""Of the arguments that most calls have, besides tensors."""
+PLAIN_KINDS = STATIC_KINDS | {complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,16 +120,26 @@ class Behind(NamedTuple):
     op: Op
 
 
-def general_key(key: tuple, function: Callable) -> tuple:
-    """The key of an op without what belongs to a scope or keeps tensors alive: by it kernels are remembered."""
-    return (
-        *(
-            Spec(part.shape, part.dtype, part.device)
-            if type(part) is Column
-            else ("constant", *spec_of(part.tensor), part.tensor.requires_grad)
-            if type(part) is Constant
-            else part
-            for part in key[1:]
-        ),
-        state_of(function),
-    )
+def general_key(key: tuple, function: Callable) -> tuple | None:
+    """The key of an op without what belongs to a scope, or keeps tensors and users' objects alive: by it kernels are
+    remembered. None where an object cannot be referred to weakly."""
+    general: list = []
+    for part in key[1:]:
+        if type(part) is Column:
+            general.append(Spec(part.shape, part.dtype, part.device))
+        elif type(part) is Constant:
+            general.append(("constant", *spec_of(part.tensor), part.tensor.requires_grad))
+        elif _is_plain(part):
+            general.append(part)
+        else:
+            try:
+                general.append(ref(part))
+            except TypeError:
+                return None
+    return (*general, state_of(function))
+
+
+def _is_plain(part: Any) -> bool:
+    if type(part) is tuple:
+        return all(map(_is_plain, part))
+    return type(part) in PLAIN_KINDS or isinstance(part, type | np.generic | Enum)

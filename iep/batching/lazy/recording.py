@@ -32,12 +32,11 @@ from iep.batching.lazy.kernels import (
     warn_singly,
 )
 from iep.batching.lazy.noted import Noted, version_of
-from iep.batching.lazy.recorded import Behind, Column, Constant, Modes, Nodes, Op, general_key
+from iep.batching.lazy.recorded import STATIC_KINDS, Behind, Column, Constant, Modes, Nodes, Op, general_key
 
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
-STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 
 
 class _NotRecordableError(ValueError):
@@ -334,8 +333,8 @@ class Recording:
         if kernel is None:
             with recording_into(None):
                 kernel = find_kernel(call, specs, lambda: [self.read(address) for address in addresses])
-            if kernel.is_lasting:
-                facts.kernels[general] = kernel
+            if kernel.is_lasting and general is not None:
+                facts.remember(general, kernel)
         if kernel.how in (STATIC, NOW):
             self._ops_by_key[key] = kernel
             return kernel
