@@ -250,9 +250,60 @@ class Increments(nn.Module):
         return x * 2
 
 
+class CountsAndDoubles(nn.Module):
+    """Runs singly, for its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x.mul_(2)
+
+
+class DoublesAndAdds(nn.Module):
+    """Runs singly, because vmap fails at it half-way."""
+
+    def forward(self, x):
+        x.mul_(2)
+        total = torch.zeros(3)
+        total += x
+        return x.add_(total)
+
+
 class IncrementsByValue(nn.Module):
     def forward(self, x):
         return x.add_(1) * 2 if x.sum() > -100 else x
+
+
+@pytest.mark.filterwarnings("ignore:.* is run singly")
+@pytest.mark.parametrize("change", [CountsAndDoubles(), DoublesAndAdds()])
+@pytest.mark.parametrize("grad", [True, False])
+def test_modules_that_run_singly_change_their_first_argument_too(change, grad):
+    torch.manual_seed(0)
+    layer, samples = nn.Linear(3, 3), torch.randn(4, 3)
+
+    def results():
+        layer.zero_grad()
+        found = []
+        for x in samples:
+            h = layer(x)
+            before, alias = h + 0, h
+            found += [before, change(h) * h, alias]
+        return found
+
+    with torch.set_grad_enabled(grad):
+        with scope(layer, change):
+            found = results()
+        expected = results()
+    torch.testing.assert_close([future.value for future in found], expected)
+    if grad:
+        torch.stack(expected).sum().backward()
+        gradient = layer.weight.grad.clone()
+        layer.zero_grad()
+        torch.stack(found).sum().backward()
+        torch.testing.assert_close(layer.weight.grad, gradient)
 
 
 @pytest.mark.parametrize(

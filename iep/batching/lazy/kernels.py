@@ -289,8 +289,10 @@ def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[st
     if kernel.how == DIRECT:
         return _as_found(kernel, call, tensors_of(call(leaves)))
     if kernel.how == VMAP:
+        # What fails half-way may have changed its first argument already.
+        own = (leaves[0].clone(), *leaves[1:]) if kernel.is_in_place else leaves
         try:
-            results = torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*leaves)
+            results = torch.vmap(lambda *rows: tensors_of(call(rows)), randomness="different")(*own)
         except Exception as failure:
             results = _singly(kernel, call, leaves)  # what is wrong with the code itself is raised here
             kernel.how, kernel.reason = SINGLY, f"vmap cannot: {_text(failure)}"
@@ -301,7 +303,10 @@ def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[st
 
 
 def _singly(kernel: Kernel, call: Call, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    rows = [tensors_of(call(row)) for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    parts = [leaf.unbind(0) for leaf in leaves]
+    if kernel.is_in_place:
+        parts[0] = [row.clone() for row in parts[0]]  # autograd forbids changing one of several views
+    rows = [tensors_of(call(row)) for row in zip(*parts, strict=True)]
     for row in rows:
         kinds = [(result.shape, result.dtype) for result in row]
         if kinds != [(spec.shape, spec.dtype) for spec in kernel.outputs]:
