@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import threading
 import warnings
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from iep import batching
 from iep.batching import scope
 
 
@@ -258,6 +260,16 @@ def test_what_a_module_notes_of_itself_is_numbers():
         kept = notes(samples[0])
         assert not hasattr(notes, "seen")
     assert kept.value.tolist() == ((samples[0] + 1) * 2).tolist()
+
+
+def test_a_report_names_the_users_line_that_reads_a_value():
+    layer, samples = layer_and_samples()
+    within = {}
+    path = os.path.join(os.path.dirname(batching.__file__), "some.py")
+    exec(compile("def read(future):\n    return future.value", path, "exec"), within)
+    with scope(layer) as batch:
+        within["read"](layer(samples[0]))
+    assert [why.split(":")[0] for why in batch.report().flushes] == ["a value is read at test_scope_uses.py"]
 
 
 def test_a_hook_on_a_sequence_of_layers_sees_one_sample():

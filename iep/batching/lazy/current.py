@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-HERE, TORCH = os.path.dirname(__file__), os.path.dirname(torch.__file__)
+BATCHING = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 @contextmanager
@@ -31,13 +32,14 @@ current = _Current()
 
 
 def autocast_of_thread() -> tuple[tuple[str, torch.dtype], ...]:
+    """The kinds of device for which it is on, and to which dtype."""
     kinds = ("cpu", "cuda")
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def users_line() -> str:
-    """File and line of the innermost caller that is neither this package's nor PyTorch's."""
+    """File and line of the innermost caller that is neither of `iep.batching` nor of PyTorch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((HERE, TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((BATCHING, TORCH)):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

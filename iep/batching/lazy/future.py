@@ -88,27 +88,34 @@ class Future:
 
     @property
     def shape(self) -> torch.Size:
+        """As the tensor's; known without computing."""
         return self._column.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """As the tensor's; known without computing."""
         return self._column.dtype
 
     @property
     def device(self) -> torch.device:
+        """As the tensor's; known without computing."""
         return self._column.device
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self._column.shape)
 
     def dim(self) -> int:
+        """The number of axes."""
         return len(self._column.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or its entry for the axis `dim`."""
         return self._column.shape if dim is None else self._column.shape[dim]
 
     def numel(self) -> int:
+        """How many numbers it has."""
         return self._column.shape.numel()
 
     def backward(

@@ -79,6 +79,7 @@ class Op:
             self.noted, self.since = Noted(self.call.function, self.shared), node
 
     def change(self) -> str | None:
+        """What of the module and the tensors that its calls share is not as noted; None where all is."""
         return self.noted.change(changes_buffers=self.kernel.how == SINGLY)
 
     def check(self, node: int) -> None:
@@ -107,6 +108,7 @@ class Nodes(NamedTuple):
 
     @classmethod
     def of(cls, op: array, taken: array, ops: Sequence[Op]) -> "Nodes":
+        """Those of a recording: (N,) the op of each, in order, and (U,) the addresses that they take one by one."""
         op_N = np.array(op)
         widths = np.array([len(one.columns) for one in ops], dtype=np.int64)[op_N]
         leaves = np.array([one.num_leaves for one in ops], dtype=np.int64)[op_N]

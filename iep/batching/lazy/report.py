@@ -46,10 +46,12 @@ class Report:
 
     @property
     def nodes(self) -> int:
+        """Recorded calls that have run; with `share`, equal ones count once."""
         return sum(op.nodes for op in self.ops)
 
     @property
     def calls(self) -> int:
+        """Groups in which they ran."""
         return sum(op.calls for op in self.ops)
 
     @property
@@ -92,6 +94,7 @@ class Tally:
     def add(
         self, lowered: Lowered, layout: Layout, why: str, was_there: bool, planning: float, executing: float
     ) -> None:
+        """Count one run: `why` says what asked for it, `was_there` whether its plan was reused; times in seconds."""
         for call in layout.calls[1:-1]:
             self.rows[call.op].append(call.rows)
         self.graphs.append(lowered.graph)
@@ -101,6 +104,7 @@ class Tally:
         self.seconds_executing += executing
 
     def report(self, recording: Recording) -> Report:
+        """All that was counted so far, of ops and calls of `recording`."""
         waits: Counter[int] = Counter()
         for graph in self.graphs:
             waits.update(most_on_a_path(graph))
