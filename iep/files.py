@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -85,11 +86,17 @@ def check_writable(targets: Iterable[Path]) -> None:
         OSError: one cannot; names it.
     """
     for target in targets:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, "its directory is a file", str(target)) from None
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "a directory, expected a file", str(target))
-        if not os.access(target.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, "not writable", str(target.parent))
+        try:
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(target)) from None
 
 
 def write_bytes(target: Path, content: bytes) -> None:

@@ -72,7 +72,7 @@ class Model(nn.Module):
                     for name, shape in self.network.shapes.items()
                 }
                 pulled = {name: self.tables[name][ids[vertex : vertex + 1]] for name, ids in sample.pulls.items()}
-                alone = Vertices(len(taken), gathered | pulled)
+                alone = Vertices(len(taken), gathered, pulled)
                 self.network.functions[function].run(alone)
                 made.append(alone.results)
                 for name in ("score", "seen"):
@@ -191,7 +191,7 @@ def test_a_sample_that_makes_no_graph_is_named(minibatch, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"children": np.array([-1, 0, 1])}, r"children \(3,\), expected \(V, A\)"),
+        ({"children": np.array([-1, 0, 1])}, r"children int64 \(3,\), expected an array of integers \(V, A\)"),
         ({"function": np.array([0])}, "3 vertices, but 'function' of 1"),
         ({"pulls": {"x": np.array([0, 0])}}, "3 vertices, but 'x' of 2"),
     ],
@@ -219,7 +219,7 @@ def test_rows_that_are_not_given_or_not_there_are_named():
 def test_a_function_that_forgets_a_state_is_named():
     network = VertexNetwork([VertexFunction(lambda v: v.scatter(a=v.pull("x")), pulls=("x",))], {"a": (2,), "b": (2,)})
     plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
-    with pytest.raises(ValueError, match="function 0 hands on a, expected a, b"):
+    with pytest.raises(ValueError, match=r"function 0 hands on a \(Tensor\), expected tensors a, b"):
         network(plan, {"x": torch.zeros(1, 2)})
 
 
@@ -228,7 +228,7 @@ def test_what_a_function_does_not_declare_it_cannot_read():
         [VertexFunction(lambda v: v.scatter(a=v.gather("b")), pulls=("x",))], {"a": (2,), "b": (2,)}
     )
     plan = network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})])
-    with pytest.raises(ValueError, match="'b' is not among what the vertex function gathers, expected of x"):
+    with pytest.raises(ValueError, match="'b' is not among what the vertex function gathers, expected of nothing"):
         network(plan, {"x": torch.zeros(1, 2)})
 
 
@@ -242,3 +242,60 @@ def test_what_a_function_does_not_declare_it_cannot_read():
 def test_networks_that_cannot_run_are_refused(functions, states, message):
     with pytest.raises(ValueError, match=message):
         VertexNetwork(functions, states)
+
+
+def sum_and_push(vertices):
+    vertices.scatter(**{name: vertices.gather(name).sum(1) for name in ("h", "c")})
+    vertices.push(p=vertices.gather("h").sum(1))
+
+
+@pytest.mark.parametrize("children", [[[-1]], [[-1], [0]]])
+def test_what_no_vertex_of_a_minibatch_pushes_is_empty(children):
+    functions = [
+        VertexFunction(lambda v: v.scatter(h=v.pull("x"), c=v.pull("x")), pulls=("x",)),
+        VertexFunction(sum_and_push, gathers=("h", "c"), pushes=("p",)),
+    ]
+    network, children = VertexNetwork(functions, {"h": (3,), "c": (3,)}), np.array(children)
+    plan = network.plan([Edges(children, np.arange(len(children)), {"x": np.zeros(len(children), int)})])
+    outcome = network(plan, {"x": torch.ones(1, 3)})
+    assert torch.equal(outcome.roots["c"], torch.ones(1, 3))
+    assert outcome.pushed["p"].shape == ((0,) if len(children) == 1 else (1, 3))
+
+
+@pytest.mark.parametrize("pulled", [torch.int64, torch.float64])
+def test_what_is_gathered_without_children_has_the_dtype_that_the_network_says(pulled):
+    functions = [
+        VertexFunction(lambda v: v.scatter(h=v.gather("h").sum(1) + v.pull("x")), gathers=("h",), pulls=("x",))
+    ]
+    plan_of = [Edges(np.array([[-1], [0]]), pulls={"x": np.array([0, 1])})]
+    network = VertexNetwork(functions, {"h": (2,)}, dtype=torch.float64)
+    roots = network(network.plan(plan_of), {"x": torch.ones(2, 2, dtype=pulled)}).roots["h"]
+    assert roots.dtype == torch.float64
+    assert roots.tolist() == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"function": np.array([0.0, 1.0, 2.0])}, r"function float64 \(3,\), expected an array of integers \(V,\)"),
+        ({"function": [0, 1, 2]}, "function list, expected an array of integers"),
+        ({"pulls": {"x": np.array([0.7, 0, 0])}}, "x float64"),
+    ],
+)
+def test_a_sample_of_anything_but_integers_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        changed(**fields)
+
+
+def test_names_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="pulls='word', expected a tuple of names"):
+        VertexFunction(sum_and_push, pulls="word")
+    network = VertexNetwork([VertexFunction(lambda v: v.scatter(h=v.pull("x")), pulls=("x",))], {"h": (1,)})
+    sample = Edges(np.array([[-1]]), pulls={"x": np.array([0])})
+    with pytest.raises(ValueError, match="no function pulls of a table 'y', expected of x"):
+        network.plan([sample], tables={"y": 3})
+    with pytest.raises(ValueError, match=r"children \[-2\], expected vertices before it"):
+        network.plan([Edges(np.array([[-2]]), pulls={"x": np.array([0])})])
+    pulls_a_state = VertexNetwork([VertexFunction(lambda v: v.scatter(h=v.pull("h")), pulls=("x",))], {"h": (1,)})
+    with pytest.raises(ValueError, match="'h' is not among what the vertex function pulls, expected of x"):
+        pulls_a_state(pulls_a_state.plan([sample]), {"x": torch.ones(1, 1)})

@@ -116,6 +116,11 @@ def test_several_numbers_of_threads_are_measured_and_all_is_one():
         (("tree-lstm", "--sst", "{tmp}/train.txt"), ["train.txt: 2 trees, expected at least 256", "--batch-sizes"]),
         (("tagger", "--wikiner", "{tmp}/none"), ["none: no such file"]),
         (("tagger", "--wikiner", "{tmp}/train.txt"), ["train.txt, line 1, token 1"]),
+        (("tree-fc", "--out", "{tmp}/x", "--json", "{tmp}/x"), ["results of several kinds in one file"]),
+        (("tree-fc", "--json", "{tmp}/train.txt/x.json"), ["x.json", "its directory is a file"]),
+        (("tree-fc", "--json", "/proc/x.json"), ["/proc/x.json"]),
+        (("tree-fc", "--max-seconds", "nan"), ["--max-seconds is nan"]),
+        (("tree-fc", "--width", "900000000", "--leaves", "2"), ["not enough memory"]),
     ],
 )
 def test_what_cannot_be_measured_is_named_in_one_line(tmp_path: Path, arguments: tuple[str, ...], words: list[str]):
@@ -134,6 +139,8 @@ def test_what_cannot_be_measured_is_named_in_one_line(tmp_path: Path, arguments:
         (("tree-fc", "--batching", "height+bfloat16"), "float32 alone"),
         (("tree-fc", "--threads", "some"), "'some'"),
         (("tagger", "--picture", "x.gif"), ".png, .svg, .pdf"),
+        (("tree-fc", "--leaves", "1"), "1 is not in the range"),
+        (("tree-lstm", "--threads", "99999"), "99999 is not in the range"),
     ],
 )
 def test_wrong_flags_are_usage_errors(arguments: tuple[str, ...], words: str):

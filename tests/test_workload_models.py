@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from iep.batching import SCHEDULERS
+from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.sentences import Sentence
 from iep.workloads.tagger import Tagger
 from iep.workloads.tree_fc import TreeFC
 from iep.workloads.tree_lstm import BinaryTreeLSTM
-from iep.workloads.trees import complete_trees, sst_like
+from iep.workloads.trees import Tree, complete_trees, sst_like
 
 WORDS, TAGS, LETTERS = 7, 3, 5
 
@@ -142,3 +143,21 @@ def test_calls_do_not_grow_with_the_minibatch(case):
     model, rng = construct(), np.random.default_rng(0)
     samples = make([6, 6, 6, 6], rng) * 4
     assert len(model.plan(samples).schedule) == len(model.plan(samples[:4]).schedule)
+
+
+@pytest.mark.parametrize("model", [BinaryTreeLSTM(9, 2), TreeFC(9, 2)])
+def test_an_inner_vertex_with_a_word_is_refused(model):
+    tree = Tree(np.array([[-1, -1], [-1, -1], [0, 1]]), np.array([1, 2, 3]))
+    with pytest.raises(ValueError, match="tree 0, vertex 2 has children and a word, expected words at leaves alone"):
+        model.plan([tree])
+
+
+def test_no_pairs_have_no_scores():
+    assert ChildSumTreeLSTM(9, 4, 3, ratings=5)([]).shape == (0, 5)
+
+
+@pytest.mark.parametrize(("sentences", "message"), [([], "there is no sentence"), ([3, 0], "sentence 1 has no words")])
+def test_a_sentence_without_words_is_refused(sentences, message):
+    empty = [Sentence(np.zeros(count, int), np.zeros(count, int)) for count in sentences]
+    with pytest.raises(ValueError, match=message):
+        Tagger(9, 3, None, 4, 3, 2).plan(empty)

@@ -357,3 +357,8 @@ def test_weights_that_move_before_the_way_back_are_read_where_they_are():
         result.sum().backward()
         found.append(x_TD.grad)
     assert torch.equal(*found)
+
+
+def test_a_layer_of_another_dtype_than_its_inputs_is_refused():
+    with pytest.raises(InputError, match=r"gating got torch.float32, expected the weights' torch.float64"):
+        MixtureOfExperts(4, 4, 4, 2, 1).double()(torch.randn(3, 4))

@@ -20,7 +20,7 @@ class Edges:
     """One sample: the graph of its vertices.
 
     Raises:
-        ValueError: the arrays are not of as many vertices, or the children no matrix.
+        ValueError: these are no arrays of integers, are not of as many vertices, or the children no matrix.
     """
 
     children: np.ndarray
@@ -31,10 +31,12 @@ class Edges:
     """(V,) by name, which row of the table outside each pulls; not read where its function does not pull."""
 
     def __post_init__(self) -> None:
-        if self.children.ndim != 2:
-            raise ValueError(f"children {self.children.shape}, expected (V, A)")
         said = self.pulls if self.function is None else {"function": self.function, **self.pulls}
-        for name, each in said.items():
+        for name, each in {"children": self.children, **said}.items():
+            shape = "(V, A)" if name == "children" else "(V,)"
+            if not isinstance(each, np.ndarray) or each.dtype.kind not in "iu" or each.ndim != shape.count("A") + 1:
+                found = f"{each.dtype} {each.shape}" if isinstance(each, np.ndarray) else type(each).__name__
+                raise ValueError(f"{name} {found}, expected an array of integers {shape}")
             if len(each) != len(self.children):
                 raise ValueError(f"{len(self.children)} vertices, but {name!r} of {len(each)}")
 
@@ -170,7 +172,7 @@ def _pulled(
 def _check_children(children_NA: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray) -> None:
     own_N = np.arange(len(first_N)) - first_N
     children_AN = children_NA.T
-    bad_N = (children_AN >= own_N).any(axis=0)
+    bad_N = ((children_AN >= own_N) | (children_AN < -1)).any(axis=0)
     # A vertex after a gap: -1 comes after the last.
     bad_N |= ((children_AN[1:] >= 0) & (children_AN[:-1] < 0)).any(axis=0)
     if bad_N.any():

@@ -34,10 +34,10 @@ class Vertices:
     What they gather and pull is to be read alone: it may be the memory of what was scattered or given.
     """
 
-    def __init__(self, num_children: int, arguments: Mapping[str, Tensor]):
-        """`arguments` by name, gathered or pulled."""
+    def __init__(self, num_children: int, gathered: Mapping[str, Tensor], pulled: Mapping[str, Tensor]):
+        """What is gathered and pulled, by name."""
         self.num_children = num_children
-        self._arguments = arguments
+        self._gathered, self._pulled = gathered, pulled
         self.results: dict[str, Tensor] = {}
 
     def gather(self, state: str) -> Tensor:
@@ -46,7 +46,7 @@ class Vertices:
         Raises:
             ValueError: the function does not say that it gathers this state.
         """
-        return self._argument(state, "gathers")
+        return self._argument(state, "gathers", self._gathered)
 
     def pull(self, name: str) -> Tensor:
         """(G, ...) their rows from outside.
@@ -54,13 +54,14 @@ class Vertices:
         Raises:
             ValueError: the function does not say that it pulls these.
         """
-        return self._argument(name, "pulls")
+        return self._argument(name, "pulls", self._pulled)
 
-    def _argument(self, name: str, kind: str) -> Tensor:
-        if name not in self._arguments:
-            known = ", ".join(self._arguments) or "nothing"
+    @staticmethod
+    def _argument(name: str, kind: str, arguments: Mapping[str, Tensor]) -> Tensor:
+        if name not in arguments:
+            known = ", ".join(arguments) or "nothing"
             raise ValueError(f"{name!r} is not among what the vertex function {kind}, expected of {known}")
-        return self._arguments[name]
+        return arguments[name]
 
     def scatter(self, **states: Tensor) -> None:
         """Hand on (G, ...) states to the vertices that gather them."""
@@ -84,6 +85,11 @@ class VertexFunction:
     """Of the tables outside of which each vertex pulls a row."""
     pushes: tuple[str, ...] = ()
     """Of what each vertex pushes."""
+
+    def __post_init__(self) -> None:
+        for kind in ("gathers", "pulls", "pushes"):
+            if isinstance(getattr(self, kind), str):
+                raise ValueError(f"{kind}={getattr(self, kind)!r}, expected a tuple of names")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,22 +116,29 @@ class Outcome:
     roots: Mapping[str, Tensor]
     """(S, ...) by state, what every sample's last vertex scattered."""
     pushed: Mapping[str, Tensor]
-    """By name, one row for each vertex that pushes, sample by sample in the order of the vertices."""
+    """By name, one row for each vertex that pushes, sample by sample in the order of the vertices; (0,) without any."""
 
 
 class VertexNetwork:
     """Vertex functions, and the states that their vertices hand on."""
 
-    def __init__(self, functions: Sequence[VertexFunction], states: Mapping[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        functions: Sequence[VertexFunction],
+        states: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+    ):
         """
         Args:
             functions: numbered as the samples' `Edges.function` says.
             states: the shape of each state of a vertex.
+            dtype: of what a vertex without children gathers; None for that of what it pulls first, or PyTorch's default
+                where that is whole numbers. What is scattered is kept in the dtype of the first that is.
 
         Raises:
             ValueError: a function gathers what is no state, or a name is used for two things.
         """
-        self.functions, self.shapes = tuple(functions), dict(states)
+        self.functions, self.shapes, self.dtype = tuple(functions), dict(states), dtype
         self.pulls = names_of([function.pulls for function in self.functions])
         self.pushes = names_of([function.pushes for function in self.functions])
         self._bundles = _gathered_together(tuple(self.shapes), self.functions)
@@ -156,8 +169,12 @@ class VertexNetwork:
 
         Raises:
             ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
-                function or scheduler; a vertex lacks a row that its function pulls, or neither pulls nor gathers.
+                function, table or scheduler; a vertex lacks a row that its function pulls, or neither pulls nor
+                gathers.
         """
+        unknown = sorted(set(tables or {}) - set(self.pulls))
+        if unknown:
+            raise ValueError(f"no function pulls of a table {unknown[0]!r}, expected of {', '.join(self.pulls)}")
         pulls, pushes = ([getattr(f, name) for f in self.functions] for name in ("pulls", "pushes"))
         joined = join(samples, pulls, pushes, sharing, tables or {})
         graph = share(joined.graph) if sharing else joined.graph
@@ -177,7 +194,9 @@ class VertexNetwork:
         schedule = make_schedule(graph, scheduler)
         last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, joined.places)])[:-1])
         roots = [(last, bundle) for bundle in range(len(self._bundles))]
-        roots += [(slots, len(self._bundles) + places) for slots, places in zip(pushing, joined.places, strict=True)]
+        # What no vertex pushes has no shape, and is left out.
+        pushed = zip(pushing, joined.places, strict=True)
+        roots += [(slots, len(self._bundles) + places) for slots, places in pushed if len(slots)]
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
         inputs = joined.pulls + len(self._bundles) + len(self.pushes)
         arrival = _by_use(graph, schedule, joined, sharing, is_whole)
@@ -203,8 +222,10 @@ class VertexNetwork:
         columns = {first + place: inputs[name] for place, name in enumerate(self.pulls)}
         results = execute(plan.layout, modules, columns, defer_weight_grads, read_only=True)
         count = len(self.states)
-        pushed = zip(self.pushes, results[count:], strict=True)
-        return Outcome(dict(zip(self.states, results[:count], strict=True)), dict(pushed))
+        pushing = {name for op in modules for name in self._function(op)[0].pushes}
+        pushed = dict.fromkeys(self.pushes, results[0].new_empty(0))
+        pushed.update(zip((name for name in self.pushes if name in pushing), results[count:], strict=True))
+        return Outcome(dict(zip(self.states, results[:count], strict=True)), pushed)
 
     def _function(self, op: int) -> tuple[VertexFunction, int]:
         """The function of an op, and how many children its vertices have."""
@@ -230,19 +251,24 @@ class VertexNetwork:
         gathers = [state for state in self.states if state in function.gathers]
         made = (*self.states, *function.pushes)
 
-        taken = (*function.pulls, *gathers) if num_children else function.pulls
+        first = len(function.pulls)
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
-            named = dict(zip(taken, arguments, strict=True))
-            if gathers and not num_children:
+            if num_children:
+                gathered = arguments[first:]
+            else:
                 like = arguments[0]
-                named.update((name, like.new_empty(len(like), 0, *self.shapes[name])) for name in gathers)
-            vertices = Vertices(num_children, named)
+                dtype = self.dtype or (like.dtype if like.is_floating_point() else torch.get_default_dtype())
+                gathered = [like.new_empty(len(like), 0, *self.shapes[name], dtype=dtype) for name in gathers]
+            pulled = dict(zip(function.pulls, arguments[:first], strict=True))
+            vertices = Vertices(num_children, dict(zip(gathers, gathered, strict=True)), pulled)
             function.run(vertices)
             results = vertices.results
-            if len(results) != len(made) or any(name not in results for name in made):
-                done = ", ".join(results) or "nothing"
-                raise ValueError(f"function {op % len(self.functions)} hands on {done}, expected {', '.join(made)}")
+            if len(results) != len(made) or any(not isinstance(results.get(name), Tensor) for name in made):
+                done = ", ".join(f"{name} ({type(each).__name__})" for name, each in results.items()) or "nothing"
+                raise ValueError(
+                    f"function {op % len(self.functions)} hands on {done}, expected tensors {', '.join(made)}"
+                )
             for name, shape in self.shapes.items():
                 if results[name].shape[1:] != shape:
                     found = tuple(results[name].shape[1:])

@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from iep.errors import InputError
+
 MIN_REPEATS = 3
 
 
@@ -41,10 +43,18 @@ def rate(count: float, seconds: Spread) -> Spread:
 @dataclass(frozen=True)
 class Effort:
     """How long to measure: rounds, and seconds after which a strategy has had enough (at least `MIN_REPEATS` rounds,
-    or `repeat` where that is less)."""
+    or `repeat` where that is less).
+
+    Raises:
+        InputError: the seconds are no number, or less than 0.
+    """
 
     repeat: int
     max_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.max_seconds >= 0:
+            raise InputError(f"--max-seconds is {self.max_seconds}, expected a number of 0 or more")
 
     def is_enough(self, rounds: int, spent: float) -> bool:
         return rounds >= self.repeat or (spent >= self.max_seconds and rounds >= min(MIN_REPEATS, self.repeat))

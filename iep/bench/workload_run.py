@@ -13,6 +13,7 @@ from iep.bench.contest_picture import draw_comparisons
 from iep.bench.contest_report import format_comparison, write_report
 from iep.bench.machine import describe_machine, machine_line
 from iep.bench.measure import Effort
+from iep.errors import InputError
 from iep.files import check_writable, write_bytes
 
 Case = tuple[Samples, Sequence[Way]]
@@ -21,11 +22,19 @@ Case = tuple[Samples, Sequence[Way]]
 
 @dataclass(frozen=True)
 class Files:
-    """Where a benchmark's results are written; None for what is not wanted."""
+    """Where a benchmark's results are written; None for what is not wanted.
+
+    Raises:
+        InputError: two are the same file.
+    """
 
     json: Path | None = None
     table: Path | None = None
     picture: Path | None = None
+
+    def __post_init__(self) -> None:
+        if len({path.resolve() for path in self.wanted}) < len(self.wanted):
+            raise InputError(f"results of several kinds in one file: {', '.join(map(str, self.wanted))}")
 
     @property
     def wanted(self) -> list[Path]:

@@ -14,6 +14,7 @@ from iep.cli.options import CommaList, PicturePath, RecordedCommand, parsed
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 PHASES = ("training", "inference")
 ALL_CORES = "all"
+MOST_THREADS, LARGEST = 1024, 10**9
 
 
 class Threads(click.ParamType):
@@ -24,7 +25,7 @@ class Threads(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if value == ALL_CORES:
             return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return click.IntRange(min=1).convert(value, param, ctx)
+        return click.IntRange(1, MOST_THREADS).convert(value, param, ctx)
 
 
 def measuring_options(command: Callable) -> Callable:
@@ -79,18 +80,22 @@ def run_options(command: Callable) -> Callable:
     return command
 
 
-def sizes(name: str, default: str, what: str) -> Callable:
+def sizes(name: str, default: str, what: str, least: int = 1) -> Callable:
     """An option that is a comma list of sizes."""
-    return click.option(name, type=CommaList(click.IntRange(min=1)), default=default, show_default=True, help=what)
+    each = CommaList(click.IntRange(least, LARGEST))
+    return click.option(name, type=each, default=default, show_default=True, help=what)
 
 
 def width(default: int) -> Callable:
-    return click.option("--width", type=click.IntRange(min=1), default=default, show_default=True, help="Hidden size.")
+    """The option --width."""
+    size = click.IntRange(1, LARGEST)
+    return click.option("--width", type=size, default=default, show_default=True, help="Hidden size.")
 
 
 def words(default: int) -> Callable:
+    """The option --words."""
     return click.option(
-        "--words", type=click.IntRange(min=2), help=f"Of the vocabulary of what is made.  [default: {default}]"
+        "--words", type=click.IntRange(2, LARGEST), help=f"Of the vocabulary of what is made.  [default: {default}]"
     )
 
 
@@ -106,7 +111,7 @@ WORDS, TREE_FC_WORDS = 16_000, 1_000
     show_default=True,
     help="Binary, for sentiment, by vertex functions; or child-sum, for relatedness, by the lazy scope.",
 )
-@click.option("--width", type=click.IntRange(min=1), help="Hidden size.  [default: 256; of child-sum 150]")
+@click.option("--width", type=click.IntRange(1, LARGEST), help="Hidden size.  [default: 256; of child-sum 150]")
 @words(WORDS)
 @click.option(
     "--sst", type=click.Path(path_type=Path, dir_okay=False), help="Bracketed trees for --cell binary; else made."
@@ -135,8 +140,8 @@ def tree_lstm(ctx: click.Context, **options: Any) -> None:
 
 
 @click.command("tree-fc", cls=RecordedCommand)
-@sizes("--leaves", "32,64,128,256,512,1024", "Of a tree.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Trees a minibatch.")
+@sizes("--leaves", "32,64,128,256,512,1024", "Of a tree.", least=2)
+@click.option("--batch-size", type=click.IntRange(1, LARGEST), default=16, show_default=True, help="Trees a minibatch.")
 @width(512)
 @words(TREE_FC_WORDS)
 @measuring_options

@@ -64,11 +64,20 @@ class Command(_Stoppable):
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
             raise click.ClickException(describe_os_error(error)) from error
+        except MemoryError as error:
+            raise click.ClickException(f"not enough memory: {first_line(error) or 'for what was asked'}") from error
         except RuntimeError as error:
+            if "allocate memory" in str(error) or "Storage size calculation overflowed" in str(error):
+                raise click.ClickException(f"not enough memory: {first_line(error)}") from error
             if not str(error).startswith(LOST_WORKER):
                 raise
-            what = str(error).splitlines()[0].strip().rstrip(".")
+            what = first_line(error).rstrip(".")
             raise click.ClickException(
                 f"a process that loads data was lost, perhaps because memory ran out ({what}): lower workers, prefetch "
                 "or the batch size; training goes on with --resume"
             ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says."""
+    return next(iter(str(error).strip().splitlines()), "").strip()

@@ -81,6 +81,8 @@ class ChildSumTreeLSTM(nn.Module):
         Args:
             options: of `iep.batching.scope`.
         """
+        if not pairs:
+            return self.similarity.scores.weight.new_empty(0, self.similarity.scores.out_features)
         with scope(self.cell, self.similarity, **options):
             scores = [self.one(pair) for pair in pairs]
         return torch.stack([score.value for score in scores])

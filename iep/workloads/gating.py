@@ -62,11 +62,13 @@ class NoisyTopKGating(nn.Module):
         """Route every token.
 
         Raises:
-            InputError: x is not (T, inputs).
+            InputError: x is not (T, inputs), or of another dtype than the weights, without autocast.
         """
         inputs, experts = self.gate_weight.shape
         if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
             raise InputError(f"gating got {tuple(x_TD.shape)}, expected (tokens, {inputs})")
+        if x_TD.dtype != self.gate_weight.dtype and not torch.is_autocast_enabled(x_TD.device.type):
+            raise InputError(f"gating got {x_TD.dtype}, expected the weights' {self.gate_weight.dtype}")
         # What is summed over tokens needs more bits than a low-precision minibatch has.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         clean_TE = (x_TD @ self.gate_weight).to(wide)

@@ -150,8 +150,12 @@ class Tagger(nn.Module):
                 and ends.
 
         Raises:
-            ValueError: there is no sentence, or no scheduler of this name.
+            ValueError: there is no sentence, one has no words, or there is no scheduler of this name.
         """
+        empty = next((place for place, sentence in enumerate(sentences) if not len(sentence)), None)
+        if empty is not None or not sentences:
+            which = "there is no sentence" if empty is None else f"sentence {empty} has no words"
+            raise ValueError(f"{which}, expected one word or more")
         words_W = np.concatenate([np.empty(0, dtype=np.int64), *(sentence.words for sentence in sentences)])
         spelled = self._spelled(sentences)
         vocabulary, row_W = _rows(words_W, [place for place, _ in spelled], sharing)
