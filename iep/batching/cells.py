@@ -139,7 +139,5 @@ class CellCall(Function):
                 else:
                     d_weight, d_bias = linear_gradients(d_product, factor, weight, bias)
         run.take_gradients(ctx.call, gradients)
-        found = run.result_gradients(ctx.before) if ctx.num_results else []
-        if not ctx.needs_input_grad[0]:  # the end of the way back
-            run.gradients = []
+        found = run.gradients_before(ctx.before, ctx.num_results, ctx.needs_input_grad[0])
         return None, None, None, None, None, None, d_weight, d_bias, *found

@@ -278,6 +278,14 @@ class Run:
         """The gradients of a call's results, None for one of which nothing leads to a root."""
         return [self.result_gradient(made) for made in call.results]
 
+    def gradients_before(self, call: Call, num_results: int, goes_on: bool) -> list[Tensor | None]:
+        """Those of the results that a call gave to the next one, of which there may be none; the way back ends here,
+        unless it goes on."""
+        found = self.result_gradients(call) if num_results else []
+        if not goes_on:
+            self.gradients = []
+        return found
+
     def result_gradient(self, made: Result) -> Tensor | None:
         """The same of one result."""
         buffer = self.gradients[made.column]
@@ -315,7 +323,5 @@ class _Exchange(Function):
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         ctx.run.take_gradients(ctx.following, gradients)
-        found = ctx.run.result_gradients(ctx.call) if ctx.num_results else []
-        if not ctx.needs_input_grad[0]:  # the end of the way back: nothing before this call has a gradient
-            ctx.run.gradients = []
+        found = ctx.run.gradients_before(ctx.call, ctx.num_results, ctx.needs_input_grad[0])
         return None, None, None, None, *found

@@ -124,9 +124,7 @@ class InPlaceCalls(Function):
             waiting[place] = product
         for place, product in waiting.items():
             put_aside(ctx.aside[place], product.input.tensor(), product.gradient.tensor())
-        found = run.result_gradients(ctx.before) if ctx.num_results else []
-        if not ctx.needs_input_grad[0]:  # the end of the way back
-            run.gradients = []
+        found = run.gradients_before(ctx.before, ctx.num_results, ctx.needs_input_grad[0])
         return None, None, None, None, None, None, *found, *sums
 
 
