@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from iep.batching.lazy.direct import is_batched
+from iep.batching.lazy.trial import trial_run
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
 MOST_KERNELS = 256
@@ -157,7 +158,7 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
     """
     try:
         with _one_at_a_time:
-            result, changed, leaves = _fake_run(call, specs)
+            result, reason, leaves = _fake_run(call, specs)
     except DynamicOutputShapeException:
         return Kernel(NOW, "the shape of its result depends on values")
     except Exception as failure:
@@ -175,7 +176,6 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
     }
     if not tensors:
         return Kernel(STATIC, **facts)
-    reason = _unsafe(call.function) or changed
     if reason is not None:
         return Kernel(SINGLY, reason, **facts)
     return Kernel(DIRECT if is_batched(call, specs) else VMAP, **facts)
@@ -202,20 +202,15 @@ _one_at_a_time = threading.RLock()
 def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None, list[Tensor]]:
     """What `call` returns on fake tensors, in what way it is unsafe to batch, if it is, and these tensors."""
     # Outside of inference mode, in which tensors do not count how often they are changed.
-    with _without_inference_mode(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with (
+        _without_inference_mode(),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        trial_run(mode.from_tensor) as trial,
+    ):
         leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
-        if not isinstance(call.function, nn.Module):
-            return call(leaves), None, leaves
-        module = twin(call.function, mode.from_tensor)
-        buffers = dict(module.named_buffers())
-        before = [buffer._version for buffer in buffers.values()]
-        result = module(*fill(call.args, leaves), **fill(call.kwargs, leaves))
-        after = [buffer._version for buffer in buffers.values()]
-        others = [name for name, buffer in module.named_buffers() if buffer is not buffers.get(name)]
-        changed = others + [
-            name for name, *versions in zip(buffers, before, after, strict=True) if len(set(versions)) > 1
-        ]
-    return result, f"it changes its buffer {changed[0]}" if changed else None, leaves
+        with trial.watch:
+            result = call._replace(function=trial.of(call.function))(leaves)
+        return result, trial.why_singly(call.function), leaves
 
 
 @contextmanager
@@ -225,32 +220,12 @@ def _without_inference_mode() -> Iterator[None]:
         yield
 
 
-def twin(module: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A module with the same parameters, and buffers that are `copied`; what it does to itself the other, which
-    another thread may be calling, does not notice."""
-    twins: dict[nn.Module, nn.Module] = {}
-    for one in module.modules():
-        if isinstance(one, torch.jit.ScriptModule):  # no copy of its code can be had
-            return module
-        twins[one] = other = object.__new__(type(one))
-        other.__dict__ = dict(one.__dict__)
-        for name in ("_parameters", "_buffers", "_modules"):
-            other.__dict__[name] = dict(one.__dict__[name])
-    copies: dict[Tensor, Tensor] = {buffer: copied(buffer) for buffer in module.buffers()}
-    for other in twins.values():
-        other._modules.update((name, twins[part]) for name, part in other._modules.items() if part is not None)
-        other._buffers.update((name, copies[part]) for name, part in other._buffers.items() if part is not None)
-    return twins[module]
-
-
 def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Kernel:
     """How `call` runs, by running it on one sample after fake tensors have failed; raises what that raises."""
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
-        if isinstance(call.function, nn.Module):
-            call = call._replace(function=twin(call.function, Tensor.clone))
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad(), trial_run(Tensor.clone) as trial:
         leaves = [leaf.clone() for leaf in leaves]
         before = [leaf._version for leaf in leaves]
-        result = call(leaves)
+        result = call._replace(function=trial.of(call.function))(leaves)
     if [leaf._version for leaf in leaves] != before:
         raise ValueError(_changes_argument(call.function)) from failure
     tensors: list[Tensor] = []
@@ -275,15 +250,6 @@ def _has_statics(structure: Any) -> bool:
     if isinstance(structure, dict):
         return any(map(_has_statics, structure.values()))
     return not isinstance(structure, tuple | list) or any(map(_has_statics, structure))
-
-
-def _unsafe(function: Callable) -> str | None:
-    """Why one call on many samples would not be the same as one each, where a look at the module tells."""
-    layers = function.modules() if isinstance(function, nn.Module) else ()
-    for layer in layers:
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training and layer.track_running_stats:
-            return f"{type(layer).__name__} in training changes its running statistics"
-    return None
 
 
 def run(kernel: Kernel, call: Call, leaves: Sequence[Tensor], warn: Callable[[str], None]) -> tuple[Tensor, ...]:
