@@ -277,6 +277,21 @@ class IncrementsByValue(nn.Module):
         return x.add_(1) * 2 if x.sum() > -100 else x
 
 
+class DoublesAtOnce(nn.Module):
+    def forward(self, x):
+        return torch.nonzero(x.mul_(2))
+
+
+@torch.no_grad()
+def test_a_module_that_runs_at_once_does_not_change_what_it_takes():
+    layer, change, x = nn.Linear(3, 3), DoublesAtOnce(), torch.ones(3)
+    with scope(layer, change):
+        h = layer(x)
+        _ = h + 1  # takes it as it is
+        with pytest.raises(ValueError, match="DoublesAtOnce changes in place a tensor that it takes"):
+            change(h)
+
+
 @pytest.mark.filterwarnings("ignore:.* is run singly")
 @pytest.mark.parametrize("change", [CountsAndDoubles(), DoublesAndAdds()])
 @pytest.mark.parametrize("grad", [True, False])

@@ -253,6 +253,15 @@ def first_pending(arguments: Any) -> Future | None:
     return None
 
 
+def futures_in(arguments: Any) -> Iterator[Future]:
+    """All futures in nested lists, tuples and dicts."""
+    if type(arguments) is Future:
+        yield arguments
+    elif isinstance(arguments, list | tuple | dict):
+        for argument in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from futures_in(argument)
+
+
 def values_of(arguments: Any, but_of: Any = None) -> Any:
     """Nested lists, tuples and dicts with the tensors in their futures' places, but for futures of one recording."""
     if type(arguments) is Future:

@@ -188,10 +188,11 @@ def _is_in_place(call: Call, leaves: Sequence[Tensor], result: Any) -> bool:
         return False
     if len(changed) == 1 and result is leaves[0] is changed[0] and call.args[:1] == (Leaf(0),):
         return True
-    raise ValueError(_changes_argument(call.function))
+    raise ValueError(changes_argument(call.function))
 
 
-def _changes_argument(function: Callable) -> str:
+def changes_argument(function: Callable) -> str:
+    """Why a function or module is refused that changes what it takes."""
     return f"{name_of(function)} changes in place a tensor that it takes; inside a scope write it out of place"
 
 
@@ -227,7 +228,7 @@ def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Ke
         before = [leaf._version for leaf in leaves]
         result = call._replace(function=trial.of(call.function))(leaves)
     if [leaf._version for leaf in leaves] != before:
-        raise ValueError(_changes_argument(call.function)) from failure
+        raise ValueError(changes_argument(call.function)) from failure
     tensors: list[Tensor] = []
     structure = split(result, tensors)
     is_layer = isinstance(call.function, nn.Module) or type(call.function).__name__ == "function"

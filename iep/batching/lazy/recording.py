@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.batching.lazy.current import autocast_of_thread, recording_into, users_line
-from iep.batching.lazy.future import Backward, Future, from_outside, values_of
+from iep.batching.lazy.future import Backward, Future, from_outside, futures_in, values_of
 from iep.batching.lazy.kernels import (
     NOW,
     SINGLY,
@@ -25,6 +25,7 @@ from iep.batching.lazy.kernels import (
     Kernel,
     Leaf,
     Spec,
+    changes_argument,
     fill,
     find_kernel,
     known,
@@ -79,7 +80,7 @@ class Recording:
         self._columns_by_spec: dict[Spec, Column] = {}
         self._columns_of_inputs: dict[tuple, Column] = {}
         """By type and layout too."""
-        self._inputs_by_id: dict[int, int] = {}
+        self._inputs_by_id: dict[int, int | None] = {}
         self._constants = {id(tensor): Constant(tensor) for tensor in constants}
 
     def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -129,7 +130,8 @@ class Recording:
     ) -> Any:
         """As `record`, of a call whose like has not been recorded."""
         if any(type(part) is Column and part.recording is not self for part in key):
-            return self.record(function, self._without_others(args), self._without_others(dict(kwargs)))
+            # Other scopes' futures are tensors from outside to this one.
+            return self.record(function, values_of(args, but_of=self), values_of(dict(kwargs), but_of=self))
         self._new_op(key, function, args, kwargs, addresses)
         return self.record(function, args, kwargs)
 
@@ -199,10 +201,6 @@ class Recording:
             key.append(kind)
             key.append(value)
 
-    def _without_others(self, arguments: Any) -> Any:
-        """Arguments with the tensors in the places of other scopes' futures."""
-        return values_of(arguments, but_of=self)
-
     def add_input(self, tensor: Tensor) -> int:
         """The address of a tensor from outside; each is kept once."""
         address = self._inputs_by_id.get(id(tensor))
@@ -226,10 +224,7 @@ class Recording:
         before = self._inputs_by_id.get(id(tensor))
         address = self._new_input(tensor)
         self.changed.add(address)
-        if before is None:
-            del self._inputs_by_id[id(tensor)]
-        else:
-            self._inputs_by_id[id(tensor)] = before
+        self._inputs_by_id[id(tensor)] = before
         return self.input_columns[-1 - address], address
 
     def input_future(self, tensor: Tensor) -> Future:
@@ -386,7 +381,12 @@ class Recording:
         self.ran_at_once[name_of(function), why] += 1
         with recording_into(None):
             arguments = values_of(args), values_of(dict(kwargs))
-            return function(*arguments[0], **arguments[1])
+            values = [future.value for future in futures_in((args, kwargs))]
+            versions = list(map(version_of, values))
+            result = function(*arguments[0], **arguments[1])
+        if list(map(version_of, values)) != versions:  # what was recorded before may take them as they were
+            raise ValueError(changes_argument(function))
+        return result
 
     def read(self, address: int) -> Tensor:
         """The value at an address; runs what it depends on."""
