@@ -20,6 +20,94 @@ def values_of(futures):
     return torch.stack([future.value for future in futures])
 
 
+def assert_equal_to_plain(module, samples):
+    """The values in a scope are those without it."""
+    expected = torch.stack([module(x) for x in samples])
+    with scope(module) as batch:
+        found = [module(x) for x in samples]
+    torch.testing.assert_close(values_of(found), expected)
+    return batch.report()
+
+
+@pytest.mark.parametrize("where", ["layer", "part", "all"])
+def test_hooks_added_after_a_scope_see_one_sample(where):
+    samples, layer = samples_of(), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    layer = layer if where == "part" else layer[0]
+    assert assert_equal_to_plain(layer, samples).ops[0].how == "batched"
+    register = {
+        "layer": layer.register_forward_hook,
+        "part": layer[1].register_forward_hook if where == "part" else None,
+        "all": nn.modules.module.register_module_forward_hook,
+    }[where]
+    handle = register(lambda module, args, output: output / output.norm())
+    try:
+        assert_equal_to_plain(layer, samples)
+    finally:
+        handle.remove()
+    assert assert_equal_to_plain(layer, samples).ops[0].how == "batched"
+
+
+def test_a_hook_added_before_calls_have_run_is_refused():
+    layer, samples = nn.Linear(2, 2), samples_of()
+
+    def record():
+        with scope(layer):
+            found = [layer(x) for x in samples]
+            layer.register_forward_hook(lambda module, args, output: output * 2)
+            return found
+
+    with pytest.raises(ValueError, match="Linear was given other hooks"):
+        record()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_of_the_layers_own_sees_one_sample(when):
+    layer, samples = nn.Linear(2, 2), samples_of()
+    if when == "after":
+        assert assert_equal_to_plain(layer, samples).ops[0].how == "batched"
+    layer.forward = lambda x: functional.linear(x, layer.weight) / x.norm()
+    assert_equal_to_plain(layer, samples)
+
+
+def test_a_part_put_in_another_ones_place_is_run():
+    class Normed(nn.Module):
+        def forward(self, x):
+            return x / x.norm()
+
+    layer, samples = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), samples_of()
+    assert_equal_to_plain(layer, samples)
+    layer[1] = Normed()
+    assert_equal_to_plain(layer, samples)
+
+
+def test_a_bound_method_follows_its_module():
+    layer, samples = nn.Linear(2, 2), samples_of()
+    method = layer.forward
+
+    def gradient():
+        batch = scope()
+        wrapped = batch.wrap(method)
+        with batch:
+            found = [wrapped(x) for x in samples]
+        return values_of(found).requires_grad
+
+    layer.requires_grad_(False)
+    assert not gradient()
+    layer.requires_grad_(True)
+    assert gradient()
+
+
+def test_the_report_counts_each_call_of_what_runs_singly():
+    layer, samples = nn.BatchNorm1d(2), list(torch.randn(4, 3, 2))
+    with warnings.catch_warnings(), scope(layer) as batch:
+        warnings.simplefilter("ignore")
+        found = [layer(x) for x in samples]
+    assert len(found) == 4
+    (op,) = batch.report().ops
+    assert (op.how, op.nodes, op.calls, op.largest) == ("singly", 4, 4, 1)
+    assert batch.report().batching_ratio == 1
+
+
 def test_autocast_remembers_no_weight_of_a_trial():
     layer, samples = nn.Linear(2, 2), samples_of()
     with torch.autocast("cpu", torch.bfloat16):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook as _has_global_hooks
 
 UNARY = frozenset(
     getattr(where, name)
@@ -97,21 +98,24 @@ def _is_batched_layer(layer: nn.Module, specs: list, kwargs: dict) -> bool:
         return (
             len(specs) == 1
             and not kwargs
-            and _plain(layer)
-            and all(type(part) in LAST_AXIS_LAYERS and _plain(part) for part in layer)
+            and is_plain(layer)
+            and all(type(part) in LAST_AXIS_LAYERS and is_plain(part) for part in layer)
         )
-    if len(specs) != 1 or kwargs or not _plain(layer):
+    if len(specs) != 1 or kwargs or not is_plain(layer):
         return False
     if type(layer) in LAST_AXIS_LAYERS:
         return True
     return IMAGE_LAYERS.get(type(layer)) == len(specs[0].shape) and getattr(layer, "padding_mode", "zeros") == "zeros"
 
 
-def _plain(layer: nn.Module) -> bool:
-    """No hooks, no embedding that looks at all of its input, nothing that changes its input in place."""
+def is_plain(layer: nn.Module) -> bool:
+    """No hooks, no forward of its own, no embedding that looks at all of its input, nothing that changes its input in
+    place."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     by_group = getattr(layer, "max_norm", None) is not None or getattr(layer, "scale_grad_by_freq", False)
-    return not hooks and not by_group and not getattr(layer, "inplace", False)
+    return not (
+        hooks or _has_global_hooks() or "forward" in vars(layer) or by_group or getattr(layer, "inplace", False)
+    )
 
 
 def _is_batched_pair(args: tuple, specs: Sequence[Any]) -> bool:

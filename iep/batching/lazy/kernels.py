@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from iep.batching.lazy.direct import is_batched
+from iep.batching.lazy.noted import module_of
 from iep.batching.lazy.trial import trial_run
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
@@ -169,16 +170,22 @@ def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Ten
         "structure": structure,
         "outputs": tuple(map(spec_of, tensors)),
         # What a function of the user's finds outside of its arguments may have a gradient another time.
-        "has_grad": type(call.function) is FunctionType or any(tensor.requires_grad for tensor in tensors),
+        "has_grad": _is_users_function(call.function) or any(tensor.requires_grad for tensor in tensors),
         "is_in_place": _is_in_place(call, leaves, result),
         # Numbers and texts among the results may be of what the user's code finds outside of its arguments.
-        "is_lasting": not (isinstance(call.function, nn.Module | FunctionType) and _has_statics(structure)),
+        "is_lasting": not (
+            isinstance(call.function, nn.Module | FunctionType | MethodType) and _has_statics(structure)
+        ),
     }
     if not tensors:
         return Kernel(STATIC, **facts)
     if reason is not None:
         return Kernel(SINGLY, reason, **facts)
     return Kernel(DIRECT if is_batched(call, specs) else VMAP, **facts)
+
+
+def _is_users_function(function: Callable) -> bool:
+    return type(function) is FunctionType or (type(function) is MethodType and module_of(function) is None)
 
 
 def _is_in_place(call: Call, leaves: Sequence[Tensor], result: Any) -> bool:
@@ -231,7 +238,7 @@ def _kernel_by_trial(call: Call, leaves: list[Tensor], failure: Exception) -> Ke
         raise ValueError(changes_argument(call.function)) from failure
     tensors: list[Tensor] = []
     structure = split(result, tensors)
-    is_layer = isinstance(call.function, nn.Module) or type(call.function).__name__ == "function"
+    is_layer = isinstance(call.function, nn.Module | FunctionType | MethodType)
     reason = "its control flow depends on values" if "data-dependent" in _text(failure) else _text(failure)
     if not tensors or not is_layer or _has_statics(structure):
         return Kernel(NOW, reason)

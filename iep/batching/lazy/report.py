@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from iep.batching.graph import Graph
 from iep.batching.layout import Layout
-from iep.batching.lazy.kernels import name_of
+from iep.batching.lazy.kernels import SINGLY, name_of
 from iep.batching.lazy.lowering import Lowered
 from iep.batching.lazy.recording import Recording
 from iep.batching.schedulers import most_on_a_path
@@ -113,6 +113,8 @@ class Tally:
             op = recording.ops[index]
             shapes = " ".join("x".join(map(str, column.shape)) or "()" for column in op.columns)
             kernel = op.kernel
+            if kernel.how == SINGLY:
+                rows = [1] * sum(rows)
             ops.append(
                 OpReport(
                     name_of(op.call.function),

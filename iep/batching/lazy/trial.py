@@ -109,6 +109,8 @@ def twin(module: nn.Module, copied: Callable[[Tensor], Tensor]) -> nn.Module:
         other.__dict__ = dict(one.__dict__)
         for name in ("_parameters", "_buffers", "_modules"):
             other.__dict__[name] = dict(one.__dict__[name])
+        if getattr(other.__dict__.get("forward"), "__self__", None) is one:
+            other.forward = MethodType(one.forward.__func__, other)
     copies: dict[Tensor, Tensor] = {buffer: copied(buffer) for buffer in module.buffers()}
     for other in twins.values():
         other._modules.update((name, twins[part]) for name, part in other._modules.items() if part is not None)
