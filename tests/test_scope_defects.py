@@ -11,6 +11,47 @@ from torch.nn import functional
 from iep.batching import scope
 
 
+class Double(torch.autograd.Function):
+    """Its gradient is its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class DoubleInTwoSteps(torch.autograd.Function):
+    """As `Double`, with the context set up apart; can be batched."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class Doubles(nn.Module):
+    """A function with a gradient of its own within a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.function.apply(self.layer(x)).sum()
+
+
 def samples_of(count=4, width=2):
     torch.manual_seed(0)
     return list(torch.randn(count, width))
@@ -162,3 +203,52 @@ def test_a_wrong_shape_writes_no_log(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError), scope(layer):
         layer(torch.ones(3))
     assert caplog.text == ""
+
+
+@pytest.mark.filterwarnings("ignore:.* is run singly")
+@pytest.mark.parametrize("function", [Double, DoubleInTwoSteps])
+@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize("within", [True, False])
+def test_functions_with_gradients_of_their_own_keep_them(function, granularity, within):
+    module, samples = Doubles(function), samples_of()
+    torch.stack([module(x) for x in samples]).sum().backward()
+    expected, module.layer.weight.grad = module.layer.weight.grad, None
+    apply_before = torch.autograd.Function.apply
+    with scope(module if within else module.layer, granularity=granularity) as batch:
+        found = [module(x) for x in samples]
+    values_of(found).sum().backward()
+    torch.testing.assert_close(module.layer.weight.grad, expected)
+    assert torch.autograd.Function.apply == apply_before
+    names = {op.name: op.how for op in batch.report().ops}
+    if granularity == "op" or not within:
+        assert names[f"{function.__name__}.apply"] == ("singly" if function is Double else "batched by vmap")
+
+
+def test_a_function_with_a_gradient_of_its_own_that_cannot_keep_it_is_refused():
+    layer, samples, apply = nn.Linear(2, 2), samples_of(), Double.apply
+    with pytest.raises(ValueError, match=r"autograd\.Function was given a future"), scope(layer):
+        apply(layer(samples[0]))
+    with scope(layer):
+        found = layer(samples[0])
+    with pytest.raises(ValueError, match=r"autograd\.Function was given a future"):
+        apply(found)
+    assert Double.apply(found.value).requires_grad
+
+
+def test_a_scope_in_a_forward_runs():
+    layer, samples = nn.Linear(2, 2), samples_of()
+
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with scope(layer):
+                found = [layer(row) for row in x]
+            return values_of(found)
+
+    x = torch.stack(samples)
+    torch.testing.assert_close(Run.apply(x), layer(x))
+
+
+def test_a_report_before_the_scope_is_refused():
+    with pytest.raises(ValueError, match="enter it first"):
+        scope().report()

@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from iep.batching.lazy.current import is_in_forward, loses_gradient
 from iep.batching.lazy.noted import version_of
 
 OPERATORS = (
@@ -212,6 +213,8 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any] | None
         return args[0]._column.recording.record(func, args, kwargs)
     pending = first_pending((*args, *kwargs.values()))
     if pending is None:
+        if is_in_forward() and any(type(value) is Future and value._value.requires_grad for value in args):
+            raise loses_gradient()
         return func(*values_of(args), **values_of(kwargs))
     return pending._column.recording.record(func, args, kwargs)
 

@@ -98,8 +98,14 @@ _known_methods: dict[Any, Known] = {}
 """Methods of tensors, which cannot be referred to weakly and are never freed."""
 
 
+def _class_of_apply(function: Callable) -> type[torch.autograd.Function] | None:
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) else None
+
+
 def known(function: Callable) -> Known:
     """What has been found out about `function`; kept as long as it lives."""
+    function = _class_of_apply(function) or function  # apply is made anew at each look at it
     try:
         return _known.setdefault(function, Known())
     except TypeError:
@@ -325,6 +331,8 @@ def name_of(function: Callable) -> str:
     """What a reader knows it by: a module's class, or a function's name without underscores around it."""
     if isinstance(function, nn.Module):
         return type(function).__name__
+    if _class_of_apply(function) is not None:
+        return f"{function.__self__.__name__}.apply"
     name = getattr(function, "__name__", None) or repr(function)
     if name == "__get__":  # a tensor's attribute, such as T
         name = getattr(getattr(function, "__self__", None), "__name__", name)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.batching.lazy.current import autocast_of_thread, recording_into, users_line
+from iep.batching.lazy.current import autocast_of_thread, is_in_forward, off_for, recording_into, users_line
 from iep.batching.lazy.future import Backward, Future, from_outside, futures_in, values_of
 from iep.batching.lazy.kernels import (
     NOW,
@@ -71,7 +71,7 @@ class Recording:
         self.futures: list[ref] = []
         self.backwards: list[Backward] = []
         self.ran_at_once: Counter[tuple[str, str]] = Counter()
-        self.is_over = False
+        self.is_over, self.is_in_forward = False, is_in_forward()
         self.takes: Callable[[nn.Module], bool]
         """Whether calls of a module are for `call`; set by the scope."""
         self.call: Callable[[Callable, tuple, Mapping[str, Any]], Any]
@@ -90,7 +90,7 @@ class Recording:
         """
         if self.is_over:
             return function(*values_of(args), **values_of(dict(kwargs)))
-        key: list = [function, is_grad_enabled(), getattr(function, "training", None)]
+        key: list = [function, is_grad_enabled() or off_for(self), getattr(function, "training", None)]
         addresses: list[int] = []
         if is_any_autocast_enabled():
             key.append(autocast_of_thread())

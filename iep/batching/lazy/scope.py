@@ -26,6 +26,7 @@ from iep.batching.lazy.current import autocast_of_thread, current, recording_int
 from iep.batching.lazy.future import Backward, values_of
 from iep.batching.lazy.kernels import name_of, run, warn_singly
 from iep.batching.lazy.lowering import Lowered, lower, needed_nodes, waiting_nodes, without_gradients
+from iep.batching.lazy.own_gradients import patch_apply, unpatch_apply
 from iep.batching.lazy.recorded import Op
 from iep.batching.lazy.recording import Recording
 from iep.batching.lazy.report import Report, Tally
@@ -126,7 +127,13 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         return call
 
     def report(self) -> Report:
-        """What was batched so far, what was not, and why. Printed, it is a table."""
+        """What was batched so far, what was not, and why. Printed, it is a table.
+
+        Raises:
+            ValueError: the scope has not been entered.
+        """
+        if self._recording is None:
+            raise ValueError("a scope's report is of what was recorded in it: enter it first")
         return self._tally.report(self._recording)
 
     def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -270,6 +277,7 @@ def _patch() -> None:
                 return recording.call(module, args, kwargs)
 
             nn.Module.__call__ = call
+            patch_apply()
             # What is recorded is no garbage, and looking through all of it for some would take as long as recording.
             _collects = gc.isenabled()
             gc.disable()
@@ -282,5 +290,6 @@ def _unpatch() -> None:
         _open -= 1
         if not _open:
             nn.Module.__call__ = _original_call
+            unpatch_apply()
             if _collects:
                 gc.enable()
