@@ -252,3 +252,25 @@ def test_a_scope_in_a_forward_runs():
 def test_a_report_before_the_scope_is_refused():
     with pytest.raises(ValueError, match="enter it first"):
         scope().report()
+
+
+@pytest.mark.parametrize("method", ["register_hook", "retain_grad"])
+def test_hooks_on_a_future_are_refused(method):
+    layer, samples = nn.Linear(2, 2), samples_of()
+    with scope(layer):
+        found = layer(samples[0])
+        with pytest.raises(ValueError, match=f"{method} of a future"):
+            getattr(found, method)()
+    assert callable(getattr(found, method))
+
+
+def test_two_losses_of_a_scope_share_its_graph():
+    layer, samples = nn.Linear(2, 2), samples_of()
+    with scope(layer):
+        found = [layer(x).sum() for x in samples]
+    found[0].value.backward(retain_graph=True)
+    found[1].value.backward()
+    once = layer.weight.grad
+    layer.weight.grad = None
+    (layer(samples[0]).sum() + layer(samples[1]).sum()).backward()
+    torch.testing.assert_close(once, layer.weight.grad)

@@ -34,6 +34,8 @@ READERS = (
 """Methods that need the numbers, or give away the tensor."""
 VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 """Attributes of a tensor that are functions of it."""
+OF_GRADIENTS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"))
+"""Methods that are about the gradient of the tensor itself, which no future has."""
 
 
 class Backward(NamedTuple):
@@ -178,6 +180,8 @@ class Future:
         function = getattr(Tensor, name)  # what no tensor has is an AttributeError
         if name in VIEWS:
             return torch_function(function.__get__, (self,))
+        if name in OF_GRADIENTS and self._value is None:
+            raise ValueError(f"{name} of a future: it has no gradient of its own; use its value after the scope's end")
         if callable(function):
             return partial(_method, name, function, self)
         return getattr(self.value, name)

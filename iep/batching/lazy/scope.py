@@ -64,7 +64,10 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     no garbage, and looking through it would take as long as recording. When the last one is left, by an exception
     too, collection is as it was. So do not keep a scope open for longer than a minibatch.
 
-    Gradients of what a scope computes cannot be differentiated again.
+    Gradients of what a scope computes cannot be differentiated again. All its values are of one graph: of two losses,
+    call `backward` on the sum, or on the first with `retain_graph=True`. A result that a loss does not use takes part
+    in its group's way back with a gradient of zeros: infinite derivatives there make gradients that are not numbers
+    (0 * inf), and parameters of which no result is used get zeros for gradients, where plain code leaves None.
 
     Raises:
         ValueError: an unknown granularity or scheduler, or what is listed is no module. Within it, or at its end:
