@@ -177,6 +177,24 @@ def test_batch_norm_within_a_function_sees_each_sample_once(how):
     assert "running statistics" in str(caught[0].message)
 
 
+@pytest.mark.filterwarnings("ignore:.* is run singly")
+def test_a_function_follows_the_modules_that_it_calls():
+    norm, samples = nn.BatchNorm1d(2), list(torch.randn(4, 3, 2))
+
+    def function(x):
+        return norm(x)
+
+    for training, how in ((False, "batched by vmap"), (True, "singly"), (False, "batched by vmap")):
+        norm.train(training)
+        batch = scope()
+        wrapped = batch.wrap(function)
+        with batch:
+            found = [wrapped(x) for x in samples]
+        assert len(found) == 4
+        assert [op.how for op in batch.report().ops] == [how]
+    assert norm.num_batches_tracked == 4
+
+
 @pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 0.5}])
 @pytest.mark.parametrize("how", ["module", "op", "function"])
 def test_embeddings_that_see_all_indices_of_a_call_run_singly(option, how):

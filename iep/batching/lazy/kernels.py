@@ -9,12 +9,12 @@ Shapes: G rows of a group.
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,17 @@ class Known:
 
     kernels: dict[tuple, Kernel] = field(default_factory=dict)
     warned: bool = False
+    called: list[ref] = field(default_factory=list)
+    """Modules that it called in trials."""
+
+    def modules(self) -> list[nn.Module]:
+        """Those that it called in trials."""
+        return [module for one in self.called if (module := one()) is not None]
+
+    def has_called(self, modules: Iterable[nn.Module]) -> None:
+        """Take note of what was called in a trial."""
+        seen = self.modules()
+        self.called += [ref(module) for module in modules if module not in seen]
 
     def remember(self, key: tuple, kernel: Kernel) -> None:
         """Find `kernel` by `key` from now on, until `MOST_KERNELS` others have come."""
@@ -224,6 +235,7 @@ def _fake_run(call: Call, specs: Sequence[Spec]) -> tuple[Any, str | None, list[
         leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
         with trial.watch:
             result = call._replace(function=trial.of(call.function))(leaves)
+        known(call.function).has_called(trial.modules_but(call.function))
         return result, trial.why_singly(call.function), leaves
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iep.batching.lazy.kernels import SINGLY, Call, Kernel, Spec, name_of, spec_of
+from iep.batching.lazy.kernels import SINGLY, Call, Kernel, Spec, known, name_of, spec_of
 from iep.batching.lazy.noted import Noted, state_of
 
 STATIC_KINDS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
@@ -138,7 +138,7 @@ def general_key(key: tuple, function: Callable) -> tuple | None:
                 general.append(ref(part))
             except TypeError:
                 return None
-    return (*general, state_of(function))
+    return (*general, state_of(function), *map(state_of, known(function).modules()))
 
 
 def _is_plain(part: Any) -> bool:

@@ -329,7 +329,7 @@ class Recording:
             with recording_into(None):
                 kernel = find_kernel(call, specs, lambda: [self.read(address) for address in addresses])
             if kernel.is_lasting and general is not None:
-                facts.remember(general, kernel)
+                facts.remember(general_key(key, function), kernel)  # which knows now what it calls
         if kernel.how in (STATIC, NOW):
             self._ops_by_key[key] = kernel
             return kernel

@@ -55,6 +55,10 @@ class Trial:
         self._buffers[other] = {name: (buffer, buffer._version) for name, buffer in other.named_buffers()}
         return other
 
+    def modules_but(self, function: Callable) -> list[nn.Module]:
+        """All that were called, but itself."""
+        return [module for module in self._twins if module is not function]
+
     def why_singly(self, function: Callable) -> str | None:
         """Why, by what was seen, one call on many samples would not be the same as one each."""
         for layer in self._own:
