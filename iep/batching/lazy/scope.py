@@ -55,7 +55,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     a group. Scopes may be nested, and open in several threads; each records the calls of its own thread.
 
     What recorded calls depend on besides tensors has to stay as it is until they run. A module whose parameters,
-    buffers, hooks or `training` have changed by then is refused, and so is a tensor that was changed in place. Its other
+    buffers, hooks or `training` have changed by then is refused, and so is a tensor that was changed in place. Other
     attributes, and objects among the arguments, are taken as they are by then. `h += 1`, and functions and layers with
     `inplace=True`, change a future as they do a tensor, but not a part of it that was taken before; all other changes
     in place of futures and by futures are refused.
