@@ -32,13 +32,17 @@ class Edges:
 
     def __post_init__(self) -> None:
         said = self.pulls if self.function is None else {"function": self.function, **self.pulls}
-        for name, each in {"children": self.children, **said}.items():
-            shape = "(V, A)" if name == "children" else "(V,)"
-            if not isinstance(each, np.ndarray) or each.dtype.kind not in "iu" or each.ndim != shape.count("A") + 1:
-                found = f"{each.dtype} {each.shape}" if isinstance(each, np.ndarray) else type(each).__name__
-                raise ValueError(f"{name} {found}, expected an array of integers {shape}")
+        self._check("children", self.children, "(V, A)", 2)
+        for name, each in said.items():
+            self._check(name, each, "(V,)", 1)
             if len(each) != len(self.children):
                 raise ValueError(f"{len(self.children)} vertices, but {name!r} of {len(each)}")
+
+    @staticmethod
+    def _check(name: str, array: np.ndarray, shape: str, dimensions: int) -> None:
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu" or array.ndim != dimensions:
+            found = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ValueError(f"{name} {found}, expected an array of integers {shape}")
 
 
 class Joined(NamedTuple):

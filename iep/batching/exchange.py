@@ -80,13 +80,14 @@ def _in_place(
         return found
     dtypes = {at: kind.dtype for at, kind in enumerate(run.kinds) if kind is not None}
     dtypes.update((each.column, values.dtype) for each, values in zip(before.results, results, strict=False))
+    known = set(dtypes.values())
     for call in calls:
         cell = modules[call.op]
         if not isinstance(cell, Cell):
             break
         layer = cell.layer
-        columns = (each.column for each in (*call.arguments, *call.results))
-        if any(dtypes.setdefault(column, layer.weight.dtype) != layer.weight.dtype for column in columns):
+        dtype = layer.weight.dtype
+        if known != {dtype} and any(dtypes.setdefault(column, dtype) != dtype for column in _columns(call)):
             break
         if id(layer) not in layers:
             if not can_be_in_place(layer, run.device):
@@ -97,6 +98,10 @@ def _in_place(
             break
         found.append(in_place)
     return found
+
+
+def _columns(call: Call) -> list[int]:
+    return [each.column for each in (*call.arguments, *call.results)]
 
 
 class _Kind(NamedTuple):

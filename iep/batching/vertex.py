@@ -144,6 +144,7 @@ class VertexNetwork:
         self._bundles = _gathered_together(tuple(self.shapes), self.functions)
         self.states = tuple(chain(*self._bundles))
         functions = [(function.gathers, function.pulls, function.pushes) for function in self.functions]
+        self._signatures: dict[int, Signature] = {}
         self._kind = repr((self.states, functions))
         names = (*self.states, *self.pushes, *self.pulls)
         if len(set(names)) < len(self.states) + len(self.pushes) + len(self.pulls):
@@ -197,7 +198,10 @@ class VertexNetwork:
         # What no vertex pushes has no shape, and is left out.
         pushed = zip(pushing, joined.places, strict=True)
         roots += [(slots, len(self._bundles) + places) for slots, places in pushed if len(slots)]
-        signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
+        ops = {group.op for group in schedule}
+        for op in ops - self._signatures.keys():
+            self._signatures[op] = self._signature(op)
+        signatures = {op: self._signatures[op] for op in ops}
         inputs = joined.pulls + len(self._bundles) + len(self.pushes)
         arrival = _by_use(graph, schedule, joined, sharing, is_whole)
         types = Types(inputs, signatures, tuple(roots), parts=tuple(map(len, self._bundles)), arrival=arrival)

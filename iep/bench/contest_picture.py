@@ -20,7 +20,7 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
     kinds = list(dict.fromkeys((comparison.phase, comparison.threads) for comparison in comparisons))
     names = [row.name for comparison in comparisons for row in comparison.rows if row.name not in LIMITS]
     looks = line_looks(names, LIMITS)
-    figure = Figure(figsize=(17, 1 + 4.5 * len(kinds)))
+    figure = Figure(figsize=(14, 0.5 + 3.5 * len(kinds)), layout="constrained")
     axes = figure.subplots(len(kinds), 3, squeeze=False)
     for (phase, threads), panels in zip(kinds, axes, strict=True):
         of_kind = [each for each in comparisons if (each.phase, each.threads) == (phase, threads)]
@@ -30,9 +30,8 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
             axis.set_xlabel(over)
         panels[0].set_ylabel("samples a second")
         panels[1].set_ylabel("milliseconds a sample")
-        panels[0].legend(loc="best", frameon=False, fontsize="small")
+        panels[0].legend(loc="best", frameon=False, fontsize="x-small")
     figure.suptitle(subtitle, fontsize="small")
-    figure.tight_layout()
     save(figure, path)
 
 

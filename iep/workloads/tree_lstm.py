@@ -7,7 +7,6 @@ Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,11 +65,8 @@ def leaves_and_inner(trees: Sequence[Tree]) -> list[Edges]:
     Raises:
         ValueError: an inner vertex has a word.
     """
-    edges = []
     for place, tree in enumerate(trees):
-        is_inner = tree.children[:, 0] >= 0 if tree.children.shape[1] else np.zeros(len(tree), dtype=bool)
-        both = np.flatnonzero(is_inner & (tree.words >= 0))
-        if len(both):
-            raise ValueError(f"tree {place}, vertex {both[0]} has children and a word, expected words at leaves alone")
-        edges.append(Edges(tree.children, is_inner.astype(int), {"word": tree.words}))
-    return edges
+        if tree.inner_with_word is not None:
+            vertex = tree.inner_with_word
+            raise ValueError(f"tree {place}, vertex {vertex} has children and a word, expected words at leaves alone")
+    return [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]

@@ -8,6 +8,7 @@ Shapes: V vertices, A greatest number of children.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -51,6 +52,12 @@ class Tree:
     def __len__(self) -> int:
         """V."""
         return len(self.words)
+
+    @cached_property
+    def inner_with_word(self) -> int | None:
+        """The first vertex that has children and a word; None without any."""
+        found = np.flatnonzero((self.children >= 0).any(axis=1) & (self.words >= 0))
+        return int(found[0]) if len(found) else None
 
     @property
     def num_leaves(self) -> int:
