@@ -109,7 +109,12 @@ def test_a_module_that_changes_its_own_buffers_goes_on_after_a_value_is_read(kin
     expected = [alone(x) for x in samples]
     with warnings.catch_warnings(), scope(batched, granularity=granularity):
         warnings.simplefilter("ignore")  # it runs singly
-        found = [batched(x) for x in samples]
+        try:
+            found = [batched(x) for x in samples]
+        except TypeError as error:
+            if "as buffer" not in str(error):
+                raise
+            pytest.skip("this PyTorch does not let a future be a buffer")
         found[0].sum().item()
     torch.testing.assert_close(torch.stack(found), torch.stack(expected))
     for ours, theirs in zip(batched.buffers(), alone.buffers(), strict=True):

@@ -267,14 +267,14 @@ def test_noisy_gates_and_losses_equal_a_naive_loop():
         assert gates.experts_TK[t].tolist() == best
         total = sum(math.exp(noisy[e]) for e in best)
         for place, e in enumerate(best):
-            assert float(gates.gates_TK[t, place]) == pytest.approx(math.exp(noisy[e]) / total)
+            assert float(gates.gates_TK[t, place].detach()) == pytest.approx(math.exp(noisy[e]) / total)
             importance[e] += math.exp(noisy[e]) / total
         for e in range(5):
             kth = sorted((noisy[other] for other in range(5) if other != e), reverse=True)[1]
             load[e] += 0.5 * (1 + math.erf((clean[e] - kth) / deviation[e] / math.sqrt(2)))
     for values, loss in ((importance, gates.importance_loss), (load, gates.load_loss)):
         mean = sum(values) / 5
-        assert float(loss) == pytest.approx(sum((v - mean) ** 2 for v in values) / 5 / mean**2)
+        assert float(loss.detach()) == pytest.approx(sum((v - mean) ** 2 for v in values) / 5 / mean**2)
 
 
 def test_without_training_there_is_no_noise_and_equal_loads_lose_nothing():
