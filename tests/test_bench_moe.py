@@ -47,7 +47,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "moe", *GRID, *QUICK, "--json", out / "all.json", "--out", out / "all.txt", "--picture", out / "all.png"
     )
     assert result.exit_code == 0, result.output
-    assert (out / "all.txt").read_text().strip() in result.output
+    assert (out / "all.txt").read_text().strip() in result.stdout
     assert torch.get_num_threads() == threads
     return out
 
