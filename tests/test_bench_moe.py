@@ -124,7 +124,8 @@ def test_table_and_map_show_the_figures_of_the_json(measured: Path):
             assert in_map == line[-1]
             assert float(in_map.rstrip("*")) == pytest.approx(timings[BATCHED]["speedup"], rel=0.005, abs=0.005)
             assert in_map.endswith("*") == (cell["tokens"] == 7)
-        assert speedups[-1] == f"* vanilla ran the first {ENOUGH} tokens; scaled to all of them"
+        # After it, where this PyTorch has no grouped product, there is a line that says so.
+        assert f"* vanilla ran the first {ENOUGH} tokens; scaled to all of them" in speedups
 
 
 def test_the_picture_is_one(measured: Path):

@@ -29,7 +29,7 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     files = ("--json", out / "all.json", "--out", out / "all.txt", "--picture", out / "all.png")
     result = iep_bench(request.param, *COMMANDS[request.param], *QUICK, *files)
     assert result.exit_code == 0, result.output
-    assert (out / "all.txt").read_text().strip() in result.output
+    assert (out / "all.txt").read_text().strip() in result.stdout
     return request.param, out
 
 
