@@ -106,6 +106,7 @@ class CellCall(Function):
         bias: Tensor | None,
         *results: Tensor,
     ) -> Tensor:
+        """`calls` is where the layer's products are put aside; `results` are those of the call before."""
         arguments = run.exchange(before, call, results)
         factor = cell.factor(arguments)
         product = None if factor is None else torch.mm(factor, weight.T)
@@ -122,6 +123,7 @@ class CellCall(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
+        """The gradients of (M, K) weight and (M,) bias, None where put aside, and of the earlier call's results."""
         run, cell = ctx.run, ctx.cell
         factor, product, weight, bias, *rest = ctx.saved_tensors
         end = ctx.num_arguments + len(ctx.call.results)

@@ -103,6 +103,7 @@ class InPlaceCalls(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
+        """The gradients of the earlier call's results, and of each layer's (M, K) weight and (M,) bias."""
         run, layers = ctx.run, ctx.calls.layers
         first = 2 * len(layers)
         saved = ctx.saved_tensors  # once: whoever keeps them in other ways may make them anew each time

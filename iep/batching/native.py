@@ -11,8 +11,10 @@ import platform
 import shlex
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -96,15 +98,13 @@ def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: t
     if threads < 2:
         kernel(0, rows, *arguments)
         return
-    parts = [*pairwise(rows * part // threads for part in range(threads + 1))]
+    parts = deque(pairwise(rows * part // threads for part in range(threads + 1)))
     errors = []
 
     def work(_: int | None = None) -> None:
         try:
-            while parts:
-                kernel(*parts.pop(), *arguments)
-        except IndexError:  # another thread took the last one
-            pass
+            while (part := _next(parts)) is not None:
+                kernel(*part, *arguments)
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
 
@@ -119,6 +119,13 @@ def over_rows(kernel: Callable[..., None], rows: int, numbers: int, arguments: t
         work()  # what an interrupted thread may have left
     if errors:
         raise errors[0]
+
+
+def _next(parts: deque[tuple[int, int]]) -> tuple[int, int] | None:
+    """A part that no other thread has taken; None where all are."""
+    with suppress(IndexError):  # asking first would leave another thread the time to take it
+        return parts.popleft()
+    return None
 
 
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

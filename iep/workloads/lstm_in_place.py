@@ -36,6 +36,7 @@ class LSTMCallInPlace(CallInPlace):
         self.step = Step(cells=call.rows, forgets=forgets, children=children, width=self.width)
 
     def forward(self, tables: ValueTables) -> None:
+        """The product by PyTorch, (G, M), then h and c, (G, H) each, by `state` in lstm.c."""
         step, layer, dtype = self.step, self.layer, self.layer.weight.dtype
         self._kept.clear()
         step.gates, step.bias = layer.zeros.data_ptr(), layer.bias.data_ptr()
@@ -64,6 +65,7 @@ class LSTMCallInPlace(CallInPlace):
         self._kept[name] = at, offset
 
     def backward(self, tables: GradientTables, kept: Sequence[Tensor], room: Tensor) -> Rows:
+        """(G, M) the gates' gradients, and those of the children's c, (G, A, H), by `state_back` in lstm.c."""
         step, layer = self.step, self.layer
         for name, (at, offset) in self._kept.items():  # they may lie elsewhere by now: autograd's hooks can move them
             setattr(step, name, kept[at].data_ptr() + offset)
