@@ -54,7 +54,11 @@ class GeneratorConfig:
 class EngineConfig:
     """Execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is Suarez & Zhu's)."""
 
+    modules: str = setting("iep", choices=("iep",))
+    """Family of modules: residual blocks (Johnson et al. 2017)."""
     module_dim: int = setting(128, minimum=1)
+    module_residual: bool = True
+    module_norm: str = setting("none", choices=("none", "batch", "example"))
     scene: str = setting("module", choices=("module", "stem"))
     stem: str = setting("conv", choices=("conv", "pixels"))
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
@@ -62,9 +66,11 @@ class EngineConfig:
     stem_pixels: int = setting(1, minimum=1)
     stem_norm: bool = False
     initialization: str = setting("kaiming", choices=("kaiming", "torch"))
-    classifier_projection: int = setting(512, minimum=1)
+    classifier_projection: int = setting(512, minimum=0)
     classifier_pool: int = setting(2, minimum=1)
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
+    classifier_norm: bool = False
+    classifier_dropout: float = setting(0.0, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)

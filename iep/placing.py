@@ -19,7 +19,7 @@ from iep.batching.placed import least_time
 from iep.devices import resolve_device
 from iep.distributed import world_size
 from iep.errors import InputError, nearest
-from iep.execution_engine.engine import ExecutionEngine, Plan, Planner, graph_of
+from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import (
     BALANCED,
     NONE,
@@ -31,6 +31,7 @@ from iep.execution_engine.placement import (
     read_placement,
     round_robin,
 )
+from iep.execution_engine.plans import Plan, Planner, graph_of
 from iep.networks import build, place_parts
 
 MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8
@@ -116,7 +117,8 @@ def costs_of(engine: ExecutionEngine, sample: Sample) -> Costs:
     if not sample.is_known:
         return Costs(map_size, flops, None)
     rows = _spread(len(sample.programs_QL), MOST_PROGRAMS)
-    graph = graph_of(sample.programs_QL[rows], engine.program_tokens, engine.scene_kind)
+    programs_QL = sample.programs_QL[rows]
+    graph = graph_of(programs_QL, engine.program_tokens, engine.scene_kind, modules=engine.family_name)
     calls = calls_of_parts(engine.parts, graph.op, engine.program_tokens, len(rows))
     return Costs(map_size, flops, {part: calls[part] * flops[part] for part in engine.parts})
 

@@ -9,7 +9,11 @@ import yaml
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
-from iep.execution_engine.engine import DEFAULT_SCHEDULER, INITIALIZATIONS, SCENES, STEMS
+from iep.execution_engine.engine import INITIALIZATIONS, STEMS
+from iep.execution_engine.families import FAMILIES
+from iep.execution_engine.modules import SCENES
+from iep.execution_engine.norms import NORMS
+from iep.execution_engine.plans import DEFAULT_SCHEDULER
 
 
 def write(path: Path, text: str) -> Path:
@@ -176,6 +180,8 @@ def test_every_choice_is_one_that_the_code_knows():
     assert Config.batching == DEFAULT_SCHEDULER
     assert set(choices["scene"]) == set(SCENES)
     assert set(choices["stem"]) == set(STEMS)
+    assert set(choices["modules"]) == set(FAMILIES)
+    assert set(choices["module_norm"]) == set(NORMS)
     assert set(choices["initialization"]) == set(INITIALIZATIONS)
     assert set(choices["model"]) == set(MODELS) == set(LEARNING_RATES)
 

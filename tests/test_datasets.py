@@ -14,7 +14,7 @@ from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, wr
 from iep.data_files import read_questions, split_files
 from iep.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.errors import InputError
-from iep.execution_engine.engine import Plan, plan_programs
+from iep.execution_engine.plans import Plan, plan_programs
 from iep.features import Features
 from iep.loader import Loading
 from iep.ordering import Order, make_order

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 
 from iep.batching import exchange
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.engine import ExecutionEngine, plan_programs
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.plans import plan_programs
 from iep.programs import arity
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
@@ -278,7 +279,7 @@ def test_image_rows_may_be_of_any_whole_type():
 @pytest.mark.parametrize("change", [{"scene": "stem"}, {"program_tokens": [*TOKENS, "exist"]}])
 def test_a_plan_for_another_kind_of_engine_is_refused(change):
     plan = plan_programs(PROGRAMS_BL, **({"program_tokens": TOKENS, "scene": "module"} | change))
-    with pytest.raises(ValueError, match="another program vocabulary or another kind of scene"):
+    with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
         small_engine()(torch.randn(4, 5, 3, 4).double(), plan)
 
 

@@ -3,8 +3,9 @@ import torch
 from batching_cases import assert_same, matrix, results
 from torch.nn import functional
 
+from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.modules import make_classifier, make_conv_stem, make_pixel_stem
+from iep.execution_engine.stems import make_conv_stem, make_pixel_stem
 from iep.vocab import END, START, index_tokens
 
 TOKENS = index_tokens(["count", "scene", "union"])
@@ -61,7 +62,7 @@ def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind
 
 
 def test_classifier_pools_what_is_left_of_an_odd_grid():
-    classifier = make_classifier(4, 7, 5, projection=3, pool=2, hidden=(9, 8), num_answers=6)
+    classifier = make_classifier((4, 7, 5), projection=3, hidden=(9, 8), num_answers=6, pool=2)
     assert classifier[4].in_features == 3 * 4 * 3
     x_BCHW = torch.zeros(2, 4, 7, 5)
     corner_BCHW = x_BCHW.clone()
@@ -71,7 +72,7 @@ def test_classifier_pools_what_is_left_of_an_odd_grid():
 
 
 def test_a_classifier_without_hidden_layers_is_linear_after_its_pooling():
-    classifier = make_classifier(4, 4, 4, projection=3, pool=4, hidden=(), num_answers=6)
+    classifier = make_classifier((4, 4, 4), projection=3, hidden=(), num_answers=6, pool=4)
     assert [type(layer).__name__ for layer in classifier] == ["Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear"]
 
 

@@ -14,7 +14,7 @@ from test_engine import PROGRAMS_BL, TOKENS, program
 
 from iep.config import EngineConfig
 from iep.errors import InputError
-from iep.execution_engine.engine import ExecutionEngine, graph_of
+from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import (
     Placement,
     balanced,
@@ -23,6 +23,7 @@ from iep.execution_engine.placement import (
     read_placement,
     round_robin,
 )
+from iep.execution_engine.plans import graph_of
 from iep.networks import build, engine_kwargs
 from iep.placing import Sample, check_options, costs_of, describe_engine, make_placement, place_engine, resolve_home
 from iep.vocab import NULL, Vocab, index_tokens

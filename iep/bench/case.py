@@ -23,8 +23,9 @@ from iep.batching.schedulers import lower_bound
 from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch
 from iep.devices import autocast
-from iep.execution_engine.engine import ExecutionEngine, Plan
+from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import CLASSIFIER, STEM
+from iep.execution_engine.plans import Plan
 from iep.programs import arity as token_arity
 
 Run = Callable[[], Any]

@@ -20,7 +20,7 @@ import torch
 from iep.bench.measure import Spread, spread
 from iep.data_files import Questions
 from iep.datasets import Batch, ClevrDataset
-from iep.execution_engine.engine import Planner
+from iep.execution_engine.plans import Planner
 from iep.features import Features
 from iep.loader import Batches, Loading, on_device
 

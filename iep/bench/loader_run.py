@@ -17,7 +17,7 @@ from iep.bench.workload import generated
 from iep.data_files import Questions, open_split
 from iep.devices import resolve_device
 from iep.errors import InputError
-from iep.execution_engine.engine import Planner, plan_programs
+from iep.execution_engine.plans import Planner, plan_programs
 from iep.features import Features
 from iep.files import check_writable, write_bytes, write_json
 from iep.preprocess.features_file import FeaturesSpec, feature_rows

@@ -12,8 +12,8 @@ from iep.bench.workload import clevr_vocab, encode, programs_of
 from iep.config import EngineConfig
 from iep.data_files import open_split
 from iep.errors import InputError, nearest
-from iep.execution_engine.engine import plan_programs
 from iep.execution_engine.placement import NONE, Placement
+from iep.execution_engine.plans import plan_programs
 from iep.files import check_writable
 from iep.networks import build, engine_kwargs
 from iep.placing import (

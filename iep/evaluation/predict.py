@@ -17,7 +17,8 @@ from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
 from iep.distributed import barrier, gather, is_main, rank, world_size
-from iep.execution_engine.engine import DEFAULT_SCHEDULER, ExecutionEngine
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.plans import DEFAULT_SCHEDULER
 from iep.loader import Loading, on_device
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq

@@ -18,7 +18,7 @@ from torch.nn import functional
 def synchronize_norms(network: nn.Module, group: dist.ProcessGroup) -> None:
     """Put a `SyncNorm` over `group` in the place of every `BatchNorm2d` within `network`, with its weights."""
     for name, child in network.named_children():
-        if isinstance(child, nn.BatchNorm2d):
+        if type(child) is nn.BatchNorm2d:
             setattr(network, name, SyncNorm(child, group))
         else:
             synchronize_norms(child, group)

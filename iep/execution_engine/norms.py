@@ -1,0 +1,56 @@
+"""Batch norm of a module's calls: over all rows of a call, or over each row by itself.
+
+The original toolkit runs one example at a time, so that its modules' batch norm sees one map a call; batched, a call
+has the maps of many examples. `ExampleNorm` is what is exact whatever the batching. Which one an engine has is its
+`module_norm`.
+
+Shapes: G rows of a call, C channels, H W places.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+NORMS = ("none", "batch", "example")
+
+
+class ExampleNorm(nn.BatchNorm2d):
+    """(G, C, H, W) -> the same, normalised as if every row were a call of its own.
+
+    In training each row by its own mean and variance over H x W (Ulyanov et al. 2016, Instance normalization), and the
+    running statistics go on by one step of momentum a row, in the rows' order; in evaluation by the running statistics,
+    as batch norm (Ioffe & Szegedy 2015), whose weights, buffers and their names these are.
+    """
+
+    def forward(self, x_GCHW: Tensor) -> Tensor:
+        """Normalise.
+
+        Raises:
+            ValueError: in training, a map of a single place.
+        """
+        if not self.training:
+            return super().forward(x_GCHW)
+        self._go_on(x_GCHW.detach())
+        return functional.instance_norm(x_GCHW, weight=self.weight, bias=self.bias, eps=self.eps)
+
+    @torch.no_grad()
+    def _go_on(self, x_GCHW: Tensor) -> None:
+        variance_GC, mean_GC = torch.var_mean(x_GCHW.to(self.running_mean.dtype), dim=(2, 3))
+        rows = len(x_GCHW)
+        later_G = torch.arange(rows - 1, -1, -1, device=x_GCHW.device, dtype=mean_GC.dtype)
+        share_G = self.momentum * (1 - self.momentum) ** later_G
+        kept = (1 - self.momentum) ** rows
+        self.running_mean.mul_(kept).add_(share_G @ mean_GC)
+        self.running_var.mul_(kept).add_(share_G @ variance_GC)
+        self.num_batches_tracked += rows
+
+
+def make_norm(kind: str, channels: int) -> nn.Module | None:
+    """The norm of `NORMS` for maps of so many channels; none for 'none'.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind not in NORMS:
+        raise ValueError(f"module_norm is {kind!r}, expected one of {', '.join(NORMS)}")
+    return {"none": lambda _: None, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)

@@ -1,0 +1,126 @@
+"""Programs of a minibatch -> the plan of their module calls: graph, schedule and layout.
+
+A plan is made without tensors' values, so that the data loader's workers can make it; running one is `engine.py`'s.
+
+Shapes: B programs, L program tokens, N images.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from iep.batching.graph import Graph
+from iep.batching.layout import Layout, lay_out
+from iep.batching.placed import PlacedLayout, lay_out_placed
+from iep.batching.schedulers import Schedule, make_schedule
+from iep.batching.sharing import share
+from iep.execution_engine.families import family
+from iep.execution_engine.placement import Placement
+
+DEFAULT_SCHEDULER = "lookahead"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
+
+    graph: Graph
+    """Its first inputs are stems: one for each image, or, without sharing, for each program."""
+    schedule: Schedule
+    layout: Layout | PlacedLayout
+    program_tokens: tuple[str, ...]
+    scene: str
+    modules: str
+    """With `program_tokens` and `scene`, what an engine must have to run it."""
+    num_images: int
+    """Images whose features it is for: N."""
+    image_rows: torch.Tensor | None
+    """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
+    placement: Placement | None = None
+    """How an engine must be placed to run it; None for one device."""
+
+    def to(self, device: torch.device) -> "Plan":
+        """The same plan for features on `device`. Where it is placed, each device's index tensors go to that device."""
+
+        def there(index: torch.Tensor) -> torch.Tensor:
+            return index.to(device, non_blocking=True)
+
+        if self.placement is None:
+            return self.map(there)
+        rows = None if self.image_rows is None else there(self.image_rows)
+        return replace(self, layout=self.layout.on_devices(), image_rows=rows)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
+        """The same plan with `function` of its index tensors."""
+        rows = None if self.image_rows is None else function(self.image_rows)
+        return replace(self, layout=self.layout.map(function), image_rows=rows)
+
+
+def plan_programs(
+    programs_BL: np.ndarray | torch.Tensor,
+    program_tokens: Sequence[str],
+    image_rows_B: np.ndarray | torch.Tensor | None = None,
+    scene: str = "module",
+    batching: str = DEFAULT_SCHEDULER,
+    sharing: bool = True,
+    placement: Placement | None = None,
+    modules: str = "iep",
+) -> Plan:
+    """The plan of (B, L) prefix programs, well-formed or not.
+
+    `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete are
+    ignored; other special tokens inside a tree are unary.
+
+    Args:
+        programs_BL: indices into `program_tokens`, numpy or torch.
+        image_rows_B: the row of each program's image in the features, the greatest being N - 1; None where program b
+            is about image b.
+        scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it is that
+            output itself (Suarez & Zhu, section 1.2.2).
+        batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
+        sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs the
+            stem and all its functions for itself.
+        placement: where every function runs; None for one device.
+        modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
+
+    Raises:
+        ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
+            `image_rows_B` is not one row number for each program, or a function that runs is not placed.
+    """
+    rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
+    num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
+    stem_B = rows.numpy() if sharing and rows is not None else None
+    graph = graph_of(programs_BL, program_tokens, scene, stem_B, modules)
+    if sharing:
+        graph, rows = share(graph), None
+    schedule = make_schedule(graph, batching)
+    types = family(modules).types(graph, program_tokens)
+    if placement is None:
+        layout = lay_out(graph, schedule, types)
+    else:
+        layout = lay_out_placed(graph, schedule, placement.homes(program_tokens), types)
+    return Plan(graph, schedule, layout, tuple(program_tokens), scene, modules, num_images, rows, placement)
+
+
+def graph_of(
+    programs_BL: np.ndarray | torch.Tensor,
+    program_tokens: Sequence[str],
+    scene: str,
+    input_B: np.ndarray | None = None,
+    modules: str = "iep",
+) -> Graph:
+    """The graph of programs; arguments and errors as of `plan_programs`, `input_B`: the stem of each, from 0."""
+    return family(modules).graph(programs_BL, program_tokens, scene, input_B)
+
+
+def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
+    rows = torch.as_tensor(image_rows_B).cpu()
+    if rows.shape != (count,) or rows.is_floating_point() or rows.dtype == torch.bool or (rows.long() < 0).any():
+        raise ValueError(f"image rows {rows.tolist()} for {count} programs, expected a whole number from 0 on for each")
+    return rows.long()
+
+
+Planner = Callable[..., Plan]
+"""(programs_BL, *, image_rows_B) -> Plan: `plan_programs` with its other arguments given."""
