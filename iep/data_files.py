@@ -135,6 +135,8 @@ class Split:
 
     questions: Questions
     features: Features | None
+    total: int
+    """Number of questions in the file, of which `questions` may be the first."""
 
 
 def open_split(
@@ -153,4 +155,4 @@ def open_split(
     features = Features(features_path) if with_features else None
     if features is not None and in_memory:
         features = features.in_memory()
-    return Split(questions.select(slice(num_samples)), features)
+    return Split(questions.select(slice(num_samples)), features, len(questions))

@@ -81,6 +81,9 @@ def test_an_engine_alone_runs_the_true_programs(data: Path, run: dict[str, Path]
     probabilities, answers = logits.softmax(1).max(1)
     assert [row["predicted_answer"] for row in rows] == [VOCAB.answer[answer] for answer in answers]
     assert [row["probability"] for row in rows] == pytest.approx(probabilities.tolist(), abs=1e-4)
+    for row, shares_A in zip(rows, logits.softmax(1).tolist(), strict=True):
+        ranked = sorted(zip(VOCAB.answer, shares_A, strict=True), key=lambda pair: -pair[1])
+        assert row["runners_up"] == pytest.approx(dict(ranked[1:3]), abs=1e-4)
 
 
 def test_an_engine_runs_the_programs_that_its_generator_predicts(data: Path, run: dict[str, Path], tmp_path: Path):
@@ -176,6 +179,7 @@ def test_the_predictions_hold_the_questions_as_they_were_written(whole):
         words, program, answer = EXAMPLES[n]
         assert row["question_index"] == written["orig_idxs"][n]
         assert row["image_index"] == written["image_idxs"][n]
+        assert row["family"] == written["question_families"][n]
         assert tokenize(row["question"]) == words
         assert row["program"] == program
         assert row["answer"] == answer
@@ -245,7 +249,8 @@ def test_how_the_work_is_done_changes_no_prediction(data, run, tmp_path: Path, o
     _, expected, _ = evaluate(tmp_path / "expected", *arguments)
     _, rows, _ = evaluate(tmp_path / "rows", *arguments, *options)
     for ours, theirs in zip(rows, expected, strict=True):
-        assert ours == theirs | {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
+        probability = {"probability": pytest.approx(theirs["probability"], abs=1e-4)}
+        assert ours == theirs | probability | {"runners_up": pytest.approx(theirs["runners_up"], abs=1e-4)}
 
 
 def test_bfloat16_changes_probabilities_by_no_more_than_its_rounding(data, run, tmp_path: Path):
@@ -267,7 +272,7 @@ def test_a_split_without_answers_gets_predictions_and_the_table_says_so(data, ru
     assert len(rows) == report["questions"] == TEST
     assert all("predicted_answer" in row and "answer" not in row and "correct" not in row for row in rows)
     said = "The test split has no answers: accuracies are unknown"
-    assert f"{said}, predictions are written." in output
+    assert f"{said}, the answers are in {tmp_path / 'answers.txt'}." in output
     assert cells(output, "overall") == [str(TEST), "-"]
     assert f"{said}." in iep_eval(*arguments).stdout
 

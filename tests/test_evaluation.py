@@ -185,8 +185,9 @@ def example_arrays() -> dict[str, np.ndarray]:
         "programs": np.array([[1, 4, 7, 10, 2], [1, 4, 10, 2, 0]]),
         "predicted_programs": np.array([[1, 4, 10, 2, 5, 0], [1, 4, 0, 7, 10, 0]]),
         "answers": np.array([4, 5]),
-        "predicted_answers": np.array([4, 6]),
-        "probabilities": np.array([0.75, 0.5], dtype=np.float32),
+        "families": np.array([47, 3]),
+        "ranked_answers": np.array([[4, 6], [6, 5]]),
+        "ranked_probabilities": np.array([[0.75, 0.125], [0.5, 0.25]], dtype=np.float32),
     }
 
 
@@ -199,22 +200,26 @@ def test_predictions_are_one_object_for_each_question(tmp_path: Path):
             "image_index": 1,
             "question": "How many red things",
             "type": "count",
+            "family": 47,
             "program": ["count", "filter_color[red]", "scene"],
             "predicted_program": ["count", "scene"],
             "answer": "0",
             "predicted_answer": "0",
             "probability": 0.75,
+            "runners_up": {"2": 0.125},
             "correct": True,
         },
         {
             "question_index": 11,
             "image_index": 1,
             "question": "red;  things,",
+            "family": 3,
             "program": ["count", "scene"],
             "predicted_program": ["count", "<NULL>", "filter_color[red]", "scene"],
             "answer": "1",
             "predicted_answer": "2",
             "probability": 0.5,
+            "runners_up": {"1": 0.25},
             "correct": False,
         },
     ]
@@ -222,12 +227,12 @@ def test_predictions_are_one_object_for_each_question(tmp_path: Path):
 
 def test_predictions_leave_out_what_is_unknown():
     arrays = example_arrays()
-    for name in ("types", "programs", "answers"):
+    for name in ("types", "families", "programs", "answers"):
         del arrays[name]
     first = next(prediction_rows(VOCAB, **arrays))
     assert first.keys() == {
         *("question_index", "image_index", "question"),
-        *("predicted_program", "predicted_answer", "probability"),
+        *("predicted_program", "predicted_answer", "probability", "runners_up"),
     }
 
 
@@ -242,7 +247,7 @@ def test_predictions_that_fail_halfway_leave_the_old_file_as_it_was(tmp_path: Pa
     path = tmp_path / "predictions.jsonl"
     path.write_text("old\n")
     arrays = example_arrays()
-    arrays["predicted_answers"] = np.array([4, 999])
+    arrays["ranked_answers"] = np.array([[4, 6], [999, 5]])
     with pytest.raises(IndexError):
         write_predictions(path, prediction_rows(VOCAB, **arrays))
     assert path.read_text() == "old\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from processes import together
 
-from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
+from iep.evaluation.outputs import ANSWERS, ANSWERS_JSON, PREDICTIONS, REPORT
+from iep.evaluation.run import Evaluation, evaluate
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
 
@@ -24,7 +25,8 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
     assert evaluate(settings, tmp_path / "one")
     assert together(_evaluate, settings, tmp_path / "two") == [True, False]
     one, two = (tmp_path / name for name in ("one", "two"))
-    assert (two / PREDICTIONS).read_bytes() == (one / PREDICTIONS).read_bytes()
+    for name in (PREDICTIONS, ANSWERS, ANSWERS_JSON):
+        assert (two / name).read_bytes() == (one / name).read_bytes()
     reports = [json.loads((out / REPORT).read_text()) for out in (one, two)]
     assert all(report[name] > 0 for report in reports for name in MEASURED)
     unmeasured = [{name: value for name, value in report.items() if name not in MEASURED} for report in reports]

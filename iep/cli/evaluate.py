@@ -1,4 +1,4 @@
-"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json and predictions.jsonl."""
+"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl and answers."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -64,7 +64,7 @@ from iep.locks import alone_in
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for report.json and predictions.jsonl.",
+    help="Directory for report.json, predictions.jsonl, and answers.txt, as CLEVR's evaluation takes it.",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of this evaluation's column.")
 @click.option(
@@ -79,24 +79,25 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     # Imported late: `--help` should not wait for torch.
     from iep.distributed import is_main, joined
+    from iep.evaluation.outputs import ANSWERS, OUTPUTS, REPORT
     from iep.evaluation.report import format_table, read_report
-    from iep.evaluation.run import PREDICTIONS, REPORT, Evaluation, evaluate
+    from iep.evaluation.run import Evaluation, evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= where(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
-    with joined(), nullcontext() if out is None or not is_main() else alone_in(out, PREDICTIONS, REPORT):
+    with joined(), nullcontext() if out is None or not is_main() else alone_in(out, *OUTPUTS):
         report = evaluate(settings, out)
     if report is None:  # one of several processes, and not the one that speaks
         return
     click.echo(format_table([*earlier, (name, report)]))
     if report.accuracy is None and (options["ee"] or options["lstm"]):
-        written = "" if out is None else ", predictions are written"
+        written = "" if out is None else f", the answers are in {out / ANSWERS}"
         click.echo(f"The {report.split} split has no answers: accuracies are unknown{written}.")
     if report.program_exact_match is None and options["pg"]:
         click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
     if out is not None:
-        click.echo(f"Wrote {out / REPORT} and {out / PREDICTIONS}")
+        click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A split's questions through trained networks -> predicted programs and answers, with the time that it took.
 
-Shapes: N questions of the split, B of a batch, L program tokens, A answers.
+Shapes: N questions of the split, B of a batch, L program tokens, A answers, K of them the likeliest.
 """
 
 import time
@@ -24,6 +24,9 @@ from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import NULL
 
+RANKED = 3
+"""K: how many of the likeliest answers are kept."""
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -31,12 +34,17 @@ class Predictions:
 
     programs: np.ndarray | None
     """(N, L) predicted program tokens."""
-    answers: np.ndarray | None
-    """(N,) likeliest answers."""
-    probabilities: np.ndarray | None
-    """(N,) their probabilities."""
+    ranked_answers: np.ndarray | None
+    """(N, K) likeliest answers, the likeliest first."""
+    ranked_probabilities: np.ndarray | None
+    """(N, K) their probabilities."""
     seconds: float
     """Time for all, reading included."""
+
+    @property
+    def answers(self) -> np.ndarray | None:
+        """(N,) likeliest answers."""
+        return None if self.ranked_answers is None else self.ranked_answers[:, 0]
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,9 @@ def predict(
                 parts["programs"].append(programs_BL.cpu())
             logits_BA = predictor.logits(batch, programs_BL)
             if logits_BA is not None:
-                probability_B, answer_B = logits_BA.float().softmax(1).max(1)
-                parts["answers"].append(answer_B.cpu())
-                parts["probabilities"].append(probability_B.cpu())
+                probability_BA, answer_BA = logits_BA.float().softmax(1).sort(dim=1, descending=True, stable=True)
+                parts["answers"].append(answer_BA[:, :RANKED].cpu())
+                parts["probabilities"].append(probability_BA[:, :RANKED].cpu())
             bar.update(len(batch.index))
     gathered = gather(parts)
     seconds = time.perf_counter() - start  # until the last process is done

@@ -1,11 +1,12 @@
 """Answers to single questions as a file: predictions.jsonl, a line with a JSON object for each question.
 
 Keys: `question_index` and `image_index`, as in CLEVR's files; `question`, its text as far as the tokens tell
-(CLEVR's vocabulary drops `?` and `.`); `type`; `program` and `predicted_program`, lists of prefix tokens
-without `<START>`, `<END>` and padding; `answer`, `predicted_answer`, `probability` (of the predicted answer)
-and `correct`. What is unknown is left out: without true answers there is neither `answer` nor `correct`.
+(CLEVR's vocabulary drops `?` and `.`); `type`; `family`, CLEVR's `question_family_index`; `program` and
+`predicted_program`, lists of prefix tokens without `<START>`, `<END>` and padding; `answer`, `predicted_answer`,
+`probability` (of the predicted answer), `runners_up`, the next likeliest answers with their probabilities, and
+`correct`. What is unknown is left out: without true answers there is neither `answer` nor `correct`.
 
-Legend: N questions, T question tokens, L program tokens.
+Legend: N questions, T question tokens, L program tokens, K likeliest answers.
 """
 
 import json
@@ -34,11 +35,12 @@ def prediction_rows(
     image_indices: np.ndarray,
     questions: np.ndarray,
     types: np.ndarray | None = None,
+    families: np.ndarray | None = None,
     programs: np.ndarray | None = None,
     predicted_programs: np.ndarray | None = None,
     answers: np.ndarray | None = None,
-    predicted_answers: np.ndarray | None = None,
-    probabilities: np.ndarray | None = None,
+    ranked_answers: np.ndarray | None = None,
+    ranked_probabilities: np.ndarray | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The objects of predictions.jsonl; an argument that is None is unknown.
 
@@ -48,11 +50,12 @@ def prediction_rows(
         image_indices: (N,) CLEVR's `image_index`.
         questions: (N, T) question tokens.
         types: (N,) positions in `QUESTION_TYPES`, -1 where unknown.
+        families: (N,) CLEVR's `question_family_index`.
         programs: (N, L) true programs.
         predicted_programs: (N, L') predicted programs.
         answers: (N,) true answers.
-        predicted_answers: (N,) predicted answers.
-        probabilities: (N,) probabilities from 0 to 1 of the predicted answers.
+        ranked_answers: (N, K) predicted answers, the likeliest first.
+        ranked_probabilities: (N, K) their probabilities from 0 to 1.
     """
     for n in range(len(questions)):
         row: dict[str, Any] = {
@@ -62,18 +65,21 @@ def prediction_rows(
         }
         if types is not None and types[n] != UNKNOWN_TYPE:
             row["type"] = QUESTION_TYPES[types[n]]
+        if families is not None:
+            row["family"] = int(families[n])
         if programs is not None:
             row["program"] = words(programs[n], vocab.program)
         if predicted_programs is not None:
             row["predicted_program"] = words(predicted_programs[n], vocab.program)
         if answers is not None:
             row["answer"] = vocab.answer[answers[n]]
-        if predicted_answers is not None:
-            row["predicted_answer"] = vocab.answer[predicted_answers[n]]
-        if probabilities is not None:
-            row["probability"] = round(float(probabilities[n]), 6)
-        if answers is not None and predicted_answers is not None:
-            row["correct"] = bool(answers[n] == predicted_answers[n])
+        if ranked_answers is not None:
+            names = [vocab.answer[answer] for answer in ranked_answers[n]]
+            shares = [round(float(share), 6) for share in ranked_probabilities[n]]
+            row |= {"predicted_answer": names[0], "probability": shares[0]}
+            row["runners_up"] = dict(zip(names[1:], shares[1:], strict=True))
+            if answers is not None:
+                row["correct"] = bool(answers[n] == ranked_answers[n][0])
         yield row
 
 

@@ -1,9 +1,7 @@
-"""Checkpoints and a preprocessed split -> report.json and predictions.jsonl: opens, predicts, scores, writes."""
+"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -15,20 +13,19 @@ from iep.datasets import ClevrDataset
 from iep.devices import peak_memory
 from iep.distributed import gather
 from iep.errors import InputError
-from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
-from iep.evaluation.predict import Predictions, Predictor, predict
-from iep.evaluation.prediction_file import prediction_rows, write_predictions
-from iep.evaluation.report import Report, write_report
+from iep.evaluation.metrics import Scores, count_types, question_types, score
+from iep.evaluation.outcome import Outcome
+from iep.evaluation.outputs import ANSWERS, OUTPUTS, write_outputs
+from iep.evaluation.predict import Predictor, predict
+from iep.evaluation.report import Report
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
-from iep.files import atomic_path, check_writable
+from iep.files import check_writable
 from iep.loader import Loading
 from iep.networks import check_features, load_network
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.programs import QUESTION_TYPES
 from iep.vocab import Vocab
-
-PREDICTIONS, REPORT = "predictions.jsonl", "report.json"
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,14 @@ class Evaluation:
 
 
 def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
-    """Evaluate, and write report.json and predictions.jsonl into `out` where it is given. Of several processes the
-    first does the latter and returns the report, the others None.
+    """Evaluate, and write report.json, predictions.jsonl and the answers into `out` where it is given. Of several
+    processes the first does the latter and returns the report, the others None.
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
     """
     if out is not None:
-        check_writable([out / PREDICTIONS, out / REPORT])
+        check_writable(out / name for name in OUTPUTS)
     vocab = Vocab.load(settings.data / "vocab.json")
     looks = settings.ee is not None
     split = open_split(settings.data, settings.split, vocab, looks, settings.num_samples, settings.features_in_memory)
@@ -89,26 +86,24 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     if predictions is None:
         return None
 
-    programs = predictions.programs if questions.programs is None else questions.programs
-    types = np.full(len(questions), -1) if programs is None else question_types(programs, vocab.program)
+    outcome = Outcome(vocab, questions, predictions)
     report = Report(
         split=settings.split,
         questions=len(questions),
-        questions_by_type=count_types(types),
-        accuracy=_accuracy(predictions, questions, types),
-        program_exact_match=_program_match(predictions, questions, types),
+        questions_by_type=count_types(outcome.types),
+        accuracy=outcome.scores(outcome.right),
+        program_exact_match=outcome.scores(outcome.exact),
         questions_per_second=len(questions) / predictions.seconds,
         peak_memory_gb=max(memory) / 1e9,
         device=",".join(settings.devices) or str(device),
         programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
-        baselines=_baselines(settings.data, vocab, questions, types),
+        baselines=_baselines(settings.data, vocab, questions, outcome.types),
     )
     if out is not None:
-        with atomic_path(out / REPORT) as report_path, atomic_path(out / PREDICTIONS) as predictions_path:
-            write_predictions(predictions_path, _rows(vocab, questions, predictions, types))
-            write_report(report_path, report)
-            (out / REPORT).unlink(missing_ok=True)  # a kill from here on leaves no report beside other predictions
+        write_outputs(out, outcome, report)
+        if predictions.answers is not None and len(questions) < split.total:
+            tqdm.write(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {split.total} questions.")
     return report
 
 
@@ -166,18 +161,6 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
     return describe_engine(settings.placement, engine, costs, sample, planner, settings.batch_size, settings.precision)
 
 
-def _accuracy(predictions: Predictions, questions: Questions, types: np.ndarray) -> Scores | None:
-    if predictions.answers is None or questions.answers is None:
-        return None
-    return score(predictions.answers == questions.answers, types)
-
-
-def _program_match(predictions: Predictions, questions: Questions, types: np.ndarray) -> Scores | None:
-    if predictions.programs is None or questions.programs is None:
-        return None
-    return score(exact_match(predictions.programs, questions.programs), types)
-
-
 def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray) -> dict[str, Scores]:
     """The commonest answer per question type, counted on the train split, where both have what it needs."""
     train_path, _ = split_files(data, "train")
@@ -189,18 +172,3 @@ def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray
     train_types = question_types(train.programs, vocab.program)
     answers = commonest.count_commonest(train.answers, train_types, len(QUESTION_TYPES))
     return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
-
-
-def _rows(vocab: Vocab, questions: Questions, predictions: Predictions, types: np.ndarray) -> Iterator[dict[str, Any]]:
-    return prediction_rows(
-        vocab,
-        questions.orig_idxs,
-        questions.image_idxs,
-        questions.questions,
-        types,
-        questions.programs,
-        predictions.programs,
-        questions.answers,
-        predictions.answers,
-        predictions.probabilities,
-    )
