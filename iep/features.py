@@ -20,12 +20,14 @@ import torch
 from iep.checksums import row_checksums
 from iep.distributed import barrier, broadcast, gather, local_rank
 from iep.errors import InputError
-from iep.hdf5 import HDF5_ERRORS, REMEDY, damage_named, open_hdf5
+from iep.hdf5 import HDF5_ERRORS, REMEDY, damage_named, open_hdf5, read_attributes
 from iep.memory import SharedMemory, attach, available_memory
 from iep.together import attempt, raise_any
 
 LOAD_BYTES = 2**25
 """Read at once into memory."""
+IMAGES, IMAGES_DIGEST = "images", "images_digest"
+"""The attributes that say of which images the rows were made; all others are their recipe."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
@@ -37,6 +39,7 @@ class Features:
         path: the file.
         shape: (N, C, H, W).
         dtype: of the values, float16, float32 or float64.
+        recipe: how the rows were made of images, as `iep-preprocess` recorded it; empty where nothing is recorded.
     """
 
     def __init__(self, path: Path):
@@ -54,6 +57,7 @@ class Features:
                 raise InputError(f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
+            self.recipe = _read_recipe(dataset)
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
         # One byte a row, shared with the processes that this object is handed to.
@@ -185,6 +189,15 @@ def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
     """
     native = h5py.h5t.py_create(dataset.dtype.newbyteorder("="), logical=True)
     return dataset.id.get_offset() if dataset.id.get_type().equal(native) else None
+
+
+def _read_recipe(dataset: h5py.Dataset) -> dict[str, str | int]:
+    """As plain values, so that checkpoints can keep them."""
+    recipe: dict[str, str | int] = {}
+    for name, value in read_attributes(dataset).items():
+        if name not in (IMAGES, IMAGES_DIGEST) and isinstance(value, (str, int, np.integer)):
+            recipe[name] = value if isinstance(value, str) else int(value)
+    return recipe
 
 
 def _read_checksums(file: h5py.File, count: int) -> np.ndarray | None:

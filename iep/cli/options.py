@@ -1,15 +1,20 @@
-"""What the options of several commands are made of, and those for where the engine's functions run."""
+"""What the options of several commands are made of, and those for where the engine's functions run and what makes
+features."""
 
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from iep.cli.common import Command
 from iep.errors import InputError
 
+if TYPE_CHECKING:
+    from iep.preprocess.backbones import Patches, ResNet
+
+BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patches")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -66,6 +71,66 @@ class DeviceList(click.ParamType):
         if not all(names):
             self.fail(f"{value!r} is not a comma list of devices, such as cuda:0,cuda:1", param, ctx)
         return names
+
+
+def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
+    """Add the options that say what makes features of images, unset unless given, to a command.
+
+    Args:
+        default: the backbone where none is given; None to leave that unset too.
+    """
+    options = (
+        click.option(
+            "--backbone",
+            type=click.Choice(BACKBONES),
+            default=default,
+            show_default=default is not None,
+            help="What makes features of pixels; patches needs no weights.",
+        ),
+        click.option(
+            "--stage",
+            type=click.IntRange(1, 4),
+            help="ResNet: take the features at the end of this stage.  [default: 3]",
+        ),
+        click.option(
+            "--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]"
+        ),
+        click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]"),
+        click.option(
+            "--image-size", type=click.IntRange(min=32), help="ResNet: pixels to a side after resizing.  [default: 224]"
+        ),
+        click.option(
+            "--patch-size",
+            type=click.IntRange(min=1),
+            help="patches: pixels to a side of each of the 14x14.  [default: 8]",
+        ),
+    )
+
+    def add(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
+    """The backbone that `backbone_options` say, those that are None being unset.
+
+    Raises:
+        click.UsageError: an option of patches for a ResNet, or the other way about.
+    """
+    from iep.preprocess.backbones import Patches, ResNet
+
+    given = {name: value for name, value in options.items() if value is not None}
+    name, patch_size = given.pop("backbone", "resnet101"), given.pop("patch_size", None)
+    if name == "patches":
+        if given:
+            raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} does not go with --backbone patches")
+        return Patches() if patch_size is None else Patches(patch_size)
+    if patch_size is not None:
+        raise click.UsageError("--patch-size goes with --backbone patches")
+    return ResNet(name, **given)
 
 
 def placement_options(command: Callable) -> Callable:

@@ -2,18 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from iep.cli.common import Command
+from iep.cli.options import backbone_options, chosen_backbone
 from iep.errors import InputError
 from iep.locks import alone_in
-
-if TYPE_CHECKING:
-    from iep.preprocess.backbones import Patches, ResNet
-
-BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patches")
 
 
 @click.command(cls=Command)
@@ -29,24 +25,7 @@ BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patc
 @click.option(
     "--verify", is_flag=True, help="Read files that are done already, and see that no byte of their content changed."
 )
-@click.option(
-    "--backbone",
-    type=click.Choice(BACKBONES),
-    default="resnet101",
-    show_default=True,
-    help="What makes features of pixels; patches needs no weights.",
-)
-@click.option(
-    "--stage", type=click.IntRange(1, 4), help="ResNet: take the features at the end of this stage.  [default: 3]"
-)
-@click.option("--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]")
-@click.option(
-    "--image-size", type=click.IntRange(min=32), help="ResNet: pixels to a side after resizing.  [default: 224]"
-)
-@click.option(
-    "--patch-size", type=click.IntRange(min=1), help="patches: pixels to a side of each of the 14x14.  [default: 8]"
-)
+@backbone_options("resnet101")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
@@ -90,8 +69,6 @@ def main(
     only: str | None,
     overwrite: bool,
     verify: bool,
-    backbone: str,
-    patch_size: int | None,
     dtype: str,
     device: str,
     batch_size: int,
@@ -101,7 +78,7 @@ def main(
     expand_vocab: bool,
     unk_threshold: int,
     encode_unk: bool,
-    **resnet_flags: Any,
+    **of_backbone: Any,
 ) -> None:
     """Preprocess CLEVR_DIR, a directory of CLEVR v1.0 or CLEVR-Humans, for training.
 
@@ -120,7 +97,7 @@ def main(
     from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
     from iep.together import by_main, main_first
 
-    model = _backbone(backbone, resnet_flags, patch_size)
+    model = chosen_backbone(of_backbone)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
     with joined():
         say = click.echo if is_main() else lambda line: None
@@ -191,19 +168,6 @@ def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, wh
             there = ", ".join(found) or "none"
             raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {there}); --only does one part alone")
     return {split: found[split] for split in splits} if splits else found
-
-
-def _backbone(name: str, resnet_flags: dict[str, Any], patch_size: int | None) -> "Patches | ResNet":
-    from iep.preprocess.backbones import Patches, ResNet
-
-    given = {flag: value for flag, value in resnet_flags.items() if value is not None}
-    if name == "patches":
-        if given:
-            raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} does not go with --backbone patches")
-        return Patches() if patch_size is None else Patches(patch_size)
-    if patch_size is not None:
-        raise click.UsageError("--patch-size goes with --backbone patches")
-    return ResNet(name, **given)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Pixels -> features: a torchvision ResNet up to a stage, or patches of the pixels themselves.
 
-A backbone is plain data (which one, and its settings); `feature_extractor` turns it into a function of pixels.
+A backbone is plain data (which one, and its settings); its `extractor` is a function of pixels, its `recipe` what a
+features file and the checkpoints of who learns from it record, and `backbone_of` finds it again by that.
 Shapes: B images, C H W features.
 """
 
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from iep.errors import InputError
 from iep.preprocess.recipe import Recipe, file_digest
 
 GRID = 14
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -62,7 +66,7 @@ class ResNet:
     The features that Johnson et al. 2017 (section 4.1) train on are resnet101's to the end of stage 3: (1024, 14, 14).
 
     Args:
-        name: torchvision's: resnet18, resnet34, resnet50, resnet101 or resnet152.
+        name: torchvision's, one of `RESNETS`.
         stage: 1 to 4, torchvision's layer1 to layer4.
         weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`, or
             a file with a state dict of this ResNet.
@@ -77,7 +81,7 @@ class ResNet:
     image_size: int = 224
 
     def recipe(self) -> Recipe:
-        weights = {"default": "torchvision IMAGENET1K_V1", "random": f"random, seed {self.seed}"}
+        weights = {"default": DEFAULT_WEIGHTS, "random": f"random, seed {self.seed}"}
         return {
             "backbone": self.name,
             "stage": self.stage,
@@ -118,6 +122,44 @@ class ResNet:
         if self.weights != "random":
             _load_weights(model, Path(self.weights), self.name, self.stage)
         return model
+
+
+def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Patches | ResNet:
+    """The backbone that a features file was made by, of what the file records: `recipe()` of it, perhaps with more.
+
+    Args:
+        recipe: of the file.
+        weights: a file of a ResNet's weights, where the recipe names one by its digest; or to take for torchvision's.
+
+    Raises:
+        InputError: the recipe is of something else, or needs a file of weights, or that file is another one.
+    """
+    name, recorded = recipe.get("backbone"), str(recipe.get("weights"))
+    if name == "patches":
+        if weights is not None:
+            raise InputError("the features are patches of pixels, for which there are no weights")
+        backbone = Patches(_whole(recipe, "patch_size"))
+    elif name in RESNETS:
+        seed = re.fullmatch(r"random, seed (\d+)", recorded)
+        if weights is None and recorded.startswith("file "):
+            raise InputError(f"the weights of {name} were those of a {recorded} (its SHA-256): give --weights FILE")
+        chosen = weights or ("random" if seed else "default")
+        size = {"stage": _whole(recipe, "stage", most=4), "image_size": _whole(recipe, "image_size")}
+        backbone = ResNet(name, weights=chosen, seed=int(seed[1]) if seed else 0, **size)
+    else:
+        raise InputError(f"features by backbone {name!r}, which this version does not know")
+    trusted = {"weights"} if recorded == DEFAULT_WEIGHTS and weights is not None else set()
+    for key, value in backbone.recipe().items():
+        if key not in trusted and recipe.get(key) != value:
+            raise InputError(f"the features were made with {key} {recipe.get(key)}, not with {value}")
+    return backbone
+
+
+def _whole(recipe: Mapping[str, object], key: str, most: int = 2**16) -> int:
+    value = recipe.get(key)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise InputError(f"the features were made with {key} {value}, expected a whole number from 1 to {most}")
+    return value
 
 
 def _torchvision_models():

@@ -15,7 +15,7 @@ from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.features_file import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
-from iep.preprocess.images import image_batches
+from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
 from iep.together import by_main, main_first
 
@@ -78,6 +78,20 @@ def preprocess_features(
             for end in _write_rows(rows, files[path], pixels, batch_size, extract, getattr(torch, dtype)):
                 bar.update(end - bar.n)
         say(f"{path}: {spec.shape} {dtype}")
+
+
+def image_features(
+    path: Path, backbone: Patches | ResNet, dtype: str = "float32", device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """(1, C, H, W) float32 features of one image, with the values that `preprocess_features` stores as `dtype`.
+
+    Raises:
+        InputError: the image cannot be read, the device is too small, the weights do not fit, or features are not
+            finite numbers in `dtype`.
+    """
+    pixels_1CHW = torch.from_numpy(read_image(path, backbone.image_size).copy()).unsqueeze(0)
+    features_1CHW = _run(backbone.extractor(torch.device(device)), pixels_1CHW)
+    return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float()
 
 
 def _undone(

@@ -27,7 +27,7 @@ import numpy as np
 from iep.checksums import row_checksums
 from iep.distributed import any_rank, barrier, is_main
 from iep.errors import InputError
-from iep.features import Features
+from iep.features import IMAGES, IMAGES_DIGEST, Features
 from iep.files import os_errors_name, read_json, remove_temporaries, sync_directory, write_json
 from iep.hdf5 import read_attributes
 from iep.locks import take
@@ -35,7 +35,6 @@ from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, 
 from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
 
 _DATASET, _CHECKSUMS = "features", "checksums"
-_IMAGES = "images_digest"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def is_done(path: Path, images: tuple[str, ...], recipe: Recipe, overwrite: bool
     Raises:
         InputError: it was made otherwise, cannot be read or is damaged, and `overwrite` is not set.
     """
-    wanted = {"images": len(images), **recipe, _IMAGES: value_digest(images)}
+    wanted = {IMAGES: len(images), **recipe, IMAGES_DIGEST: value_digest(images)}
     if not is_current(path, lambda: _recorded(path, path)[0], wanted, overwrite):
         return False
     return not verify or is_sound(lambda: Features(path).verify(), overwrite)
@@ -136,7 +135,7 @@ class FeatureRows:
     def _record(self) -> None:
         if is_main():
             images = value_digest(self._spec.images[: self.count])
-            write_json(self._journal, {"rows": self.count, _IMAGES: images})
+            write_json(self._journal, {"rows": self.count, IMAGES_DIGEST: images})
         self._flushed = time.monotonic()
 
 
@@ -263,7 +262,7 @@ def _create_datasets(hdf5: h5py.File, spec: FeaturesSpec) -> _Begun:
     """Add the data sets, whole and without content, and the attributes of the rows."""
     checksums = create_in_place(hdf5, _CHECKSUMS, spec.shape[:1], np.dtype(np.uint32))
     dataset = create_in_place(hdf5, _DATASET, spec.shape, spec.dtype)
-    write_recipe(dataset, {**spec.recipe, "images": spec.shape[0], _IMAGES: value_digest(spec.images)})
+    write_recipe(dataset, {**spec.recipe, IMAGES: spec.shape[0], IMAGES_DIGEST: value_digest(spec.images)})
     return _Begun(dataset.id.get_offset(), checksums.id.get_offset(), 0)
 
 
@@ -289,14 +288,14 @@ def _resume(file: FileIO, partial: Path, journal: Path, spec: FeaturesSpec, over
         with _buffered(file) as buffered:
             return _recorded(partial, buffered)[0]
 
-    if not is_current(partial, recorded, {"images": len(spec.images), **spec.recipe}, overwrite):
+    if not is_current(partial, recorded, {IMAGES: len(spec.images), **spec.recipe}, overwrite):
         return None
     with _buffered(file) as buffered:
         attributes, begun = _recorded(partial, buffered)
     images = value_digest(spec.images)
-    if attributes[_IMAGES] != images:  # images of rows to come were replaced since
+    if attributes[IMAGES_DIGEST] != images:  # images of rows to come were replaced since
         with _buffered(file) as buffered, h5py.File(buffered, "r+", libver=FORMAT) as hdf5:
-            hdf5[_DATASET].attrs.modify(_IMAGES, np.bytes_(images))
+            hdf5[_DATASET].attrs.modify(IMAGES_DIGEST, np.bytes_(images))
     return replace(begun, count=_completed_rows(journal, spec))
 
 
@@ -310,6 +309,6 @@ def _completed_rows(journal: Path, spec: FeaturesSpec) -> int:
     rows = progress.get("rows") if isinstance(progress, dict) else None
     if not isinstance(rows, int) or not 0 <= rows <= spec.shape[0]:
         raise InputError(f"{journal}: not the journal of {spec.shape[0]} rows; --overwrite begins again")
-    if progress.get(_IMAGES) != value_digest(spec.images[:rows]):
+    if progress.get(IMAGES_DIGEST) != value_digest(spec.images[:rows]):
         raise InputError(f"{journal}: the images of its {rows} rows have changed since; --overwrite begins again")
     return rows

@@ -1,8 +1,9 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, vocabulary. Random states are none of it: a step's chance is a function of the seed and its
-number. A run keeps its newest checkpoints by number, and the best. Building networks from one is `networks.py`.
+step, resolved config, vocabulary, and how the features that it was trained on were made of images. Random states are
+none of it: a step's chance is a function of the seed and its number. A run keeps its newest checkpoints by number, and
+the best. Building networks from one is `networks.py`.
 """
 
 import io

@@ -9,7 +9,7 @@ it gives the bits of a run that never ended.
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,15 +57,24 @@ class Trainer:
     """
 
     def __init__(
-        self, task: Any, config: Config, vocab: Vocab, out: Path, device: torch.device, question_index: np.ndarray
+        self,
+        task: Any,
+        config: Config,
+        vocab: Vocab,
+        out: Path,
+        device: torch.device,
+        question_index: np.ndarray,
+        features: Mapping[str, str | int],
     ):
-        """`question_index` are CLEVR's numbers of the training questions, by position."""
+        """`question_index` are CLEVR's numbers of the training questions, by position; `features` is how the training
+        features were made of images, for `iep-ask`, empty where that is unknown or none are used."""
         self.task = task
         self.config = config
         self.vocab = vocab
         self.out = out
         self.device = device
         self.question_index = question_index
+        self.features = dict(features)
         self.step = 0
         self.best = -1.0
         self.validation_due = False
@@ -90,6 +99,7 @@ class Trainer:
             "task": self.task.state,
             "config": {key: value for key, value in to_dict(self.config).items() if key not in PLACES},
             "vocab": self.vocab.to_json(),
+            "features": self.features,
             **self._learnt(),
         }
         save_checkpoint(self.out / name, content)

@@ -104,7 +104,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
     config = _with_networks_settings(config, task.networks, resumed=start is not None)
-    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs)
+    recipe = {} if training.features is None else training.features.recipe
+    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs, recipe)
     if start is not None:
         trainer.restore(start.content)
 

@@ -1,0 +1,128 @@
+"""How features were made: recorded in their file, kept in checkpoints, and enough to make the same features again."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clevr_files import write_images
+from features_cases import PATCHES, RESNET, features, run
+from tiny_data import arrays, newest, tiny_config, write_data, write_h5
+
+from iep.errors import InputError
+from iep.features import Features
+from iep.preprocess.backbones import Patches, ResNet, backbone_of
+from iep.preprocess.features import image_features
+from iep.training.checkpoint import load_checkpoint
+from iep.training.run import train
+
+PATCHES_OF_2 = {
+    "backbone": "patches",
+    "patch_size": 2,
+    "image_size": 28,
+    "normalisation": "x / 127.5 - 1",
+    "dtype": "float16",
+}
+
+
+@pytest.fixture(scope="module")
+def patches_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data set with features of random images, made by `iep-preprocess`."""
+    root = tmp_path_factory.mktemp("patches")
+    data = write_data(root / "data")
+    for split in ("train", "val", "test"):
+        write_images(root / "CLEVR", split, 5)
+        (data / f"{split}_features.h5").unlink()
+    run(root / "CLEVR", "--out", data, *PATCHES, "--dtype", "float16")
+    return data
+
+
+def test_a_features_file_tells_its_recipe_without_its_images(patches_data):
+    assert Features(patches_data / "train_features.h5").recipe == PATCHES_OF_2
+
+
+def test_a_features_file_of_the_original_toolkit_tells_no_recipe(data):
+    assert Features(data / "train_features.h5").recipe == {}
+
+
+def test_checkpoints_of_models_that_look_keep_the_recipe(patches_data, tmp_path):
+    train(tiny_config(patches_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    train(tiny_config(patches_data, "pg", "iterations=1"), tmp_path / "pg", resume=False)
+    starts = (f"pg={tmp_path / 'pg'}", f"ee={tmp_path / 'ee'}")
+    train(tiny_config(patches_data, "joint", "iterations=1", *starts), tmp_path / "joint", resume=False)
+    assert load_checkpoint(newest(tmp_path / "ee"))["features"] == PATCHES_OF_2
+    assert load_checkpoint(newest(tmp_path / "joint"))["features"] == PATCHES_OF_2
+    assert load_checkpoint(newest(tmp_path / "pg"))["features"] == {}
+
+
+def test_a_run_from_before_the_recipe_was_kept_takes_it_from_its_data(patches_data, tmp_path):
+    train(tiny_config(patches_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    checkpoint = torch.load(newest(tmp_path / "ee"))
+    del checkpoint["features"]
+    torch.save(checkpoint, newest(tmp_path / "ee"))
+    train(tiny_config(patches_data, "ee", "iterations=2"), tmp_path / "ee", resume=True)
+    assert load_checkpoint(newest(tmp_path / "ee"))["features"] == PATCHES_OF_2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("flags", [PATCHES, (*RESNET, "--weights", "random", "--seed", 3)], ids=["patches", "resnet"])
+def test_one_images_features_equal_its_row_of_the_file(clevr, out, flags, dtype):
+    run(clevr, "--out", out, *flags, "--dtype", dtype)
+    backbone = backbone_of(Features(out / "val_features.h5").recipe)
+    made = image_features(clevr / "images" / "val" / "CLEVR_val_000004.png", backbone, dtype)
+    assert np.allclose(
+        made[0], features(out / "val_features.h5")[4], rtol=1e-4 if dtype == "float32" else 2e-3, atol=1e-4
+    )
+    assert made.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [Patches(4), ResNet("resnet18", 2, "random", 7, 64), ResNet("resnet50", 4), ResNet()],
+    ids=lambda backbone: str(backbone.recipe()["backbone"]),
+)
+def test_a_recipe_gives_its_backbone_back(backbone):
+    assert backbone_of({**backbone.recipe(), "dtype": "float16"}) == backbone
+
+
+def test_weights_of_a_file_are_asked_for_and_compared_with_the_recorded_digest(tmp_path):
+    (tmp_path / "a.pth").write_bytes(b"a")
+    (tmp_path / "b.pth").write_bytes(b"b")
+    recipe = ResNet("resnet18", weights=str(tmp_path / "a.pth")).recipe()
+    assert backbone_of(recipe, str(tmp_path / "a.pth")).weights == str(tmp_path / "a.pth")
+    with pytest.raises(InputError, match=r"resnet18 were those of a file .*: give --weights FILE"):
+        backbone_of(recipe)
+    with pytest.raises(InputError, match=r"made with weights file \w{16}, not with file \w{16}"):
+        backbone_of(recipe, str(tmp_path / "b.pth"))
+    with pytest.raises(InputError, match="not with random, seed 0"):
+        backbone_of(recipe, "random")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"backbone": "vgg16"}, "backbone 'vgg16', which this version does not know"),
+        ({"stage": 5}, "stage 5, expected a whole number from 1 to 4"),
+        ({"image_size": "large"}, "image_size large, expected a whole number"),
+        ({"normalisation": "none"}, "normalisation none, not with ImageNet mean and standard deviation"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused(change, expected):
+    with pytest.raises(InputError, match=re.escape(expected)):
+        backbone_of({**ResNet().recipe(), **change})
+
+
+def test_no_weights_are_taken_for_patches():
+    with pytest.raises(InputError, match="no weights"):
+        backbone_of(Patches().recipe(), "random")
+
+
+def test_attributes_that_are_no_recipe_are_left_out(tmp_path):
+    import h5py
+
+    path = write_h5(tmp_path / "features.h5", {"features": np.zeros((2, 3, 4, 4), "f4"), **arrays(2)})
+    with h5py.File(path, "r+") as file:
+        file["features"].attrs["stage"] = 2
+        file["features"].attrs["list"] = np.arange(3)
+    assert Features(path).recipe == {"stage": 2}
