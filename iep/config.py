@@ -103,8 +103,18 @@ class Config:
     is without batch norm and dropout; in validation always."""
     defer_weight_grads: bool = False
     """Compute the gradient of each module's weights once a step, over all its calls."""
+    train_split: str = "train"
+    val_split: str = "val"
+    """CLEVR-CoGenT's splits are trainA, valA and valB."""
+    families: str | None = None
+    """Train and validate on the questions of these families only: a JSON or YAML file that lists them, or short or long
+    (see `iep/question_families.py`). What follows counts the questions that these leave."""
     num_train_samples: int | None = setting(None, minimum=1)
+    """Train on the first so many questions."""
+    skip_val_samples: int = setting(0, minimum=0)
+    """Validate on none of the first so many questions, those that are trained on, say."""
     num_val_samples: int | None = setting(10_000, minimum=1)
+    """Validate on so many questions, the first after those skipped."""
     curriculum: tuple[tuple[int, int], ...] = ()
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
     max_program_length: int = setting(30, minimum=2, maximum=1000)

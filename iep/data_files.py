@@ -7,7 +7,7 @@ these. Making batches is `datasets.py`.
 Shapes: N questions, T question tokens, L program tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -129,6 +129,12 @@ def split_files(data: Path, split: str) -> tuple[Path, Path]:
     return data / f"{split}_questions.h5", data / f"{split}_features.h5"
 
 
+def training_split(data: Path) -> str | None:
+    """The split that the models for `data` learn from: the first whose name begins with `train`, None without any."""
+    suffix = split_files(data, "")[0].name
+    return min((path.name.removesuffix(suffix) for path in data.glob(f"train*{suffix}")), default=None)
+
+
 @dataclass(frozen=True)
 class Split:
     """One split's questions and, where the model looks, features."""
@@ -136,23 +142,39 @@ class Split:
     questions: Questions
     features: Features | None
     total: int
-    """Number of questions in the file, of which `questions` may be the first."""
+    """Number of questions in the file, of which `questions` may be some."""
 
 
 def open_split(
-    data: Path, split: str, vocab: Vocab, with_features: bool, num_samples: int | None, in_memory: bool = False
+    data: Path,
+    split: str,
+    vocab: Vocab,
+    with_features: bool,
+    num_samples: int | None,
+    in_memory: bool = False,
+    choose: Callable[[Questions], Questions] | None = None,
+    skip: int = 0,
 ) -> Split:
-    """The first `num_samples` questions of a split (None: all) and its features, read into memory if so asked.
+    """Questions of a split and its features, read into memory if so asked.
+
+    The questions are what `choose` leaves (None: all), without the first `skip` of these, and of the rest the first
+    `num_samples` (None: all).
 
     Raises:
         InputError: a file is missing, damaged or made with another vocabulary, there is no question, or memory is
-            short.
+            short; or what `choose` raises.
     """
     questions_path, features_path = split_files(data, split)
     questions = read_questions(questions_path, vocab)
-    if not len(questions):
+    total = len(questions)
+    if not total:
         raise InputError(f"{questions_path}: holds no question")
+    if choose is not None:
+        questions = choose(questions)
+    if len(questions) <= skip:
+        raise InputError(f"{questions_path}: of {len(questions)} questions the first {skip} are skipped, none is left")
     features = Features(features_path) if with_features else None
     if features is not None and in_memory:
         features = features.in_memory()
-    return Split(questions.select(slice(num_samples)), features, len(questions))
+    end = None if num_samples is None else skip + num_samples
+    return Split(questions.select(slice(skip, end)), features, total)

@@ -24,7 +24,7 @@ class Batch:
     """One minibatch. Parts that the split's files do not hold are None."""
 
     index: torch.Tensor
-    """(B,) position of each question in its file."""
+    """(B,) position of each question in its data set."""
     questions: torch.Tensor
     """(B, T) question tokens, padded with `<NULL>` on the right."""
     programs: torch.Tensor | None

@@ -365,16 +365,16 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_of_a_real_process(run: Path)
     assert step(run) == 8
 
 
-@pytest.mark.parametrize(("size", "name"), [(20_000, ".pt"), (1000, METRICS), (100, "config.yaml")])
+@pytest.mark.parametrize(("size", "name"), [(20_000, ".pt"), (2500, METRICS), (100, "config.yaml")])
 def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name: str):
     before = newest(run).read_bytes()
     with files_no_larger_than(size):
-        result = iep_train("--resume", "--out", run, "iterations=12", "validate_every=12")
+        result = iep_train("--resume", "--out", run, "iterations=24", "validate_every=24")
     assert_one_error(result, f"{run}/", name, "file size limit reached")
     assert newest(run).read_bytes() == before
-    assert iep_train("--resume", "--out", run, "iterations=12").exit_code == 0
+    assert iep_train("--resume", "--out", run, "iterations=24").exit_code == 0
     recorded = [json.loads(line)["step"] for line in (run / METRICS).read_text().splitlines()]
-    assert sorted(set(recorded)) == list(range(1, 13))
+    assert sorted(set(recorded)) == list(range(1, 25))
     assert recorded == sorted(recorded)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.cli.options import placement_options, where
+from iep.cli.options import families_option, placement_options, where
 from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
 from iep.locks import alone_in
 
@@ -47,7 +47,9 @@ from iep.locks import alone_in
     help=f"Tokens after which decoding stops.  [default: {Config.max_program_length}]",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
-@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate the first N questions only.")
+@families_option
+@click.option("--skip-samples", type=click.IntRange(min=0), help="Leave out the first N questions, of those families.")
+@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on N questions, the first that are left.")
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
@@ -91,6 +93,8 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     if report is None:  # one of several processes, and not the one that speaks
         return
     click.echo(format_table([*earlier, (name, report)]))
+    if report.selection:
+        click.echo(f"Of the {report.split} split: {report.selection}.")
     if report.accuracy is None and (options["ee"] or options["lstm"]):
         written = "" if out is None else f", the answers are in {out / ANSWERS}"
         click.echo(f"The {report.split} split has no answers: accuracies are unknown{written}.")

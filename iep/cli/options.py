@@ -1,5 +1,5 @@
-"""What the options of several commands are made of, and those for where the engine's functions run and what makes
-features."""
+"""What the options of several commands are made of, and those for which questions there are, where the engine's functions
+run, and what makes features."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -146,6 +146,16 @@ def placement_options(command: Callable) -> Callable:
         metavar="none|round-robin|balanced|FILE",
         help="Give each function of the engine a device of its own: dealt in turn, balanced by the programs' work, or "
         "as a YAML file says (count: cuda:1).  [default: none]",
+    )(command)
+
+
+def families_option(command: Callable) -> Callable:
+    """Add `--families`, unset unless given, to a command."""
+    return click.option(
+        "--families",
+        metavar="short|long|FILE",
+        help="Only questions of these families: short programs (a mean below 16 functions in training), "
+        "long ones, or in a JSON or YAML list of question_family_index.",
     )(command)
 
 

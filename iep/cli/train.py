@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.common import Command
-from iep.cli.options import placement_options, where
+from iep.cli.options import families_option, placement_options, where
 from iep.config import (
     BATCHING,
     CONFIG,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     help="Compute the gradient of each module's weights once a step, over all its calls.",
 )
 @click.option("--precision", type=click.Choice(PRECISIONS), help="What the networks compute in; weights stay float32.")
+@families_option
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
 @click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")

@@ -31,6 +31,7 @@ class Report:
         peak_memory_gb: most memory held at one time, of a GPU's or else the process's; None where not measured.
         device: what it ran on, such as `cpu`.
         programs: where they came from: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
+        selection: which of the split's questions, such as `families short`; "" for all.
         checkpoints: paths by part, such as `{"ee": "runs/ee/best.pt"}`.
         baselines: accuracies of other ways of answering the same questions, by name.
     """
@@ -44,6 +45,7 @@ class Report:
     peak_memory_gb: float | None = None
     device: str = ""
     programs: str = ""
+    selection: str = ""
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     baselines: Mapping[str, Scores] = field(default_factory=dict)
 
@@ -70,7 +72,7 @@ def read_report(path: Path) -> Report:
         if not good:
             raise InputError(f"{path}: {name} is {content[name]!r}, expected {expected}")
 
-    for name in ("split", "device", "programs"):
+    for name in ("split", "selection", "device", "programs"):
         expect(name, isinstance(content[name], str), "text")
     expect("questions", isinstance(content["questions"], int), "a whole number")
     for name in ("questions_per_second", "peak_memory_gb"):

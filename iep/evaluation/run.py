@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from iep.baselines import commonest
 from iep.config import Config
-from iep.data_files import Questions, Split, open_split, read_questions, split_files
+from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.datasets import ClevrDataset
 from iep.devices import peak_memory
 from iep.distributed import gather
@@ -25,6 +25,7 @@ from iep.loader import Loading
 from iep.networks import check_features, load_network
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.programs import QUESTION_TYPES
+from iep.question_families import family_filter
 from iep.vocab import Vocab
 
 
@@ -46,7 +47,12 @@ class Evaluation:
     precision: str = Config.precision
     batch_size: int = 256
     order_by_image: bool = False
+    families: str | None = None
+    """Evaluate on the questions of these families only, as `Config.families`."""
+    skip_samples: int = 0
+    """How many of these to skip at the start."""
     num_samples: int | None = None
+    """How many of what is left to evaluate on, from the start."""
     workers: int = Config.workers
     features_in_memory: bool = Config.features_in_memory
     device: str = Config.device
@@ -64,8 +70,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     if out is not None:
         check_writable(out / name for name in OUTPUTS)
     vocab = Vocab.load(settings.data / "vocab.json")
-    looks = settings.ee is not None
-    split = open_split(settings.data, settings.split, vocab, looks, settings.num_samples, settings.features_in_memory)
+    split = _open_split(settings, vocab)
     questions = split.questions
     predictor = _load(settings, vocab, split)
     make_plan = None
@@ -89,6 +94,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     outcome = Outcome(vocab, questions, predictions)
     report = Report(
         split=settings.split,
+        selection=_describe_selection(settings),
         questions=len(questions),
         questions_by_type=count_types(outcome.types),
         accuracy=outcome.scores(outcome.right),
@@ -105,6 +111,29 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         if predictions.answers is not None and len(questions) < split.total:
             tqdm.write(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {split.total} questions.")
     return report
+
+
+def _open_split(settings: Evaluation, vocab: Vocab) -> Split:
+    """The split's questions that are asked for, and features where a network looks."""
+    train, choose = training_split(settings.data), None
+    if settings.families is not None:
+        train_path = None if train is None else split_files(settings.data, train)[0]
+        choose = family_filter(settings.families, train_path, vocab)
+    looks, in_memory = settings.ee is not None, settings.features_in_memory
+    samples, skip = settings.num_samples, settings.skip_samples
+    return open_split(settings.data, settings.split, vocab, looks, samples, in_memory, choose, skip)
+
+
+def _describe_selection(settings: Evaluation) -> str:
+    """Which of the split's questions are evaluated, "" for all of them."""
+    parts = []
+    if settings.families is not None:
+        parts.append(f"families {settings.families}")
+    if settings.skip_samples:
+        parts.append(f"without the first {settings.skip_samples}")
+    if settings.num_samples is not None:
+        parts.append(f"the first {settings.num_samples}")
+    return ", ".join(parts)
 
 
 def _programs_used(settings: Evaluation) -> str:
@@ -162,11 +191,11 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
 
 
 def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray) -> dict[str, Scores]:
-    """The commonest answer per question type, counted on the train split, where both have what it needs."""
-    train_path, _ = split_files(data, "train")
-    if questions.answers is None or questions.programs is None or not train_path.exists():
+    """The commonest answer per question type, counted on the training split, where both have what it needs."""
+    split = training_split(data)
+    if questions.answers is None or questions.programs is None or split is None:
         return {}
-    train = read_questions(train_path, vocab)
+    train = read_questions(split_files(data, split)[0], vocab)
     if train.answers is None or train.programs is None or not len(train):
         return {}
     train_types = question_types(train.programs, vocab.program)

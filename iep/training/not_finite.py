@@ -37,7 +37,7 @@ def refuse_not_finite(
         out: the run directory.
         iteration: the step's number, from 1.
         loss: inf or nan.
-        positions: (B,) places of the batch's questions in the training file.
+        positions: (B,) places of the batch's questions among those trained on.
         question_index: (B,) CLEVR's numbers of them.
         state: networks and optimiser.
         were_finite: the weights are; if not, an earlier step is to blame, not this batch.

@@ -33,6 +33,7 @@ from iep.networks import (
 )
 from iep.ordering import Order, make_order, program_lengths
 from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
+from iep.question_families import family_filter
 from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.training.loop import Trainer
@@ -90,10 +91,7 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     vocab = Vocab.load(data / "vocab.json")
 
     looks, reads = config.model in ("ee", "joint"), config.model in ("pg", "ee")
-    training = open_split(data, "train", vocab, looks, config.num_train_samples, config.features_in_memory)
-    validation = None
-    if split_files(data, "val")[0].exists():
-        validation = open_split(data, "val", vocab, looks, config.num_val_samples, config.features_in_memory)
+    training, validation = _open_splits(config, data, vocab, looks)
     for split in filter(None, (training, validation)):
         _require(split.questions, config, reads)
 
@@ -119,6 +117,19 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
             write_bytes(out / PLACEMENT_FILE, task.engine.placement.to_yaml().encode())
     trainer.fit(batches, validation_batches)
     return True
+
+
+def _open_splits(config: Config, data: Path, vocab: Vocab, looks: bool) -> tuple[Split, Split | None]:
+    """What to train on and what to validate on, None where no split is named and there is no `val`."""
+    train_path, choose = split_files(data, config.train_split)[0], None
+    if config.families is not None:
+        choose = family_filter(config.families, train_path, vocab)
+    in_memory, samples = config.features_in_memory, config.num_train_samples
+    training = open_split(data, config.train_split, vocab, looks, samples, in_memory, choose)
+    if config.val_split == Config.val_split and not split_files(data, config.val_split)[0].exists():
+        return training, None
+    samples, skip = config.num_val_samples, config.skip_val_samples
+    return training, open_split(data, config.val_split, vocab, looks, samples, in_memory, choose, skip)
 
 
 def _place(engine: ExecutionEngine, config: Config, questions: Questions) -> str:
