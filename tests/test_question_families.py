@@ -1,0 +1,253 @@
+"""Questions of some families: which are short, what is refused, and that training and evaluation see these alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from evaluate_cases import evaluate, iep_eval
+from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, write_data, write_h5
+
+from iep.cli.train import main as train_main
+from iep.data_files import Questions, read_questions
+from iep.errors import InputError
+from iep.question_families import family_filter, mean_lengths, read_families
+from iep.training.checkpoint import load_checkpoint
+
+FAMILIES = 13
+"""Of the tiny data set; a question's family is its row modulo this."""
+
+
+def questions_of(path: Path, lengths: dict[int, list[int]]) -> Questions:
+    """Questions with programs of so many functions, by family, the families' questions in turn."""
+    pairs = sorted((turn, family, n) for family, given in lengths.items() for turn, n in enumerate(given))
+    datasets = arrays(len(pairs))
+    datasets["programs"] = padded([[VOCAB.program_index["unique"]] * (n - 1) + [4] for _, _, n in pairs])
+    datasets["question_families"] = np.array([family for _, family, _ in pairs], dtype=np.int32)
+    return read_questions(write_h5(path, datasets), VOCAB)
+
+
+def families_left(questions: Questions, spec: str, train: Path | None = None) -> list[int]:
+    return sorted(set(family_filter(spec, train, VOCAB)(questions).families.tolist()))
+
+
+# What is short
+
+
+def test_a_familys_length_is_the_mean_number_of_functions_with_scene(tmp_path: Path):
+    lengths = {0: [2, 5, 9], 3: [17], 7: [15, 16]}
+    expected = {family: sum(given) / len(given) for family, given in lengths.items()}
+    assert mean_lengths(questions_of(tmp_path / "a.h5", lengths)) == pytest.approx(expected)
+
+
+def test_a_family_is_short_below_a_mean_of_sixteen_and_long_from_there_on(tmp_path: Path):
+    questions = questions_of(tmp_path / "a.h5", {0: [15], 1: [16], 2: [15, 16], 3: [17], 4: [15, 17], 5: [3, 28]})
+    assert families_left(questions, "short") == [0, 2, 5]
+    assert families_left(questions, "long") == [1, 3, 4]
+
+
+def test_short_and_long_share_out_all_questions(tmp_path: Path):
+    questions = questions_of(tmp_path / "a.h5", {f: list(range(2 + f, 20 + f)) for f in range(12)})
+    parts = [family_filter(spec, None, VOCAB)(questions).orig_idxs for spec in ("short", "long")]
+    assert sorted(np.concatenate(parts)) == sorted(questions.orig_idxs)
+    assert all(len(part) and (np.diff(part) > 0).all() for part in parts)
+
+
+def test_lengths_are_those_of_training_and_a_family_unknown_there_is_measured_where_it_is(tmp_path: Path):
+    train = questions_of(tmp_path / "train.h5", {0: [10], 1: [20]}).path
+    questions = questions_of(tmp_path / "val.h5", {0: [20], 1: [10], 2: [20], 3: [10]})
+    assert families_left(questions, "short", train) == [0, 3]
+    assert families_left(questions, "long", train) == [1, 2]
+    assert families_left(questions, "long", tmp_path / "missing.h5") == [0, 2]
+
+
+def test_without_programs_training_tells_the_length_or_there_is_one_line(tmp_path: Path):
+    train = questions_of(tmp_path / "train.h5", {0: [10], 1: [20]}).path
+    datasets = arrays(3) | {"question_families": np.array([1, 0, 1], dtype=np.int32)}
+    del datasets["programs"]
+    questions = read_questions(write_h5(tmp_path / "test.h5", datasets), VOCAB)
+    assert families_left(questions, "long", train) == [1]
+    with pytest.raises(InputError, match=r"test\.h5: no program tells whether family 0 is short or long"):
+        family_filter("long", None, VOCAB)(questions)
+
+
+# A file that lists them
+
+
+@pytest.mark.parametrize("text", ["[3, 0, 12]", "- 3\n- 0\n- 12\n", "[3,\n 0, 12]\n"])
+def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Path, text: str):
+    (tmp_path / "families").write_text(text)
+    questions = read_questions(data / "train_questions.h5", VOCAB)
+    left = family_filter(str(tmp_path / "families"), None, VOCAB)(questions)
+    assert left.orig_idxs.tolist() == [1000 + row for row in range(TRAIN) if row % FAMILIES in (0, 3, 12)]
+    assert left.programs.tolist() == questions.programs[left.orig_idxs - 1000].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "no such file, expected short, long or a list of families"),
+        ("[1", "neither JSON nor YAML"),
+        ("families: [1]", "expected a list of question families, such as [0, 3, 12]"),
+        ("[]", "expected a list of question families"),
+        ("[1, two]", "item 1 is 'two', expected a whole number from 0"),
+        ("[true]", "item 0 is True"),
+        ("[-1]", "item 0 is -1"),
+    ],
+)
+def test_a_bad_list_of_families_is_one_line_that_names_the_file(tmp_path: Path, text: str | None, problem: str):
+    path = tmp_path / "families.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_families(path)
+    assert str(path) in str(caught.value)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_families_without_a_question_are_refused_with_those_that_have_some(tmp_path: Path):
+    questions = questions_of(tmp_path / "a.h5", {f: [3] for f in (0, 1, 2, 7, 9, 10)})
+    with pytest.raises(InputError, match=r"a\.h5: no question of the families long, only of 0-2, 7, 9-10"):
+        family_filter("long", None, VOCAB)(questions)
+
+
+def test_a_file_without_families_is_refused(tmp_path: Path):
+    datasets = arrays(5)
+    del datasets["question_families"]
+    questions = read_questions(write_h5(tmp_path / "a.h5", datasets), VOCAB)
+    with pytest.raises(InputError, match=r"a\.h5: has no dataset 'question_families'"):
+        family_filter("short", None, VOCAB)(questions)
+
+
+# Training
+
+
+def iep_train(*arguments: object) -> Result:
+    return CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+
+
+def weights(out: Path) -> list[torch.Tensor]:
+    return list(load_checkpoint(newest(out))["networks"]["generator"]["weights"].values())
+
+
+def assert_trained_alike(one: Path, other: Path) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+def validations(result: Result) -> list[str]:
+    """What was said of them, accuracies with it; a run of `TINY` has two."""
+    lines = [line for line in result.stdout.splitlines() if "validation accuracy" in line]
+    assert len(lines) == 2
+    return lines
+
+
+def rows_kept(data: Path, split: str, rows: list[int]) -> None:
+    """Leave only these rows of a split's questions."""
+    count = {"train": TRAIN, "val": VAL}[split]
+    write_h5(data / f"{split}_questions.h5", {name: values[rows] for name, values in arrays(count).items()})
+
+
+def test_training_on_families_is_training_on_a_file_that_holds_only_them(data: Path, tmp_path: Path):
+    (tmp_path / "families.json").write_text("[2, 5, 6]")
+    chosen = [row for row in range(TRAIN) if row % FAMILIES in (2, 5, 6)]
+    alone = write_data(tmp_path / "alone")
+    rows_kept(alone, "train", chosen[:7])
+    rows_kept(alone, "val", [row for row in chosen if row < VAL][1:4])
+    common = ("--model", "pg", *TINY, "batch_size=3")
+    taken = ("--num-train-samples", 7, "skip_val_samples=1", "num_val_samples=3")
+    arguments = ("--families", tmp_path / "families.json", "--data", data, "--out", tmp_path / "a", *taken)
+    filtered, whole = iep_train(*common, *arguments), iep_train(*common, "--data", alone, "--out", tmp_path / "b")
+    assert filtered.exit_code == whole.exit_code == 0, filtered.output + whole.output
+    assert_trained_alike(tmp_path / "a", tmp_path / "b")
+    assert validations(filtered) == validations(whole)
+
+
+def test_a_run_remembers_its_families_and_says_when_it_goes_on_with_others(data: Path, tmp_path: Path):
+    for name, families in (("some.json", [2, 5]), ("more.json", [2, 5, 6])):
+        (tmp_path / name).write_text(json.dumps(families))
+    out = tmp_path / "run"
+    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *TINY, "batch_size=2")
+    assert iep_train("--out", out, *first, "iterations=2").exit_code == 0
+    assert iep_train("--out", tmp_path / "whole", *first).exit_code == 0
+    assert iep_train("--resume", "--out", out, "iterations=4").exit_code == 0
+    assert_trained_alike(out, tmp_path / "whole")
+    more = iep_train("--resume", "--out", out, "iterations=5", "--families", tmp_path / "more.json")
+    assert more.exit_code == 0
+    assert f"goes on with families {tmp_path / 'more.json'} instead of {tmp_path / 'some.json'}" in more.output
+
+
+def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
+    cogent = write_data(tmp_path / "cogent")
+    for split, name in (("train", "trainA"), ("val", "valB")):
+        for part in ("questions", "features"):
+            (cogent / f"{split}_{part}.h5").rename(cogent / f"{name}_{part}.h5")
+    common = ("--model", "pg", *TINY)
+    other = iep_train(*common, "--data", cogent, "--out", tmp_path / "a", "train_split=trainA", "val_split=valB")
+    usual = iep_train(*common, "--data", data, "--out", tmp_path / "b")
+    assert other.exit_code == usual.exit_code == 0, other.output
+    assert_trained_alike(tmp_path / "a", tmp_path / "b")
+    assert validations(other) == validations(usual)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("val_split=valB", "valB_questions.h5: no such file"),
+        ("train_split=trainA", "trainA_questions.h5: no such file"),
+        (f"skip_val_samples={VAL}", f"val_questions.h5: of {VAL} questions the first {VAL} are skipped, none is left"),
+        ("families=long", "no question of the families long, only of 0-12"),
+        ("families=longer", "families: longer: no such file, expected short, long or a list of families"),
+    ],
+)
+def test_a_split_that_is_not_there_or_leaves_no_question_is_one_line(
+    data: Path, tmp_path: Path, setting: str, problem: str
+):
+    result = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "run", *TINY, setting)
+    assert_one_error(result, problem)
+    assert not (tmp_path / "run").exists()
+
+
+# Evaluation
+
+
+def test_evaluation_takes_families_then_skips_then_counts(data: Path, run: dict[str, Path], tmp_path: Path):
+    (tmp_path / "families.yaml").write_text("[0, 1, 2]")
+    chosen = ("--families", tmp_path / "families.yaml", "--skip-samples", 2, "--num-samples", 3)
+    report, rows, output = evaluate(tmp_path / "out", "--pg", run["pg"], "--ee", run["ee"], "--data", data, *chosen)
+    kept = [row for row in range(VAL) if row % FAMILIES in (0, 1, 2)][2:5]
+    assert [row["question_index"] for row in rows] == [1000 + row for row in kept]
+    assert report["questions"] == 3
+    selection = f"families {tmp_path / 'families.yaml'}, without the first 2, the first 3"
+    assert report["selection"] == selection
+    assert f"Of the val split: {selection}." in output
+    _, every, _ = evaluate(tmp_path / "all", "--pg", run["pg"], "--ee", run["ee"], "--data", data)
+    assert [row["predicted_answer"] for row in rows] == [every[row]["predicted_answer"] for row in kept]
+
+
+def test_short_families_are_told_by_the_training_programs(data: Path, run: dict[str, Path], tmp_path: Path):
+    report, _, _ = evaluate(tmp_path / "out", "--pg", run["pg"], "--data", data, "--families", "short")
+    assert (report["questions"], report["selection"]) == (VAL, "families short")
+    lengthened = write_data(tmp_path / "data")
+    datasets = arrays(TRAIN)
+    datasets["programs"] = padded([[VOCAB.program_index["unique"]] * 20] * TRAIN)
+    write_h5(lengthened / "train_questions.h5", datasets)
+    result = iep_eval("--pg", run["pg"], "--data", lengthened, "--families", "short")
+    assert_one_error(result, "val_questions.h5: no question of the families short, only of 0-12")
+
+
+def test_the_commonest_answers_are_counted_on_the_split_that_stands_for_training(
+    data: Path, run: dict[str, Path], tmp_path: Path
+):
+    cogent = write_data(tmp_path / "cogent")
+    (cogent / "train_questions.h5").rename(cogent / "trainA_questions.h5")
+    there, _, _ = evaluate(tmp_path / "a", "--lstm", run["lstm"], "--data", cogent)
+    usual, _, _ = evaluate(tmp_path / "b", "--lstm", run["lstm"], "--data", data)
+    assert there["baselines"] == usual["baselines"] != {}
+
+
+def test_nothing_left_to_evaluate_is_one_line(data: Path, run: dict[str, Path]):
+    result = iep_eval("--lstm", run["lstm"], "--data", data, "--skip-samples", VAL)
+    assert_one_error(result, f"of {VAL} questions the first {VAL} are skipped, none is left")
