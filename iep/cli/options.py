@@ -1,4 +1,4 @@
-"""What the options of several commands are made of, and those for which questions there are, where the engine's functions
+"""What the options of several commands are made of, and those for which questions, where the engine's functions
 run, and what makes features."""
 
 import shlex
