@@ -207,9 +207,9 @@ def _indices(
     if unknown.size:
         token = rows.names[rows.ids[unknown[0]]]
         position = np.searchsorted(np.cumsum(rows.lengths), unknown[0], side="right")
-        hint = " (--encode-unk encodes such tokens as <UNK>)" if kind == "question" else ""
+        way = "--encode-unk makes such tokens <UNK>" if kind == "question" else "--vocab FILE takes one that has it"
         raise InputError(
-            f"{source}: question {position}: {kind} token {token!r} is not in the vocabulary {vocab_source}{hint}"
+            f"{source}: question {position}: {kind} token {token!r} is not in the vocabulary {vocab_source} ({way})"
         )
     return indices
 
