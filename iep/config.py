@@ -18,7 +18,9 @@ import yaml
 
 from iep.errors import InputError, nearest
 
-MODELS = ("pg", "ee", "joint", "lstm")
+BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
+"""Models of a single network that answers without programs."""
+MODELS = ("pg", "ee", "joint", *BASELINES)
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
@@ -27,7 +29,7 @@ CONFIG = "config.yaml"
 PLACES = ("device", "devices", "placement")
 """Settings that say where a run computes; checkpoints do not remember them."""
 LARGEST = 2**53
-LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, "lstm": 5e-4}
+LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4)}
 
 
 def setting(
@@ -75,13 +77,33 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class LstmConfig:
-    """Question-only baseline (Johnson et al. 2017, CLEVR, section 4)."""
+    """Question-only baseline (Johnson et al. 2017, CLEVR, section 4.1)."""
 
     embedding_dim: int = setting(300, minimum=1)
     hidden_dim: int = setting(256, minimum=1)
     num_layers: int = setting(2, minimum=1)
     dropout: float = setting(0.0, minimum=0, maximum=1)
     classifier_dims: tuple[int, ...] = setting((1024,), minimum=1)
+    classifier_norm: bool = False
+    classifier_dropout: float = setting(0.0, minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class CnnLstmConfig(LstmConfig):
+    """CNN+LSTM (the same place): the question's part, and a CNN over the features."""
+
+    cnn_res_blocks: int = setting(0, minimum=0)
+    cnn_res_block_dim: int = setting(128, minimum=1)
+    cnn_projection: int = setting(512, minimum=0)
+    cnn_pooling: str = setting("maxpool2", choices=("maxpool2", "none"))
+
+
+@dataclass(frozen=True)
+class CnnLstmSaConfig(LstmConfig):
+    """CNN+LSTM+SA (the same place; Yang et al. 2016): the question's part, and stacked attention."""
+
+    attention_dim: int = setting(512, minimum=1)
+    attention_steps: int = setting(2, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,8 @@ class Config:
     """Checkpoint that the program generator starts from, or that predicts the engine's programs."""
     ee: str | None = None
     """Checkpoint that the execution engine starts from."""
+    baseline: str | None = None
+    """Checkpoint that a baseline starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
     batching: str = setting("lookahead", choices=BATCHING)
@@ -131,7 +155,7 @@ class Config:
     iterations: int = setting(20_000, minimum=1)
     batch_size: int = setting(64, minimum=1)
     learning_rate: float | None = setting(None, minimum=0)
-    """Unset: 5e-4 for pg and lstm, 1e-4 for ee, 5e-5 for joint."""
+    """Unset: 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint."""
     warmup: int = setting(0, minimum=0)
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
@@ -140,7 +164,8 @@ class Config:
     precision: str = setting("float32", choices=PRECISIONS)
     """What the networks compute in (weights stay float32); bfloat16 pays on processors that have it."""
 
-    freeze: str | None = setting(None, choices=("generator", "engine"))
+    freeze: tuple[str, ...] = ()
+    """Parts of the model that training leaves as they are; their names are in `iep/training/freezing.py`."""
     reward_decay: float = setting(0.9, minimum=0, maximum=1)
     temperature: float = setting(1.0, minimum=1e-6)
 
@@ -158,6 +183,8 @@ class Config:
     generator: GeneratorConfig = GeneratorConfig()
     engine: EngineConfig = EngineConfig()
     lstm: LstmConfig = LstmConfig()
+    cnn_lstm: CnnLstmConfig = CnnLstmConfig()
+    cnn_lstm_sa: CnnLstmSaConfig = CnnLstmSaConfig()
 
     @property
     def peak_learning_rate(self) -> float:
@@ -269,10 +296,13 @@ def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """`value` as `kind` (int, float, bool, str, an optional one, or a tuple of them), or an InputError."""
+    """`value` as `kind` (int, float, bool, str, an optional one, or a tuple of them), or an InputError. A list of text
+    may be given as a comma list, and as nothing."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _converted(value, arguments[0], name)
+    if arguments == (str, Ellipsis) and (value is None or isinstance(value, str)):
+        value = [item.strip() for item in (value or "").split(",") if item.strip()]
     if origin is tuple and isinstance(value, (list, tuple)):
         if arguments[-1] is Ellipsis:
             return tuple(_converted(item, arguments[0], name) for item in value)

@@ -1,17 +1,20 @@
 """The networks that a model consists of: built from a config and the data's shapes, or loaded from a checkpoint.
 
 A checkpoint keeps each network's constructor arguments beside its weights, so that loading needs no config. Names:
-`generator`, `engine` and `lstm`; model `pg` has a generator, `ee` an engine, `joint` both, `lstm` the baseline.
+`generator`, `engine`, and those of the baselines, `lstm`, `cnn_lstm`, `cnn_lstm_sa`, which are also those of their
+settings in a config; `NETWORKS` says which a model has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from iep.baselines.cnn_lstm import CNNLSTMBaseline
 from iep.baselines.lstm import LSTMBaseline
+from iep.baselines.stacked_attention import StackedAttentionBaseline
 from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -20,8 +23,36 @@ from iep.program_generator.seq2seq import Seq2Seq
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
 
-CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, "lstm": LSTMBaseline}
-DESCRIPTIONS = {"generator": "a program generator", "engine": "an execution engine", "lstm": "a question-only LSTM"}
+BASELINES: dict[str, type[nn.Module]] = {
+    "lstm": LSTMBaseline,
+    "cnn_lstm": CNNLSTMBaseline,
+    "cnn_lstm_sa": StackedAttentionBaseline,
+}
+CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, **BASELINES}
+DESCRIPTIONS = {
+    "generator": "a program generator",
+    "engine": "an execution engine",
+    "lstm": "a question-only LSTM",
+    "cnn_lstm": "a CNN+LSTM",
+    "cnn_lstm_sa": "a CNN+LSTM+SA",
+}
+NETWORKS = {
+    "pg": ("generator",),
+    "ee": ("engine",),
+    "joint": ("generator", "engine"),
+    **{name.replace("_", "-"): (name,) for name in BASELINES},
+}
+FEATURE_SIDES = {
+    "engine": ("feature_dim", "feature_height", "feature_width"),
+    **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
+}
+"""Of the networks that look, the constructor arguments that say which features they are made for."""
+Shape = tuple[int, int, int]
+
+
+def looks(names: Iterable[str]) -> bool:
+    """Does any of the networks read features?"""
+    return any(name in FEATURE_SIDES for name in names)
 
 
 def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
@@ -33,21 +64,29 @@ def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
     }
 
 
-def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: tuple[int, int, int]) -> dict[str, Any]:
+def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: Shape) -> dict[str, Any]:
     """Constructor arguments of the execution engine for features of shape (C, H, W)."""
     return {
         "program_tokens": list(vocab.program),
         "num_answers": len(vocab.answer),
-        "feature_dim": feature_shape[0],
-        "feature_height": feature_shape[1],
-        "feature_width": feature_shape[2],
+        **_sides("engine", feature_shape),
         **to_dict(config),
     }
 
 
-def lstm_kwargs(config: LstmConfig, vocab: Vocab) -> dict[str, Any]:
-    """Constructor arguments of the question-only baseline."""
-    return {"num_question_tokens": len(vocab.question), "num_answers": len(vocab.answer), **to_dict(config)}
+def baseline_kwargs(name: str, config: LstmConfig, vocab: Vocab, feature_shape: Shape | None) -> dict[str, Any]:
+    """Constructor arguments of a baseline for features of shape (C, H, W), which the LSTM does not see."""
+    return {
+        "num_question_tokens": len(vocab.question),
+        "num_answers": len(vocab.answer),
+        **_sides(name, feature_shape),
+        **to_dict(config),
+    }
+
+
+def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
+    """What of (C, H, W) the network `name` is told."""
+    return dict(zip(FEATURE_SIDES.get(name, ()), feature_shape or (), strict=False))
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -77,8 +116,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
-        held = ", ".join(DESCRIPTIONS.get(key, key) for key in packed) or "no network"
-        raise InputError(f"{path}: holds {held}, expected a checkpoint with {DESCRIPTIONS[name]}")
+        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
     network = build(name, packed[name]["kwargs"])
     try:
         network.load_state_dict(packed[name]["weights"])
@@ -94,10 +132,33 @@ def load_network(path: Path | str, name: str, vocab: Vocab, device: torch.device
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
     """
+    return _from_checkpoint(load_checkpoint(Path(path), PARTS_OF_A_MODEL), path, name, vocab, device)
+
+
+def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Module:
+    """The baseline of the checkpoint at `path`, of whichever kind, in evaluation mode.
+
+    Raises:
+        InputError: as `load_network`, or the checkpoint holds no baseline.
+    """
     checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
+    name = next((name for name in checkpoint["networks"] if name in BASELINES), None)
+    if name is None:
+        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with a baseline")
+    return _from_checkpoint(checkpoint, path, name, vocab, device)
+
+
+def _from_checkpoint(
+    checkpoint: Mapping[str, Any], path: Path | str, name: str, vocab: Vocab, device: torch.device
+) -> nn.Module:
     network = unpack(checkpoint, name, path)
     check_vocab(Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)"), vocab, name, path)
     return place(network, device).eval()
+
+
+def _describe(checkpoint: Mapping[str, Any]) -> str:
+    """The networks of a loaded checkpoint, in words."""
+    return ", ".join(DESCRIPTIONS.get(name, name) for name in checkpoint.get("networks", {})) or "no network"
 
 
 MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
@@ -125,11 +186,7 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> No
     Raises:
         InputError: they differ; names the first index where they do.
     """
-    kinds = {
-        "generator": ("question", "program"),
-        "engine": ("program", "answer"),
-        "lstm": ("question", "answer"),
-    }[name]
+    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
     for kind in kinds:
         ours, theirs = getattr(trained, kind), getattr(given, kind)
         if ours == theirs:
@@ -144,12 +201,14 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> No
         )
 
 
-def check_features(engine: nn.Module, feature_shape: tuple[int, int, int], path: Path | str) -> None:
-    """Compare the feature shape that the engine was built for with the data's.
+def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
+    """Compare the feature shape that the network, one that looks, was built for with the data's.
 
     Raises:
         InputError: they differ.
     """
-    expected = tuple(engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width"))
-    if expected != tuple(feature_shape):
-        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the engine is made for {expected}")
+    name = next(name for name, kind in CLASSES.items() if type(network) is kind)
+    made_for = tuple(network.kwargs[side] for side in FEATURE_SIDES[name])
+    if made_for != tuple(feature_shape)[: len(made_for)]:
+        what = DESCRIPTIONS[name].split(" ")[-1]
+        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")

@@ -1,1 +1,1 @@
-"""Models that answer without looking at the image, to stand beside the product's own in a report."""
+"""Models to stand beside the product's own in a report: the commonest answer, and networks without programs."""

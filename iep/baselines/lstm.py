@@ -7,11 +7,11 @@ Legend: B examples, T question tokens, A answers.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
-from iep.program_generator import encoder
+from iep.baselines.parts import QuestionEncoder, make_mlp
 
 
 class LSTMBaseline(nn.Module):
@@ -25,7 +25,12 @@ class LSTMBaseline(nn.Module):
         num_layers: layers of the LSTM.
         dropout: probability of dropping a unit between the layers of the LSTM while training.
         classifier_dims: hidden sizes of the perceptron, each followed by a ReLU.
+        classifier_norm: batch norm in the perceptron; see `make_mlp`.
+        classifier_dropout: probability of dropping a unit of the perceptron's input and hidden layers while training.
     """
+
+    feature_sides = ()
+    """It sees no features."""
 
     def __init__(
         self,
@@ -36,13 +41,21 @@ class LSTMBaseline(nn.Module):
         num_layers: int = 2,
         dropout: float = 0.0,
         classifier_dims: Sequence[int] = (1024,),
+        classifier_norm: bool = False,
+        classifier_dropout: float = 0.0,
     ):
         super().__init__()
-        self.embed = nn.Embedding(num_question_tokens, embedding_dim)
-        self.rnn = nn.LSTM(embedding_dim, hidden_dim, num_layers, dropout=dropout, batch_first=True)
-        hidden = [layer for pair in pairwise([hidden_dim, *classifier_dims]) for layer in (nn.Linear(*pair), nn.ReLU())]
-        self.classifier = nn.Sequential(*hidden, nn.Linear([hidden_dim, *classifier_dims][-1], num_answers))
+        self.rnn = QuestionEncoder(num_question_tokens, embedding_dim, hidden_dim, num_layers, dropout)
+        self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
+        self.register_load_state_dict_pre_hook(_rename_older)
 
-    def forward(self, questions_BT: Tensor) -> Tensor:
-        """(B, A) answer logits of `<NULL>`-padded questions."""
-        return self.classifier(encoder.encode(self.embed, self.rnn, questions_BT))
+    def forward(self, questions_BT: Tensor, features_NCHW: None = None, image_rows_B: None = None) -> Tensor:
+        """(B, A) answer logits of `<NULL>`-padded questions; the other baselines take images too."""
+        return self.classifier(self.rnn(questions_BT))
+
+
+def _rename_older(network: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Earlier checkpoints of this baseline hold the encoder's two layers without the encoder's name."""
+    for name in list(weights):
+        if name.removeprefix(prefix).startswith(("embed.", "rnn.weight_", "rnn.bias_")):
+            weights[f"{prefix}rnn.{name.removeprefix(prefix)}"] = weights.pop(name)

@@ -15,7 +15,7 @@ from iep.locks import alone_in
 @click.command(cls=Command)
 @click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option("--lstm", type=click.Path(path_type=Path), help="Checkpoint or run of the question-only LSTM, alone.")
+@click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline of any kind, alone.")
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
 @click.option("--split", help="Split to evaluate on.  [default: val]")
 @click.option(
@@ -95,7 +95,7 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     click.echo(format_table([*earlier, (name, report)]))
     if report.selection:
         click.echo(f"Of the {report.split} split: {report.selection}.")
-    if report.accuracy is None and (options["ee"] or options["lstm"]):
+    if report.accuracy is None and (options["ee"] or options["baseline"]):
         written = "" if out is None else f", the answers are in {out / ANSWERS}"
         click.echo(f"The {report.split} split has no answers: accuracies are unknown{written}.")
     if report.program_exact_match is None and options["pg"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.common import Command
-from iep.cli.options import families_option, placement_options, where
+from iep.cli.options import CommaList, families_option, placement_options, where
 from iep.config import (
     BATCHING,
     CONFIG,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     type=click.Choice(MODELS),
-    help="What to train: program generator, execution engine, both jointly, or the question-only LSTM.",
+    help="What to train: program generator, execution engine, both jointly, or a baseline without programs.",
 )
 @click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote.")
 @click.option(
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     help="Checkpoint or run of a program generator to start from or predict with.",
 )
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from.")
+@click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline to start from.")
 @click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
 @click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
 @click.option(
@@ -64,7 +65,13 @@ if TYPE_CHECKING:
 @families_option
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
-@click.option("--freeze", type=click.Choice(["generator", "engine"]), help="Part that joint training leaves as it is.")
+@click.option(
+    "--freeze",
+    type=CommaList(click.STRING),
+    metavar="PART[,PART...]",
+    help="Parts that training leaves as they are. joint: generator, engine; pg: encoder, decoder; ee: stem, modules, "
+    "classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, classifier.",
+)
 @click.option(
     "--features-in-memory/--no-features-in-memory",
     default=None,
@@ -129,11 +136,12 @@ def _resolve(
 
 def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
     """Say which settings, but for its length, a run goes on with that are not those of its checkpoint."""
-    before, now = _flat(start.content["config"]), _flat(to_dict(config))
+    saved = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
+    before, now = (_flat(to_dict(settings)) for settings in (saved, config))
     changes = [
         f"{key} {now[key]} instead of {before[key]}"
         for key in before
-        if before[key] != now[key] and key != "iterations"
+        if before[key] != now[key] and key != "iterations" and key not in PLACES
     ]
     if changes:
         click.echo(f"{out}: goes on with {', '.join(changes)}")

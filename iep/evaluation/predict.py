@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
 from iep.distributed import barrier, gather, is_main, rank, world_size
@@ -51,12 +50,13 @@ class Predictions:
 class Predictor:
     """The networks of an evaluation and how they are run.
 
-    The `engine` runs the generator's programs if `run_predicted`, otherwise the split's own; an `lstm` answers alone.
+    The `engine` runs the generator's programs if `run_predicted`, otherwise the split's own; a `baseline` answers
+    alone.
     """
 
     generator: Seq2Seq | None = None
     engine: ExecutionEngine | None = None
-    lstm: LSTMBaseline | None = None
+    baseline: nn.Module | None = None
     run_predicted: bool = False
     batching: str = DEFAULT_SCHEDULER
     sharing: bool | None = None
@@ -73,8 +73,8 @@ class Predictor:
 
     def logits(self, batch: Batch, programs_BL: Tensor | None) -> Tensor | None:
         """(B, A) answer logits, None where nothing answers."""
-        if self.lstm is not None:
-            return self.lstm(batch.questions)
+        if self.baseline is not None:
+            return self.baseline(batch.questions, batch.features, batch.image_rows)
         if self.engine is None:
             return None
         plan = batch.plan

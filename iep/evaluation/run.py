@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import commonest
@@ -22,22 +23,24 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
 from iep.files import check_writable
 from iep.loader import Loading
-from iep.networks import check_features, load_network
+from iep.networks import check_features, load_baseline, load_network
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
 from iep.vocab import Vocab
 
+MODELS = ("pg", "ee", "baseline")
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate and how; `pg`, `ee` and `lstm` are checkpoints or run directories, None where not asked for."""
+    """What to evaluate and how. Of `MODELS`, checkpoints or run directories, None where not asked for."""
 
     data: Path
     split: str = "val"
     pg: Path | None = None
     ee: Path | None = None
-    lstm: Path | None = None
+    baseline: Path | None = None
     programs: str | None = None
     """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
     batching: str = Config.batching
@@ -69,10 +72,13 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     """
     if out is not None:
         check_writable(out / name for name in OUTPUTS)
+    _check_models(settings)
     vocab = Vocab.load(settings.data / "vocab.json")
-    split = _open_split(settings, vocab)
+    baseline = _load_baseline(settings, vocab)
+    sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
+    split = _open_split(settings, vocab, sees)
     questions = split.questions
-    predictor = _load(settings, vocab, split)
+    predictor = _load(settings, vocab, split, baseline)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
         make_plan = predictor.engine.planner(settings.batching, settings.sharing)
@@ -103,7 +109,7 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         peak_memory_gb=max(memory) / 1e9,
         device=",".join(settings.devices) or str(device),
         programs=_describe_programs(settings),
-        checkpoints={name: str(path) for name in ("pg", "ee", "lstm") if (path := getattr(settings, name)) is not None},
+        checkpoints={name: str(path) for name in MODELS if (path := getattr(settings, name)) is not None},
         baselines=_baselines(settings.data, vocab, questions, outcome.types),
     )
     if out is not None:
@@ -113,15 +119,14 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
     return report
 
 
-def _open_split(settings: Evaluation, vocab: Vocab) -> Split:
-    """The split's questions that are asked for, and features where a network looks."""
+def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
+    """The split's questions that are asked for, and features where a network sees them."""
     train, choose = training_split(settings.data), None
     if settings.families is not None:
         train_path = None if train is None else split_files(settings.data, train)[0]
         choose = family_filter(settings.families, train_path, vocab)
-    looks, in_memory = settings.ee is not None, settings.features_in_memory
-    samples, skip = settings.num_samples, settings.skip_samples
-    return open_split(settings.data, settings.split, vocab, looks, samples, in_memory, choose, skip)
+    samples, skip, in_memory = settings.num_samples, settings.skip_samples, settings.features_in_memory
+    return open_split(settings.data, settings.split, vocab, sees, samples, in_memory, choose, skip)
 
 
 def _describe_selection(settings: Evaluation) -> str:
@@ -137,8 +142,8 @@ def _describe_selection(settings: Evaluation) -> str:
 
 
 def _programs_used(settings: Evaluation) -> str:
-    """Where the engine's programs come from: `predicted`, `ground-truth`, or nothing for the LSTM."""
-    if settings.lstm is not None:
+    """Where the engine's programs come from: `predicted`, `ground-truth`, or nothing for a baseline."""
+    if settings.baseline is not None:
         return ""
     return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
 
@@ -148,30 +153,44 @@ def _describe_programs(settings: Evaluation) -> str:
     return f"{used}, beam {settings.beam_size}" if used == "predicted" and settings.beam_size > 1 else used
 
 
-def _load(settings: Evaluation, vocab: Vocab, split: Split) -> Predictor:
-    if settings.lstm is not None and any(given is not None for given in (settings.pg, settings.ee, settings.programs)):
-        raise InputError("--lstm answers alone; evaluate it without --pg, --ee and --programs")
-    if settings.lstm is None and settings.pg is None and settings.ee is None:
-        raise InputError("nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --lstm CKPT")
-    predicted = _programs_used(settings) == "predicted"
-    if predicted and settings.pg is None:
+def _check_models(settings: Evaluation) -> None:
+    """See that something is to be evaluated, and what is named goes together."""
+    engines = (settings.pg, settings.ee, settings.programs)
+    if settings.baseline is not None and any(given is not None for given in engines):
+        raise InputError("--baseline answers alone; evaluate it without --pg, --ee and --programs")
+    if settings.baseline is None and settings.pg is None and settings.ee is None:
+        raise InputError("nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT")
+    if _programs_used(settings) == "predicted" and settings.pg is None:
         raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
+    check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
+
+
+def _load_baseline(settings: Evaluation, vocab: Vocab) -> nn.Module | None:
+    if settings.baseline is None:
+        return None
+    return load_baseline(settings.baseline, vocab, resolve_home(settings.placement, settings.devices, settings.device))
+
+
+def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:
+    """What answers, made for the split's features."""
+    predicted = _programs_used(settings) == "predicted"
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
-    check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
     device = resolve_home(settings.placement, settings.devices, settings.device)
     networks = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
         networks["engine"] = load_network(settings.ee, "engine", vocab, device)
-        check_features(networks["engine"], split.features.shape[1:], split.features.path)
-        if settings.placement != NONE:
-            tqdm.write(_place(networks["engine"], settings, split.questions))
-    if settings.lstm is not None:
-        networks["lstm"] = load_network(settings.lstm, "lstm", vocab, device)
+    if baseline is not None:
+        networks["baseline"] = baseline
+    if split.features is not None:
+        answers = networks["engine"] if baseline is None else baseline
+        check_features(answers, split.features.shape[1:], split.features.path)
+    if settings.ee is not None and settings.placement != NONE:
+        tqdm.write(_place(networks["engine"], settings, split.questions))
     return Predictor(
         **networks,
         run_predicted=predicted,

@@ -29,6 +29,7 @@ from iep.networks import pack
 from iep.ordering import step_seed
 from iep.signals import Stopped, answering, deferred
 from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
+from iep.training.freezing import train_mode
 from iep.training.not_finite import refuse_not_finite
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.records import VALIDATION, Records
@@ -277,7 +278,7 @@ class Trainer:
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():
-            network.train(on and any(p.requires_grad for p in network.parameters()))
+            train_mode(network, on)
 
 
 def _summary(row: dict[str, float]) -> str:

@@ -1,6 +1,6 @@
 """A resolved config -> a trained run: opens the data, builds or loads the networks, picks the task, runs the loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.config import CONFIG, Config, to_dict, to_yaml, update
+from iep.config import BASELINES, CONFIG, Config, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_size
@@ -21,13 +21,16 @@ from iep.files import write_bytes
 from iep.loader import Loading
 from iep.networks import (
     DESCRIPTIONS,
+    FEATURE_SIDES,
+    NETWORKS,
+    baseline_kwargs,
     build,
     check_features,
     check_vocab,
     engine_kwargs,
     generator_kwargs,
     load_network,
-    lstm_kwargs,
+    looks,
     place,
     unpack,
 )
@@ -36,8 +39,9 @@ from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, 
 from iep.question_families import family_filter
 from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
+from iep.training.freezing import check_freeze, freeze
 from iep.training.loop import Trainer
-from iep.training.tasks import EngineTask, Execution, GeneratorTask, JointTask, LstmTask
+from iep.training.tasks import BaselineTask, EngineTask, Execution, GeneratorTask, JointTask
 from iep.vocab import Vocab
 
 VALIDATION_BATCH_SIZE = 256
@@ -83,6 +87,7 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if config.data is None:
         raise InputError("no data: give --data DIR, a directory that iep-preprocess wrote")
     _refuse_unused(config)
+    check_freeze(config.model, config.freeze)
     _check_start(start, config, out)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return False
@@ -90,15 +95,17 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     data, device = Path(config.data), resolve_home(config.placement, config.devices, config.device)
     vocab = Vocab.load(data / "vocab.json")
 
-    looks, reads = config.model in ("ee", "joint"), config.model in ("pg", "ee")
-    training, validation = _open_splits(config, data, vocab, looks)
+    sees, reads = looks(NETWORKS[config.model]), config.model in ("pg", "ee")
+    training, validation = _open_splits(config, data, vocab, sees)
     for split in filter(None, (training, validation)):
         _require(split.questions, config, reads)
 
     torch.manual_seed(config.seed)
     task = _make_task(config, vocab, training, device, start)
-    if looks and validation is not None:
-        check_features(task.engine, validation.features.shape[1:], validation.features.path)
+    freeze(task.networks, config.freeze)
+    if sees and validation is not None:
+        for name in FEATURE_SIDES.keys() & task.networks.keys():
+            check_features(task.networks[name], validation.features.shape[1:], validation.features.path)
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
     config = _with_networks_settings(config, task.networks, resumed=start is not None)
@@ -119,17 +126,17 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     return True
 
 
-def _open_splits(config: Config, data: Path, vocab: Vocab, looks: bool) -> tuple[Split, Split | None]:
+def _open_splits(config: Config, data: Path, vocab: Vocab, sees: bool) -> tuple[Split, Split | None]:
     """What to train on and what to validate on, None where no split is named and there is no `val`."""
     train_path, choose = split_files(data, config.train_split)[0], None
     if config.families is not None:
         choose = family_filter(config.families, train_path, vocab)
     in_memory, samples = config.features_in_memory, config.num_train_samples
-    training = open_split(data, config.train_split, vocab, looks, samples, in_memory, choose)
+    training = open_split(data, config.train_split, vocab, sees, samples, in_memory, choose)
     if config.val_split == Config.val_split and not split_files(data, config.val_split)[0].exists():
         return training, None
     samples, skip = config.num_val_samples, config.skip_val_samples
-    return training, open_split(data, config.val_split, vocab, looks, samples, in_memory, choose, skip)
+    return training, open_split(data, config.val_split, vocab, sees, samples, in_memory, choose, skip)
 
 
 def _place(engine: ExecutionEngine, config: Config, questions: Questions) -> str:
@@ -178,14 +185,19 @@ def _check_enough(order: Order) -> None:
 
 
 def _refuse_unused(config: Config) -> None:
-    """What names a part of the model, or another model to start from, is never left unused without a word."""
-    used = {"pg": ("pg",), "ee": ("ee",), "joint": ("pg", "ee", "freeze"), "lstm": ()}[config.model]
+    """A model to start from is never left unused without a word."""
+    used = {"pg": ("pg",), "ee": ("ee",), "joint": ("pg", "ee")}.get(config.model, ("baseline",))
     if config.model == "ee" and config.programs == "predicted":
         used = ("pg", "ee")
-    for key in ("pg", "ee", "freeze"):
+    for key in ("pg", "ee", "baseline"):
         if getattr(config, key) is not None and key not in used:
             hint = "; --programs predicted runs its programs" if (config.model, key) == ("ee", "pg") else ""
             raise InputError(f"{key} is {getattr(config, key)}, which training {config.model} does not use{hint}")
+
+
+def _start_of(name: str, config: Config) -> str | None:
+    """The checkpoint that the network `name` starts from, if any."""
+    return {"generator": config.pg, "engine": config.ee}.get(name, config.baseline)
 
 
 def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module], resumed: bool) -> Config:
@@ -194,16 +206,15 @@ def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module], r
     Raises:
         InputError: other settings than the checkpoint's, and than the defaults, were asked for.
     """
-    starts = {"generator": config.pg, "engine": config.ee}
     sections = {}
     for name, network in networks.items():
-        given = getattr(config, name)
+        given, start = getattr(config, name), _start_of(name, config)
         held = {f.name: network.kwargs[f.name] for f in fields(given) if f.name in network.kwargs}
         sections[name] = update(given, held, source=DESCRIPTIONS[name])
-        for key in held if starts.get(name) is not None and not resumed else ():
+        for key in held if start is not None and not resumed else ():
             asked, default, has = (getattr(section, key) for section in (given, type(given)(), sections[name]))
             if asked not in (default, has):
-                raise InputError(f"{starts[name]}: was trained with {name}.{key} {has}, cannot start with {asked}")
+                raise InputError(f"{start}: was trained with {name}.{key} {has}, cannot start with {asked}")
     return replace(config, **sections)
 
 
@@ -221,10 +232,11 @@ def _check_start(start: Saved | None, config: Config, out: Path) -> None:
 
 def _check_same_networks(start: Saved, config: Config) -> None:
     """A run goes on with the networks that it has: their settings, and what is frozen, are those of its start."""
-    saved, given = start.content["config"], to_dict(config)
-    fixed = [("freeze", saved["freeze"], given["freeze"])]
+    before = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
+    fixed = [("freeze", *(", ".join(sorted(held.freeze)) or "nothing" for held in (before, config)))]
+    saved, given = to_dict(before), to_dict(config)
     for network in start.content["networks"]:
-        fixed += [(f"{network}.{key}", value, given[network].get(key)) for key, value in saved[network].items()]
+        fixed += [(f"{network}.{key}", value, given[network][key]) for key, value in saved[network].items()]
     for name, before, now in fixed:
         if before != now:
             raise InputError(f"{start.path}: was trained with {name} {before}, cannot go on with {now}")
@@ -249,28 +261,31 @@ def _make_task(
     """The task of the config's model, its networks new, from the start checkpoints, or from the run's own."""
     feature_shape = None if training.features is None else training.features.shape[1:]
 
-    def network(name: str, start: str | None, kwargs: Any) -> nn.Module:
+    def network(name: str, kwargs: Callable[[], dict[str, Any]]) -> nn.Module:
+        start = _start_of(name, config)
         if resumed is not None:
             check_vocab(Vocab.from_json(resumed.content["vocab"], str(resumed.path)), vocab, name, resumed.path)
             made = unpack(resumed.content, name, resumed.path)
         else:
             made = build(name, kwargs()) if start is None else load_network(start, name, vocab, torch.device("cpu"))
-        if name == "engine":
+        if name in FEATURE_SIDES:
             check_features(made, feature_shape, resumed.path if resumed else start or training.features.path)
         return place(made, device)
 
     def generator() -> nn.Module:
-        return network("generator", config.pg, lambda: generator_kwargs(config.generator, vocab))
+        return network("generator", lambda: generator_kwargs(config.generator, vocab))
 
     def engine() -> nn.Module:
-        return network("engine", config.ee, lambda: engine_kwargs(config.engine, vocab, feature_shape))
+        return network("engine", lambda: engine_kwargs(config.engine, vocab, feature_shape))
 
     execution = Execution(config.batching, config.sharing, config.defer_weight_grads)
     max_length = config.max_program_length
     if config.model == "pg":
         return GeneratorTask(generator(), max_length)
-    if config.model == "lstm":
-        return LstmTask(network("lstm", None, lambda: lstm_kwargs(config.lstm, vocab)))
+    if config.model in BASELINES:
+        (name,) = NETWORKS[config.model]
+        kwargs = partial(baseline_kwargs, name, getattr(config, name), vocab, feature_shape)
+        return BaselineTask(name, network(name, kwargs))
     if config.model == "ee":
         predictor = None
         if config.programs == "predicted":
@@ -288,5 +303,4 @@ def _make_task(
         max_length,
         config.reward_decay,
         config.temperature,
-        config.freeze,
     )

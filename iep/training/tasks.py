@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from iep.baselines.lstm import LSTMBaseline
 from iep.datasets import Batch
 from iep.distributed import total
 from iep.evaluation.metrics import exact_match
 from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.decode import greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.training.freezing import is_trained
 from iep.vocab import NULL
 
 Metrics = dict[str, Tensor]
@@ -94,7 +94,7 @@ class JointTask:
 
     The reward of a sampled program is 1 where the engine answers right, else 0; a moving average of the mean reward
     is its baseline (Williams 1992). `reward_decay` is that average's; `temperature` divides the logits that programs
-    are drawn from; the weights of `freeze`, one of the two networks, stay, and its loss is left out.
+    are drawn from. The loss of a network that is frozen is left out.
     """
 
     def __init__(
@@ -105,7 +105,6 @@ class JointTask:
         max_length: int,
         reward_decay: float = 0.9,
         temperature: float = 1.0,
-        freeze: str | None = None,
     ):
         self.networks: dict[str, nn.Module] = {"generator": generator, "engine": engine}
         self.generator = generator
@@ -114,10 +113,7 @@ class JointTask:
         self.max_length = max_length
         self.reward_decay = reward_decay
         self.temperature = temperature
-        self.freeze = freeze
         self.state = {"reward_baseline": 0.0}
-        if freeze is not None:
-            self.networks[freeze].requires_grad_(False)
 
     def count(self, batch: Batch) -> int:
         """Questions."""
@@ -142,7 +138,7 @@ class JointTask:
         decay = self.reward_decay
         self.state["reward_baseline"] = decay * baseline + (1 - decay) * right / questions
         losses = {"generator": generator_loss, "engine": engine_loss}
-        return sum(loss for name, loss in losses.items() if name != self.freeze), metrics
+        return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
 
     def correct(self, batch: Batch) -> Tensor:
         """Is the answer right, with the greedily decoded program?"""
@@ -150,13 +146,21 @@ class JointTask:
         return _answer_logits(self.engine, batch, programs_BL, self.execution).argmax(1) == batch.answers
 
 
-class LstmTask:
-    """Question-only baseline by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4)."""
+class BaselineTask:
+    """A network that answers without programs, by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4.1).
 
-    def __init__(self, lstm: LSTMBaseline):
-        self.networks: dict[str, nn.Module] = {"lstm": lstm}
-        self.lstm = lstm
+    `name` is its name among networks; it is called with questions, features and image rows, as those of
+    `iep/baselines/` are.
+    """
+
+    def __init__(self, name: str, network: nn.Module):
+        self.networks: dict[str, nn.Module] = {name: network}
+        self.network = network
         self.state: dict[str, float] = {}
+
+    def logits(self, batch: Batch) -> Tensor:
+        """(B, A) answer logits."""
+        return self.network(batch.questions, batch.features, batch.image_rows)
 
     def count(self, batch: Batch) -> int:
         """Questions."""
@@ -164,11 +168,11 @@ class LstmTask:
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Mean cross entropy an answer, and the share of right ones."""
-        return _answer_loss(self.lstm(batch.questions), batch.answers)
+        return _answer_loss(self.logits(batch), batch.answers)
 
     def correct(self, batch: Batch) -> Tensor:
         """Is the likeliest answer the true one?"""
-        return self.lstm(batch.questions).argmax(1) == batch.answers
+        return self.logits(batch).argmax(1) == batch.answers
 
 
 def _answer_logits(engine: ExecutionEngine, batch: Batch, programs_BL: Tensor, execution: Execution) -> Tensor:

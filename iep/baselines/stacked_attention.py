@@ -1,0 +1,106 @@
+"""The baseline that looks at the image with the question in mind: features and question tokens to answer logits.
+
+The baseline called CNN+LSTM+SA in Johnson et al. 2017 (CLEVR, section 4.1): the stacked attention of Yang et al. 2016
+(Stacked Attention Networks for Image Question Answering, section 3.3), and a multilayer perceptron.
+
+Legend: B examples, N distinct images, T question tokens, C H W feature maps, D hidden units, K units of an attention,
+P = H * W places, A answers.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iep.baselines.parts import QuestionEncoder, make_mlp
+
+
+class StackedAttention(nn.Module):
+    """One step of attention: what the question looks for is found in the image and added to it.
+
+    Yang et al. 2016, equations 15 to 18: h = tanh(Wv v + Wu u), p = softmax over all places of Wp h,
+    next u = u + sum over places of p v.
+
+    Args:
+        dim: D.
+        hidden_dim: K.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.Wv = nn.Conv2d(dim, hidden_dim, kernel_size=1)
+        self.Wu = nn.Linear(dim, hidden_dim)
+        self.Wp = nn.Conv2d(hidden_dim, 1, kernel_size=1)
+
+    def forward(self, maps_NDHW: Tensor, image_rows_B: Tensor, query_BD: Tensor) -> Tensor:
+        """(B, D) the next query; `image_rows_B` is the row of each question's image in the maps."""
+        hidden_BKHW = torch.tanh(self.Wv(maps_NDHW).index_select(0, image_rows_B) + self.Wu(query_BD)[:, :, None, None])
+        attention_BP = self.Wp(hidden_BKHW).flatten(1).softmax(1)
+        maps_BDP = maps_NDHW.flatten(2).index_select(0, image_rows_B)
+        return query_BD + torch.einsum("bp,bdp->bd", attention_BP.to(maps_BDP.dtype), maps_BDP)
+
+
+class StackedAttentionBaseline(nn.Module):
+    """An answer classifier over what the last of several steps of attention leaves of the question.
+
+    A minibatch's distinct images are projected once each, which is exact.
+
+    Args:
+        num_question_tokens: size of the question vocabulary.
+        num_answers: size of the answer vocabulary.
+        feature_dim: C of the features; the grid may have any size.
+        embedding_dim: size of the word embeddings.
+        hidden_dim: D, hidden units of the LSTM and channels that the features are projected to.
+        num_layers: layers of the LSTM.
+        dropout: probability of dropping a unit between the layers of the LSTM while training.
+        attention_dim: K.
+        attention_steps: how many.
+        classifier_dims: hidden sizes of the perceptron, each followed by a ReLU.
+        classifier_norm: batch norm in the perceptron; see `make_mlp`.
+        classifier_dropout: probability of dropping a unit of the perceptron's input and hidden layers while training.
+    """
+
+    feature_sides = ("feature_dim",)
+    """The arguments that say which features it is made for."""
+
+    def __init__(
+        self,
+        num_question_tokens: int,
+        num_answers: int,
+        feature_dim: int = 1024,
+        embedding_dim: int = 300,
+        hidden_dim: int = 256,
+        num_layers: int = 2,
+        dropout: float = 0.0,
+        attention_dim: int = 512,
+        attention_steps: int = 2,
+        classifier_dims: Sequence[int] = (1024,),
+        classifier_norm: bool = False,
+        classifier_dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.rnn = QuestionEncoder(num_question_tokens, embedding_dim, hidden_dim, num_layers, dropout)
+        self.image_proj = nn.Conv2d(feature_dim, hidden_dim, kernel_size=1)
+        self._steps = [f"stacked-attn-{number}" for number in range(attention_steps)]
+        for name in self._steps:
+            self.add_module(name, StackedAttention(hidden_dim, attention_dim))
+        self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
+
+    def forward(
+        self, questions_BT: Tensor, features_NCHW: Tensor, image_rows_B: Tensor | np.ndarray | None = None
+    ) -> Tensor:
+        """(B, A) answer logits.
+
+        Args:
+            questions_BT: `<NULL>`-padded questions.
+            features_NCHW: features of the distinct images.
+            image_rows_B: the row of each question's image in the features; None where question b is about image b.
+        """
+        maps_NDHW = self.image_proj(features_NCHW)
+        rows = range(len(questions_BT)) if image_rows_B is None else image_rows_B
+        rows_B = torch.as_tensor(rows, device=maps_NDHW.device)
+        query_BD = self.rnn(questions_BT)
+        for name in self._steps:
+            query_BD = getattr(self, name)(maps_NDHW, rows_B, query_BD)
+        return self.classifier(query_BD)
