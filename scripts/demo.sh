@@ -31,7 +31,7 @@ unset OMP_NUM_THREADS
 step iep-train --config configs/mini/ee.yaml --data "$DATA" --out "$OUT/ee" --resume
 step iep-train --config configs/mini/joint.yaml --data "$DATA" --pg "$OUT/pg" --ee "$OUT/ee" --out "$OUT/joint" --resume
 
-step iep-eval --lstm "$OUT/lstm" --data "$DATA" --out "$OUT/eval/lstm" --name lstm
+step iep-eval --baseline "$OUT/lstm" --data "$DATA" --out "$OUT/eval/lstm" --name lstm
 step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs ground-truth \
     --out "$OUT/eval/true_programs" --name "true programs"
 step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs predicted \

@@ -204,6 +204,9 @@ def test_a_network_that_cannot_be_built_is_named():
         ("lstm", "question", True),
         ("lstm", "program", False),
         ("lstm", "answer", True),
+        ("cnn_lstm_sa", "question", True),
+        ("cnn_lstm_sa", "program", False),
+        ("cnn_lstm_sa", "answer", True),
     ],
 )
 def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str, matters: bool):

@@ -143,7 +143,7 @@ def test_a_joint_checkpoint_serves_as_generator_and_as_engine(data: Path, run: d
 def test_the_lstm_answers_from_the_question_alone(data: Path, run: dict[str, Path], tmp_path: Path):
     blind = shutil.copytree(data, tmp_path / "data")
     (blind / "val_features.h5").unlink()
-    report, rows, _ = evaluate(tmp_path / "out", "--lstm", run["lstm"], "--data", blind)
+    report, rows, _ = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", blind)
     assert report["accuracy"] == shares(rows, answers_right)
     assert report["programs"] == ""
     lstm = load_network(run["lstm"], "lstm", VOCAB, CPU)
@@ -210,7 +210,7 @@ def test_the_table_shows_the_report_in_percent(whole):
 
 def test_nothing_is_written_without_a_directory_to_write_to(data, run, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = iep_eval("--lstm", run["lstm"], "--data", data)
+    result = iep_eval("--baseline", run["lstm"], "--data", data)
     assert result.exit_code == 0
     assert "overall" in result.stdout
     assert "Wrote" not in result.stdout
@@ -218,7 +218,7 @@ def test_nothing_is_written_without_a_directory_to_write_to(data, run, tmp_path:
 
 
 def test_earlier_reports_stand_beside_the_new_one(data: Path, run: dict[str, Path], tmp_path: Path):
-    lstm, _, _ = evaluate(tmp_path / "lstm", "--lstm", run["lstm"], "--data", data)
+    lstm, _, _ = evaluate(tmp_path / "lstm", "--baseline", run["lstm"], "--data", data)
     against = ["--against", "LSTM", tmp_path / "lstm", "--against", "again", tmp_path / "lstm" / "report.json"]
     report, _, output = evaluate(tmp_path / "ee", "--ee", run["ee"], "--data", data, *against, "--name", "IEP")
     assert output.splitlines()[0].split() == ["questions", "commonest", "LSTM", "again", "IEP"]
@@ -310,5 +310,5 @@ def test_help_needs_no_torch_and_names_every_option():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for option in ("--pg", "--ee", "--lstm", "--split", "--against", "--beam-size", "--num-samples"):
+    for option in ("--pg", "--ee", "--baseline", "--split", "--against", "--beam-size", "--num-samples"):
         assert option in done.stdout

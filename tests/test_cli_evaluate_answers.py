@@ -45,7 +45,7 @@ def test_questions_out_of_order_are_answered_in_the_order_of_their_question_inde
 
 
 def test_answers_to_a_part_of_the_questions_are_said_to_be_incomplete(data, run, tmp_path: Path):
-    arguments = ["--lstm", run["lstm"], "--data", data, "--split", "test"]
+    arguments = ["--baseline", run["lstm"], "--data", data, "--split", "test"]
     _, _, output = evaluate(tmp_path, *arguments, "--num-samples", 5)
     assert f"{tmp_path / 'answers.txt'} is not complete: it holds 5 of {TEST} questions." in output
     assert len(answers(tmp_path)[0]) == 5
@@ -54,7 +54,7 @@ def test_answers_to_a_part_of_the_questions_are_said_to_be_incomplete(data, run,
 
 
 def test_where_nothing_answers_no_answers_of_an_earlier_evaluation_are_left(data, run, tmp_path: Path):
-    evaluate(tmp_path, "--lstm", run["lstm"], "--data", data)
+    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data)
     assert len(answers(tmp_path)[0]) == VAL
     _, _, output = evaluate(tmp_path, "--pg", run["pg"], "--data", data)
     assert {path.name for path in tmp_path.iterdir()} == {"predictions.jsonl", "report.json"}
@@ -62,7 +62,7 @@ def test_where_nothing_answers_no_answers_of_an_earlier_evaluation_are_left(data
 
 
 def test_a_full_disk_leaves_the_earlier_answers_whole(data, run, tmp_path: Path):
-    arguments = ["--lstm", run["lstm"], "--data", data, "--out", tmp_path]
+    arguments = ["--baseline", run["lstm"], "--data", data, "--out", tmp_path]
     assert iep_eval(*arguments).exit_code == 0
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     size = len(before["predictions.jsonl"]) - 1

@@ -20,24 +20,24 @@ def test_where_nothing_can_be_written_nothing_is_evaluated(data, run, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "problem", "code"),
     [
-        ([], "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --lstm CKPT", 1),
-        (["--lstm", "{lstm}", "--ee", "{ee}"], "--lstm answers alone", 1),
+        ([], "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT", 1),
+        (["--baseline", "{lstm}", "--ee", "{ee}"], "--baseline answers alone", 1),
         (["--ee", "{ee}", "--programs", "predicted"], "give --pg CKPT, a trained program generator", 1),
         (["--pg", "{pg}", "--programs", "ground-truth"], "give --ee CKPT", 1),
-        (["--lstm", "{lstm}", "--programs", "ground-truth"], "--lstm answers alone", 1),
+        (["--baseline", "{lstm}", "--programs", "ground-truth"], "--baseline answers alone", 1),
         (["--pg", "{ee}"], "{ee}: holds an execution engine, expected a checkpoint with a program generator", 1),
         (["--ee", "{pg}"], "{pg}: holds a program generator, expected a checkpoint with an execution engine", 1),
-        (["--lstm", "{joint}"], "{joint}: holds a program generator, an execution engine, expected", 1),
+        (["--baseline", "{joint}"], "{joint}: holds a program generator, an execution engine, expected", 1),
         (["--ee", "none.pt"], "none.pt: no such file, expected a checkpoint", 1),
-        (["--lstm", "{lstm}", "--split", "vall"], "vall_questions.h5: no such file", 1),
-        (["--lstm", "{lstm}", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
-        (["--lstm", "{lstm}", "--against", "old", "none.json"], "none.json: no such file", 1),
-        (["--lstm", "{lstm}", "--against", "old"], "requires 2 arguments", 2),
-        (["--lstm", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
+        (["--baseline", "{lstm}", "--split", "vall"], "vall_questions.h5: no such file", 1),
+        (["--baseline", "{lstm}", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
+        (["--baseline", "{lstm}", "--against", "old", "none.json"], "none.json: no such file", 1),
+        (["--baseline", "{lstm}", "--against", "old"], "requires 2 arguments", 2),
+        (["--baseline", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
         (["--pg", "{pg}", "--beam-size", "0"], "0 is not in the range x>=1", 2),
         (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range 2<=x<=1000", 2),
-        (["--lstm", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
-        (["--lstm", "{lstm}", "--out", "{lstm}"], "is a file", 2),
+        (["--baseline", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
+        (["--baseline", "{lstm}", "--out", "{lstm}"], "is a file", 2),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(data, run, tmp_path, arguments, problem: str, code: int):
@@ -46,8 +46,8 @@ def test_a_mistake_on_the_command_line_is_one_line(data, run, tmp_path, argument
 
 
 def test_a_missing_data_directory_is_named(run: dict[str, Path], tmp_path: Path):
-    assert_one_error(iep_eval("--lstm", run["lstm"]), "Missing option '--data'", code=2)
-    missing = iep_eval("--lstm", run["lstm"], "--data", tmp_path / "none")
+    assert_one_error(iep_eval("--baseline", run["lstm"]), "Missing option '--data'", code=2)
+    missing = iep_eval("--baseline", run["lstm"], "--data", tmp_path / "none")
     assert_one_error(missing, f"{tmp_path / 'none' / 'vocab.json'}: no such file")
 
 
@@ -60,7 +60,8 @@ def test_data_of_another_vocabulary_are_refused(data, run, tmp_path: Path, flag:
     key = f"{kind}_token_to_idx"
     content[key] = content[key] | {"zebra": len(content[key])}
     write_json(other / "vocab.json", content)
-    result = iep_eval(f"--{flag}", run[flag], "--data", other)
+    option = "baseline" if flag == "lstm" else flag
+    result = iep_eval(f"--{option}", run[flag], "--data", other)
     assert_one_error(result, f"{run[flag]}: trained with another vocabulary: {kind} token", "'zebra' in the data")
 
 
@@ -73,21 +74,21 @@ def test_features_of_another_shape_are_refused(data: Path, run: dict[str, Path],
 def test_a_truncated_checkpoint_is_named(data: Path, run: dict[str, Path], tmp_path: Path):
     path = tmp_path / "cut.pt"
     path.write_bytes(run["lstm"].read_bytes()[:-100])
-    assert_one_error(iep_eval("--lstm", path, "--data", data), f"{path}: not a whole checkpoint file")
+    assert_one_error(iep_eval("--baseline", path, "--data", data), f"{path}: not a whole checkpoint file")
 
 
 def test_a_truncated_split_leaves_the_earlier_report(data: Path, run: dict[str, Path], tmp_path: Path):
-    evaluate(tmp_path / "out", "--lstm", run["lstm"], "--data", data)
+    evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", data)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     other = Path(shutil.copytree(data, tmp_path / "data"))
     (other / "val_questions.h5").write_bytes((data / "val_questions.h5").read_bytes()[:-100])
-    result = iep_eval("--lstm", run["lstm"], "--data", other, "--out", tmp_path / "out")
+    result = iep_eval("--baseline", run["lstm"], "--data", other, "--out", tmp_path / "out")
     assert_one_error(result, f"{other / 'val_questions.h5'}: not a whole HDF5 file")
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_a_full_disk_leaves_the_earlier_report_and_names_the_file(data: Path, run: dict[str, Path], tmp_path: Path):
-    arguments = ["--lstm", run["lstm"], "--data", data]
+    arguments = ["--baseline", run["lstm"], "--data", data]
     evaluate(tmp_path, *arguments)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     # Of one question the report is the larger file, of all of them the predictions, which are written first.

@@ -93,16 +93,18 @@ def test_every_option_reaches_its_setting(tmp_path: Path):
         "batching": "standard",
         "num_train_samples": 7,
         "num_val_samples": 8,
-        "freeze": "engine",
+        "baseline": "b",
         "precision": "bfloat16",
         "device": "cpu",
         "keep": 5,
     }
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    flags += ["--no-sharing", "--defer-weight-grads"]
+    flags += ["--no-sharing", "--defer-weight-grads", "--freeze", "rnn,cnn"]
     result = iep_train("--dry-run", "--out", tmp_path / "run", *flags, *(f"{name}=null" for name in ("pg", "ee")))
     (tmp_path / "printed.yaml").write_text(result.output)
-    assert read_config(tmp_path / "printed.yaml") == Config(**options, sharing=False, defer_weight_grads=True)
+    assert read_config(tmp_path / "printed.yaml") == Config(
+        **options, freeze=("rnn", "cnn"), sharing=False, defer_weight_grads=True
+    )
 
 
 def test_joint_training_takes_runs_for_checkpoints(data: Path, runs: dict[str, Path], tmp_path: Path):

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from iep.baselines.parts import POOLINGS
 from iep.batching.schedulers import SCHEDULERS
-from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
+from iep.config import LEARNING_RATES, MODELS, CnnLstmConfig, Config, EngineConfig, read_config, to_dict, to_yaml
 from iep.errors import InputError
 from iep.execution_engine.engine import INITIALIZATIONS, STEMS
 from iep.execution_engine.families import FAMILIES
 from iep.execution_engine.modules import SCENES
 from iep.execution_engine.norms import NORMS
 from iep.execution_engine.plans import DEFAULT_SCHEDULER
+from iep.networks import NETWORKS
 
 
 def write(path: Path, text: str) -> Path:
@@ -60,7 +62,10 @@ def test_an_empty_file_changes_nothing(tmp_path: Path):
         ("curriculum=[[0, 4], [100, 30]]", "curriculum", ((0, 4), (100, 30))),
         ("num_val_samples=null", "num_val_samples", None),
         ("data=a=b", "data", "a=b"),
-        ("freeze=engine", "freeze", "engine"),
+        ("freeze=engine", "freeze", ("engine",)),
+        ("freeze=rnn, cnn", "freeze", ("rnn", "cnn")),
+        ("freeze=[rnn, cnn]", "freeze", ("rnn", "cnn")),
+        ("freeze=null", "freeze", ()),
     ],
 )
 def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str, value: object):
@@ -95,9 +100,10 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("engine.stem_widths=[a]", "engine.stem_widths is 'a', expected a whole number"),
         ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
         ("data=3", "data is 3, expected text"),
-        ("model=eee", "model is 'eee', expected one of pg, ee, joint, lstm; did you mean 'ee'?"),
+        ("model=eee", "model is 'eee', expected one of pg, ee, joint, lstm, cnn-lstm, cnn-lstm-sa; did you mean 'ee'?"),
         ("batching=improve", "expected one of"),
-        ("freeze=all", "freeze is 'all', expected one of generator, engine"),
+        ("freeze=3", "freeze is 3, expected a list, each item text"),
+        ("cnn_lstm.cnn_pooling=maxpool4", "cnn_lstm.cnn_pooling is 'maxpool4', expected one of maxpool2, none"),
         ("engine=3", "engine is 3, expected a mapping of settings"),
     ],
 )
@@ -159,7 +165,7 @@ def changed(config: Config) -> Config:
             "model": "joint",
             "data": "data/a b",
             "pg": "1",
-            "freeze": "engine",
+            "freeze": ("engine",),
             "learning_rate": 1e-4,
             "reward_decay": 0.5,
         },
@@ -175,7 +181,12 @@ def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
 
 
 def test_every_choice_is_one_that_the_code_knows():
-    choices = {f.name: f.metadata["choices"] for cls in (Config, EngineConfig) for f in fields(cls) if f.metadata}
+    choices = {
+        f.name: f.metadata["choices"]
+        for cls in (Config, EngineConfig, CnnLstmConfig)
+        for f in fields(cls)
+        if f.metadata
+    }
     assert set(choices["batching"]) == set(SCHEDULERS)
     assert Config.batching == DEFAULT_SCHEDULER
     assert set(choices["scene"]) == set(SCENES)
@@ -183,12 +194,13 @@ def test_every_choice_is_one_that_the_code_knows():
     assert set(choices["modules"]) == set(FAMILIES)
     assert set(choices["module_norm"]) == set(NORMS)
     assert set(choices["initialization"]) == set(INITIALIZATIONS)
-    assert set(choices["model"]) == set(MODELS) == set(LEARNING_RATES)
+    assert set(choices["cnn_pooling"]) == set(POOLINGS)
+    assert set(choices["model"]) == set(MODELS) == set(LEARNING_RATES) == set(NETWORKS)
 
 
-@pytest.mark.parametrize(("model", "rate"), [("pg", 5e-4), ("ee", 1e-4), ("joint", 5e-5), ("lstm", 5e-4)])
+@pytest.mark.parametrize(("model", "rate"), [("pg", 5e-4), ("ee", 1e-4), ("joint", 5e-5), ("cnn-lstm-sa", 5e-4)])
 def test_the_learning_rate_is_the_published_one_unless_given(model: str, rate: float):
-    """Johnson et al. 2017, Inferring and Executing Programs, supplementary material (lstm: ours)."""
+    """Johnson et al. 2017, Inferring and Executing Programs, supplementary material (baselines: the original's)."""
     assert read_config(None, [f"model={model}"]).peak_learning_rate == rate
     assert read_config(None, [f"model={model}", "learning_rate=3e-3"]).peak_learning_rate == 3e-3
 

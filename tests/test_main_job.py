@@ -35,7 +35,7 @@ def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     parts = ("--pg", f"{runs}/pg", "--ee", f"{runs}/ee")
     run("train", "--config", "configs/mini/joint.yaml", "--data", data, *parts, "--out", f"{runs}/joint", *SMALL)
     joint = ("--pg", f"{runs}/joint", "--ee", f"{runs}/joint", "--data", data)
-    run("evaluate", "--lstm", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
+    run("evaluate", "--baseline", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
     table = run("evaluate", *joint, "--out", f"{runs}/eval/val", "--against", "lstm", f"{runs}/eval/lstm")
     assert table.split("\n")[0].split() == ["questions", "commonest", "lstm", "model"]
     assert table.split("\n")[1].split()[:2] == ["overall", "60"]

@@ -218,6 +218,6 @@ def test_a_batch_that_memory_does_not_suffice_for_is_one_line(data: Path, tmp_pa
     def greedy(self: object, batch: Batch) -> Tensor:
         raise error
 
-    monkeypatch.setattr("iep.training.tasks.LstmTask.loss", greedy)
+    monkeypatch.setattr("iep.training.tasks.BaselineTask.loss", greedy)
     result = go(tmp_path / "run", data, "model=lstm")
     assert_one_error(result, "cpu: not enough memory for a batch of 8 questions at iteration 1: lower batch_size")

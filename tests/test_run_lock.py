@@ -114,7 +114,7 @@ def test_every_command_that_writes_a_directory_asks(data: Path, runs: dict[str, 
     process = holder(out)
     for command, *arguments in (
         (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *TINY),
-        (iep_eval, "--lstm", runs["lstm"], "--data", data, "--out", out),
+        (iep_eval, "--baseline", runs["lstm"], "--data", data, "--out", out),
         (iep_synth, out, "--train", 1, "--val", 0, "--test", 0),
         (iep_preprocess, tmp_path / "clevr", "--out", out, "--only", "questions"),
     ):

@@ -218,15 +218,15 @@ def test_more_processes_than_questions_are_refused(data: Path, tmp_path: Path):
 
 
 def _fail_with_a_loss_of_one(config: Config, out: Path) -> str:
-    from iep.training.tasks import LstmTask
+    from iep.training.tasks import BaselineTask
 
-    loss = LstmTask.loss
+    loss = BaselineTask.loss
 
     def not_finite_in_one(self, batch):
         value, metrics = loss(self, batch)
         return value * (math.nan if rank() == 1 else 1.0), metrics
 
-    LstmTask.loss = not_finite_in_one
+    BaselineTask.loss = not_finite_in_one
     return _fail(config, out)
 
 

@@ -25,7 +25,7 @@ from iep.errors import InputError
 from iep.training.checkpoint import load_checkpoint, load_newest
 from iep.training.loop import Trainer
 from iep.training.run import train
-from iep.training.tasks import LstmTask
+from iep.training.tasks import BaselineTask
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def failing_at(monkeypatch: pytest.MonkeyPatch):
     """A function that makes the LSTM's loss a number that is not finite in the step after so many."""
 
     def fail(step: int, value: float) -> None:
-        seen, loss = [0], LstmTask.loss
+        seen, loss = [0], BaselineTask.loss
 
         def broken(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
             result, metrics = loss(self, batch)
             seen[0] += 1
             return (result * value if seen[0] == step + 1 else result), metrics
 
-        monkeypatch.setattr(LstmTask, "loss", broken)
+        monkeypatch.setattr(BaselineTask, "loss", broken)
 
     return fail
 
@@ -128,15 +128,15 @@ def test_features_that_are_not_finite_are_found_by_their_question(tmp_path: Path
 
 def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, monkeypatch):
     """A finite loss may have gradients that are not: that of the square root at 0, say."""
-    loss = LstmTask.loss
+    loss = BaselineTask.loss
 
     def steep(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
         result, metrics = loss(self, batch)
-        return (result + (0 * self.lstm.embed.weight.sum()).sqrt() * 0, metrics)
+        return (result + (0 * self.network.rnn.embed.weight.sum()).sqrt() * 0, metrics)
 
     train(tiny_config(data, "lstm", "iterations=2"), tmp_path / "run", resume=False)
     kept = shutil.copy(newest(tmp_path / "run"), tmp_path / "kept.pt")
-    monkeypatch.setattr(LstmTask, "loss", steep)
+    monkeypatch.setattr(BaselineTask, "loss", steep)
     with pytest.raises(InputError, match="weights are not finite after iteration 3; nothing was saved since"):
         train(tiny_config(data, "lstm", "iterations=9", "validate_every=1"), tmp_path / "run", resume=True)
     assert newest(tmp_path / "run").read_bytes() == Path(kept).read_bytes()

@@ -33,7 +33,7 @@ def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
     [
         ("lstm", "lstm.hidden_dim=7", "was trained with lstm.hidden_dim 10, cannot go on with 7"),
         ("ee", "engine.classifier_hidden=[3]", "was trained with engine.classifier_hidden [12], cannot go on with [3]"),
-        ("joint", "freeze=engine", "was trained with freeze None, cannot go on with engine"),
+        ("joint", "freeze=engine", "was trained with freeze nothing, cannot go on with engine"),
     ],
 )
 def test_a_run_cannot_go_on_as_another_network(data, parts, tmp_path: Path, model: str, change: str, problem: str):
@@ -101,7 +101,15 @@ def test_validation_features_of_another_shape_are_named(tmp_path: Path):
         ("joint", ["pg"], "joint training starts from trained parts: give --ee CKPT"),
         ("ee", ["pg"], "which training ee does not use; --programs predicted runs its programs"),
         ("lstm", ["pg"], "which training lstm does not use"),
-        ("pg", ["freeze=engine"], "freeze is engine, which training pg does not use"),
+        ("pg", ["freeze=engine"], "freeze: 'engine' is no part of pg, expected encoder, decoder"),
+        ("joint", ["freeze=engin"], "freeze: 'engin' is no part of joint, expected generator, engine; did you mean"),
+        ("lstm", ["freeze=cnn"], "freeze: 'cnn' is no part of lstm, expected rnn, classifier"),
+        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
+        (
+            "cnn-lstm",
+            ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],
+            "freeze: rnn, classifier have all the weights of the model; nothing is left to train",
+        ),
         ("ee", ["data=null"], "no data: give --data DIR"),
         ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),

@@ -17,6 +17,7 @@ from iep.datasets import Batch, ClevrDataset
 from iep.features import Features
 from iep.networks import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
+from iep.training.freezing import freeze
 from iep.training.loop import Trainer, learning_rate
 from iep.training.tasks import Execution, JointTask
 from iep.vocab import END, NULL, START
@@ -24,11 +25,13 @@ from iep.vocab import END, NULL, START
 CPU = torch.device("cpu")
 
 
-def small_joint(**kwargs: Any) -> JointTask:
+def small_joint(frozen: str | None = None, **kwargs: Any) -> JointTask:
     torch.manual_seed(0)
     generator = build("generator", generator_kwargs(tiny_config(Path(), "joint").generator, VOCAB))
     engine = build("engine", engine_kwargs(tiny_config(Path(), "joint").engine, VOCAB, (CHANNELS, GRID, GRID)))
-    return JointTask(generator, engine, Execution("improved", None, False), max_length=6, **kwargs)
+    task = JointTask(generator, engine, Execution("improved", None, False), max_length=6, **kwargs)
+    freeze(task.networks, () if frozen is None else (frozen,))
+    return task
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ RIGHT = [True, False, True, True, False, False, True, True]
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_gradient_of_reinforce_is_reward_less_baseline_times_that_of_the_log_probability(batch, temperature: float):
     """By hand for the last bias, whose gradient is the logits': softmax minus one-hot, Williams 1992, equation 5."""
-    task = small_joint(temperature=temperature, freeze="engine")
+    task = small_joint(temperature=temperature, frozen="engine")
     task.state["reward_baseline"] = 0.3
     batch = rewarded(task, batch, seed=1, right=RIGHT)
     torch.manual_seed(1)
@@ -90,7 +93,7 @@ def test_the_gradient_of_reinforce_is_reward_less_baseline_times_that_of_the_log
 
 
 def test_the_engine_is_trained_by_cross_entropy_on_the_programs_drawn(batch: Batch):
-    task = small_joint(freeze="generator")
+    task = small_joint(frozen="generator")
     torch.manual_seed(1)
     loss, metrics = task.loss(batch)
     loss.backward()
@@ -111,10 +114,10 @@ def test_the_engine_is_trained_by_cross_entropy_on_the_programs_drawn(batch: Bat
 
 def test_with_nothing_frozen_the_loss_is_the_sum_of_both_parts(batch: Batch):
     losses = {}
-    for freeze in (None, "generator", "engine"):
-        task = small_joint(freeze=freeze)
+    for frozen in (None, "generator", "engine"):
+        task = small_joint(frozen)
         torch.manual_seed(2)
-        losses[freeze], _ = task.loss(batch)
+        losses[frozen], _ = task.loss(batch)
     assert losses[None].item() == pytest.approx((losses["generator"] + losses["engine"]).item(), rel=1e-5)
 
 

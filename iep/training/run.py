@@ -39,7 +39,7 @@ from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, 
 from iep.question_families import family_filter
 from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
-from iep.training.freezing import check_freeze, freeze
+from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import Trainer
 from iep.training.tasks import BaselineTask, EngineTask, Execution, GeneratorTask, JointTask
 from iep.vocab import Vocab
@@ -164,7 +164,7 @@ def _batches(
         config.seed,
         config.questions_per_image,
     )
-    _check_enough(order)
+    _check_enough(order, trainer.task.networks)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(trainer.step, config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
@@ -177,11 +177,14 @@ def _batches(
     return batches, sequential_batches(dataset, VALIDATION_BATCH_SIZE, loading, **ranks)
 
 
-def _check_enough(order: Order) -> None:
-    """Every process must get a question of every minibatch."""
+def _check_enough(order: Order, networks: Mapping[str, nn.Module]) -> None:
+    """Every process must get a question of every minibatch; batch norm over questions needs two."""
     fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
     if fewest < world_size():
         raise InputError(f"a minibatch of {fewest} questions for {world_size()} processes, expected one each at least")
+    layers = (layer for network in networks.values() for layer in network.modules())
+    if fewest < 2 and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
+        raise InputError("a minibatch of 1 question, expected 2 at least for the batch norm of classifier_norm")
 
 
 def _refuse_unused(config: Config) -> None:

@@ -1,6 +1,7 @@
 """Batch norm whose batch is that of all processes together, so that several train as one would (Ioffe & Szegedy 2015).
 
-torch's own SyncBatchNorm does the same on GPUs alone. Weights, running statistics and their names are `BatchNorm2d`'s.
+torch's own SyncBatchNorm does the same on GPUs alone. Weights, running statistics and their names are those of
+`BatchNorm1d` and `BatchNorm2d`.
 
 Shapes: B examples of this process, C channels, H W places.
 """
@@ -16,18 +17,19 @@ from torch.nn import functional
 
 
 def synchronize_norms(network: nn.Module, group: dist.ProcessGroup) -> None:
-    """Put a `SyncNorm` over `group` in the place of every `BatchNorm2d` within `network`, with its weights."""
+    """Put a `SyncNorm` over `group` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its
+    weights."""
     for name, child in network.named_children():
-        if type(child) is nn.BatchNorm2d:
+        if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d):
             setattr(network, name, SyncNorm(child, group))
         else:
             synchronize_norms(child, group)
 
 
 class SyncNorm(nn.BatchNorm2d):
-    """(B, C, H, W) -> the same, each channel normalised over the batches of all processes while training."""
+    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes while training."""
 
-    def __init__(self, norm: nn.BatchNorm2d, group: dist.ProcessGroup):
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d, group: dist.ProcessGroup):
         """Take the settings and the very parameters and buffers of `norm`, which is affine and keeps statistics."""
         super().__init__(norm.num_features, norm.eps, norm.momentum, device="meta")
         self._parameters, self._buffers = norm._parameters, norm._buffers
@@ -36,6 +38,8 @@ class SyncNorm(nn.BatchNorm2d):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Normalise; every process must, at the same time."""
+        if x_BCHW.dim() == 2:
+            return self(x_BCHW[:, :, None, None])[:, :, 0, 0]
         if not self.training:
             return super().forward(x_BCHW)
         y_BCHW, mean_C, variance_C, count = _Normalize.apply(x_BCHW, self.weight, self.bias, self.eps, self.group)
