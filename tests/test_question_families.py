@@ -243,11 +243,11 @@ def test_the_commonest_answers_are_counted_on_the_split_that_stands_for_training
 ):
     cogent = write_data(tmp_path / "cogent")
     (cogent / "train_questions.h5").rename(cogent / "trainA_questions.h5")
-    there, _, _ = evaluate(tmp_path / "a", "--lstm", run["lstm"], "--data", cogent)
-    usual, _, _ = evaluate(tmp_path / "b", "--lstm", run["lstm"], "--data", data)
+    there, _, _ = evaluate(tmp_path / "a", "--baseline", run["lstm"], "--data", cogent)
+    usual, _, _ = evaluate(tmp_path / "b", "--baseline", run["lstm"], "--data", data)
     assert there["baselines"] == usual["baselines"] != {}
 
 
 def test_nothing_left_to_evaluate_is_one_line(data: Path, run: dict[str, Path]):
-    result = iep_eval("--lstm", run["lstm"], "--data", data, "--skip-samples", VAL)
+    result = iep_eval("--baseline", run["lstm"], "--data", data, "--skip-samples", VAL)
     assert_one_error(result, f"of {VAL} questions the first {VAL} are skipped, none is left")
