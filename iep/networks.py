@@ -180,8 +180,8 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
     return engine
 
 
-def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> None:
-    """Compare the vocabularies that the network `name` depends on.
+def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:
+    """Compare the vocabularies that the network `name` depends on; `source` is where the `given` one is from.
 
     Raises:
         InputError: they differ; names the first index where they do.
@@ -197,7 +197,7 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str) -> No
         )
         there, here = (repr(tokens[index]) if index < len(tokens) else "missing" for tokens in (ours, theirs))
         raise InputError(
-            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in the data"
+            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
         )
 
 

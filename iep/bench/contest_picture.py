@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from iep.bench.contest import LIMITS, Comparison, Row
 from iep.bench.measure import Spread
-from iep.bench.picture import Lines, draw_lines, line_looks, save, scaled
+from iep.bench.picture import Lines, draw_lines, line_looks, scaled
+from iep.pictures import save
 
 
 def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: str, over: str) -> None:

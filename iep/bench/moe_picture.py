@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from iep.bench.moe import Cell
 from iep.bench.moe_report import SCALED, is_scaled, speedup
-from iep.bench.picture import save
+from iep.pictures import save
 
 COLOURS, LEFT_OUT = "viridis", "0.9"
 

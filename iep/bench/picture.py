@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from iep.bench.engine import LIMIT, Comparison
 from iep.bench.measure import Spread
-from iep.files import atomic_path
+from iep.pictures import save
 
 PANELS = {"modules": "module calls alone", "end_to_end": "end to end"}
 MARKERS = "osv^D<>pX*hP"
@@ -42,15 +41,6 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], subtitle: st
     figure.suptitle(subtitle, fontsize="small")
     figure.tight_layout()
     save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write `figure` to `path`, whole or not at all."""
-    kind = path.suffix.removeprefix(".").lower()
-    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # The same bytes from the same figures: text as text, identifiers without chance, no date.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "iep"}), atomic_path(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150, bbox_inches="tight", metadata=dated.get(kind))
 
 
 Lines = dict[str, list[tuple[int, Spread]]]

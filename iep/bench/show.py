@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from iep.batching.graph import Graph
 from iep.batching.schedulers import Schedule, lower_bound
-from iep.bench.picture import save
 from iep.execution_engine.plans import Plan
+from iep.pictures import save
 from iep.programs import SCENE, arity
 
 COLUMN, LEVEL, WIDTH = 1.9, 0.45, 15.0

@@ -17,19 +17,28 @@ from iep.loader import worker_options
 from iep.signals import waited_for
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
-    """(3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation whatever its proportions.
+def open_image(path: Path) -> Image.Image:
+    """An image, decoded to RGB.
 
     Raises:
         InputError: the file is missing, truncated or no image.
     """
     try:
         with Image.open(path) as image:
-            pixels = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+            return image.convert("RGB")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file, expected an image") from None
     except (OSError, SyntaxError, ValueError, EOFError, zlib.error, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: cannot be read as an image ({error})") from None
+
+
+def read_image(path: Path, size: int) -> np.ndarray:
+    """(3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation whatever its proportions.
+
+    Raises:
+        InputError: the file is missing, truncated or no image.
+    """
+    pixels = open_image(path).resize((size, size), Image.Resampling.BICUBIC)
     return np.asarray(pixels).transpose(2, 0, 1)
 
 

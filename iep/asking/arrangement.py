@@ -1,0 +1,127 @@
+"""A program's tree and the texts of an answer -> where everything in its picture lies, in inches, without overlaps.
+
+On the left, from above: the question, the image, the likeliest answers, notes. To the right the tree, each function a
+small picture with its name to the right of it. The picture is as large as the tree asks for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from iep.asking.layout import tidy_columns
+from iep.program_tree import ProgramTree
+
+LEFT, GAP = 3.6, 0.45
+"""Width of the left column; between it and the tree."""
+AREA, BETWEEN = 0.75, 0.2
+"""Square inches of a node's picture; between rows of nodes."""
+LABEL_GAP, COLUMN_GAP = 0.07, 0.22
+"""Between a node's picture and its name; between a name and the next picture."""
+LINE, PARAGRAPH = 0.2, 0.14
+"""Height of a line of text; between the parts of the left column."""
+PROPORTIONS = 0.5, 2.0
+"""Of an image's width to its height, the least and the greatest; an image beyond them is squeezed."""
+
+Measure = Callable[[str], float]
+"""The width of a line of text."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle; y grows downwards."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        return self.x + self.width / 2, self.y + self.height / 2
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where things lie. `pictures` and `labels` are of the tree's nodes, in its order."""
+
+    width: float
+    height: float
+    question: Box
+    image: Box
+    answers: Box
+    notes: Box
+    pictures: tuple[Box, ...]
+    labels: tuple[Box, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """All of them."""
+        return self.question, self.image, self.answers, self.notes, *self.pictures, *self.labels
+
+
+def arrange(
+    tree: ProgramTree,
+    labels: Sequence[Sequence[str]],
+    measure: Measure,
+    image_size: tuple[int, int],
+    question_lines: int,
+    num_answers: int,
+    note_lines: int,
+) -> Arrangement:
+    """Place everything.
+
+    Args:
+        labels: lines of each node's name.
+        measure: of such a line.
+        image_size: width and height of the image, in any unit.
+        question_lines: lines of text above the image.
+        num_answers: lines for answers.
+        note_lines: lines of text below these.
+    """
+    least, most = PROPORTIONS
+    proportion = min(max(image_size[0] / image_size[1], least), most)
+    question = Box(0, 0, LEFT, LINE * question_lines)
+    image = Box(0, question.bottom + PARAGRAPH, LEFT, LEFT / max(proportion, 1.0))
+    image = Box((LEFT - image.height * proportion) / 2, image.y, image.height * proportion, image.height)
+    answers = Box(0, image.bottom + PARAGRAPH, LEFT, LINE * num_answers)
+    notes = Box(0, answers.bottom + PARAGRAPH, LEFT, LINE * note_lines)
+
+    height = (AREA / proportion) ** 0.5
+    width, row = height * proportion, height + BETWEEN
+    widths = [max(map(measure, lines)) for lines in labels]
+    column = width + LABEL_GAP + max(widths) + COLUMN_GAP
+    columns = tidy_columns([node.arguments for node in tree.nodes])
+    places = [
+        (LEFT + GAP + column * across, row * node.depth) for across, node in zip(columns, tree.nodes, strict=True)
+    ]
+    pictures = tuple(Box(x, y, width, height) for x, y in places)
+    names = tuple(
+        Box(picture.right + LABEL_GAP, picture.y, long, height) for picture, long in zip(pictures, widths, strict=True)
+    )
+    right, bottom = max(name.right for name in names), max(picture.bottom for picture in pictures)
+    return Arrangement(right, max(bottom, notes.bottom), question, image, answers, notes, pictures, names)
+
+
+def wrapped(text: str, width: float, measure: Measure) -> list[str]:
+    """Lines of `text` that are no wider than `width`; a word that is wider alone is broken. None of no words."""
+    words = text.split()
+    lines = [""] if words else []
+    for word in words:
+        longer = f"{lines[-1]} {word}".strip()
+        if measure(longer) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and measure(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
+    return lines

@@ -1,0 +1,178 @@
+"""An answer and where its functions looked -> one picture: the image, the question, the answers, the program's tree,
+and beside each function's name the image with what it looked at lit up.
+
+As figure 3 of Johnson et al. 2017 and figure 1 of Mascharka et al. 2018 (Transparency by Design). Where things lie is
+`arrangement.py`; the maps are `looks.py`.
+
+Shapes: H W pixels of an image or places of a map.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.patches import Rectangle
+from matplotlib.textpath import TextToPath
+from PIL import Image
+from torch.nn import functional
+
+from iep.asking import LOOKS
+from iep.asking.answers import Answer
+from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
+from iep.errors import InputError
+from iep.pictures import DPI, save
+from iep.program_tree import Node, ProgramTree
+
+MOST_NODES = 200
+"""Functions of a program that is drawn: more is nothing that can be looked at."""
+PIXELS = 2**25
+"""At most of a picture; where it would have more, its points are larger."""
+HEAT = colormaps["inferno"]
+QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
+"""Sizes of text, in points."""
+GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
+
+
+def draw(path: Path, image: Image.Image, answer: Answer, maps: Sequence[torch.Tensor], look: str, top: int) -> None:
+    """Write the picture to `path`, whole or not at all; its ending says which kind (.png, .svg, .pdf).
+
+    Args:
+        image: that was asked about.
+        maps: (H, W) for every node of the answer's tree, from 0 to 1.
+        look: what they show, a key of `LOOKS`.
+        top: how many of the likeliest answers are shown.
+
+    Raises:
+        InputError: the program is too large to be drawn.
+    """
+    check_drawable(answer.tree)
+    question = wrapped(answer.question.text if answer.question else "", LEFT, _measure(QUESTION, "bold"))
+    notes = [(line, color) for text, color in _notes(answer, look) for line in wrapped(text, LEFT, _measure(NOTE))]
+    labels = [_label(node) for node in answer.tree.nodes]
+    ranked = answer.ranked[:top]
+    arrangement = arrange(answer.tree, labels, _measure(LABEL), image.size, len(question), len(ranked), len(notes))
+    figure = Figure(figsize=(arrangement.width, arrangement.height))
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.set(xlim=(0, arrangement.width), ylim=(arrangement.height, 0), autoscale_on=False)
+    axis.set_axis_off()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a language that the font lacks
+        _write(axis, arrangement.question, [(line, "black") for line in question], QUESTION, "bold")
+        _show(axis, arrangement.image, np.asarray(_no_larger(image, 1000)))
+        _draw_answers(axis, arrangement.answers, ranked)
+        _write(axis, arrangement.notes, notes, NOTE)
+        _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 240), maps)
+        dpi = min(DPI, (PIXELS / (arrangement.width * arrangement.height)) ** 0.5)
+        save(figure, path, dpi)
+
+
+def check_drawable(tree: ProgramTree) -> None:
+    """See that a program is not too large to be drawn.
+
+    Raises:
+        InputError: it is.
+    """
+    if len(tree.nodes) > MOST_NODES:
+        raise InputError(f"a program of {len(tree.nodes)} functions is not drawn, expected {MOST_NODES} at most")
+
+
+def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
+    """(H, W, 3) the image in grey, lit up where the map, of numbers from 0 to 1, is great."""
+    grey_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None] / 255
+    size = (image.height, image.width)
+    heat_11HW = functional.interpolate(map_HW[None, None].float(), size, mode="bicubic", align_corners=False)
+    heat_HW = heat_11HW[0, 0].clamp(0, 1).numpy()
+    strength_HW1 = 0.8 * heat_HW[:, :, None]
+    return (1 - strength_HW1) * 0.75 * grey_HW1 + strength_HW1 * HEAT(0.25 + 0.75 * heat_HW)[:, :, :3]
+
+
+def _label(node: Node) -> list[str]:
+    function, bracket, value = node.token.partition("[")
+    return [function, *([bracket + value] if bracket else []), *(["(filled in)"] if node.is_filled_in else [])]
+
+
+def _notes(answer: Answer, look: str) -> list[tuple[str, str]]:
+    """Lines below the answers, with their colours."""
+    unknown = answer.question.unknown if answer.question else ()
+    notes = [(f"unknown word: {word}", WARNING) for word, _ in unknown]
+    if answer.tree.ignored:
+        notes.append((f"ignored after the program's tree: {' '.join(answer.tree.ignored)}", WARNING))
+    return [*notes, (f"Lit up: {LOOKS[look]}.", GREY)]
+
+
+@cache
+def _measure(size: float, weight: str = "normal") -> Measure:
+    """Widths in inches of lines of text, of a size in points."""
+    font, paths = FontProperties(size=size, weight=weight), TextToPath()
+
+    def measure(text: str) -> float:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")
+            return paths.get_text_width_height_descent(text, font, ismath=False)[0] / 72
+
+    return measure
+
+
+def _no_larger(image: Image.Image, side: int) -> Image.Image:
+    """The image, shrunk where it has more pixels along a side."""
+    factor = min(1.0, side / max(image.size))
+    size = tuple(max(1, round(factor * length)) for length in image.size)
+    return image if factor == 1 else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _show(axis: Axes, box: Box, pixels: np.ndarray) -> None:
+    axis.imshow(pixels, extent=(box.x, box.right, box.bottom, box.y), aspect="auto", interpolation="bilinear", zorder=2)
+    axis.add_patch(
+        Rectangle((box.x, box.y), box.width, box.height, fill=False, edgecolor=GREY, linewidth=0.5, zorder=3)
+    )
+
+
+def _write(axis: Axes, box: Box, lines: Sequence[tuple[str, str]], size: float, weight: str = "normal") -> None:
+    """Lines of text and their colours, from the top of the box."""
+    for number, (line, color) in enumerate(lines):
+        place = (box.x, box.y + LINE * (number + 0.5))
+        axis.text(*place, line, fontsize=size, weight=weight, color=color, va="center", parse_math=False)
+
+
+def _draw_answers(axis: Axes, box: Box, ranked: Sequence[tuple[str, float]]) -> None:
+    """A line for each answer: its name, a bar as long as it is probable, its probability."""
+    names = min(max(_measure(ANSWER, "bold")(name) for name, _ in ranked) + 0.15, 0.5 * box.width)
+    longest = box.width - names - 0.6
+    for number, (name, probability) in enumerate(ranked):
+        y = box.y + LINE * (number + 0.5)
+        style = {"fontsize": ANSWER, "va": "center", "color": DARK, "weight": "bold" if number == 0 else "normal"}
+        axis.text(box.x, y, name, parse_math=False, **style)
+        bar = Rectangle(
+            (box.x + names, y - 0.06), longest * probability, 0.12, color=HEAT(0.65) if number == 0 else "0.75"
+        )
+        axis.add_patch(bar)
+        axis.text(box.x + names + longest * probability + 0.06, y, f"{100 * probability:.1f}%", **style)
+
+
+def _draw_tree(
+    axis: Axes,
+    arrangement: Arrangement,
+    tree: ProgramTree,
+    labels: Sequence[Sequence[str]],
+    image: Image.Image,
+    maps: Sequence[torch.Tensor],
+) -> None:
+    pictures = arrangement.pictures
+    for node, picture, name, lines, map_HW in zip(tree.nodes, pictures, arrangement.labels, labels, maps, strict=True):
+        x = picture.middle[0]
+        for argument in node.arguments:
+            below = pictures[argument]
+            halfway = (picture.bottom + below.y) / 2
+            xs, ys = (x, x, below.middle[0], below.middle[0]), (picture.bottom, halfway, halfway, below.y)
+            axis.plot(xs, ys, color=GREY, linewidth=1, zorder=1)
+        _show(axis, picture, lit(image, map_HW))
+        color = GREY if node.is_filled_in else DARK
+        text = "\n".join(lines)
+        axis.text(name.x, name.middle[1], text, fontsize=LABEL, color=color, va="center", parse_math=False)

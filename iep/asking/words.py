@@ -1,0 +1,72 @@
+"""A question as a person types it, or a program -> token indices of a vocabulary, and which words it does not know."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from iep.errors import InputError, nearest
+from iep.programs import prefix_to_json
+from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
+
+
+@dataclass(frozen=True)
+class Words:
+    """A question in a vocabulary's tokens.
+
+    Attributes:
+        text: as it was asked.
+        indices: `<START>`, its words, `<END>`, as `iep-preprocess` encodes them.
+        unknown: words that the vocabulary lacks, each once, with the nearest that it has, or None.
+    """
+
+    text: str
+    indices: tuple[int, ...]
+    unknown: tuple[tuple[str, str | None], ...]
+
+
+def read_question(text: str, vocab: Vocab) -> Words:
+    """Encode a question; words that the vocabulary lacks become `<UNK>`. Spaces around the question do not count, nor
+    do further ones between words where the vocabulary has no empty token.
+
+    Raises:
+        InputError: the question is empty or not text.
+    """
+    text = text.strip()
+    if not text:
+        raise InputError("the question is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InputError("the question is not UTF-8 text")
+    known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
+    words = [word for word in tokenize(text) if word or word in known]
+    unknown = dict.fromkeys(word for word in words if word not in known)
+    indices = (known.get(word, UNK) for word in words)
+    return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """The most similar of the words `known`, one that differs in case alone before all others; None where none is."""
+    by_lower_case: dict[str, list[str]] = {}
+    for other in known:
+        if other:
+            by_lower_case.setdefault(other.lower(), []).append(other)
+    found = get_close_matches(word.lower(), list(by_lower_case), n=1)
+    if not found:
+        return None
+    return min(by_lower_case[found[0]], key=lambda other: (other[:1].isupper() != word[:1].isupper(), other))
+
+
+def read_program(text: str, vocab: Vocab) -> tuple[int, ...]:
+    """The indices of a well-formed program's prefix tokens, with spaces between them in `text`.
+
+    Raises:
+        InputError: a token is not in the vocabulary, or the tokens are not one complete tree.
+    """
+    tokens = text.split()
+    known = {token: index for token, index in vocab.program_index.items() if token not in SPECIAL_TOKENS}
+    for place, token in enumerate(tokens):
+        if token not in known:
+            raise InputError(
+                f"program token {place} ({token!r}) is not in the checkpoint's vocabulary{nearest(token, known)}"
+            )
+    prefix_to_json(tokens)
+    return tuple(known[token] for token in tokens)

@@ -1,0 +1,83 @@
+"""What every function of a program put out, and the maps made of it, against a plain computation."""
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import quick
+from hypothesis import given, settings
+from test_engine import PROGRAMS_BL, any_programs, program, small_engine
+
+from iep.asking.looks import look_maps, to_unit
+from iep.execution_engine.trace import trace
+
+FEATURES = torch.randn(1, 5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+UNION = program("count", "union", "filter_color[red]", "scene", "relate[left]", "scene")
+
+
+def by_hand(engine):
+    """The outputs of the nodes of `UNION`, in prefix order, and the logits."""
+    stem = engine.stem(FEATURES)
+    scene = stem if engine.scene_kind == "stem" else engine.scene(stem)
+    red, left = getattr(engine, "filter_color[red]")(scene), getattr(engine, "relate[left]")(scene)
+    union = engine.union(red, left)
+    count = engine.count(union)
+    return [count, union, red, scene, left, scene], engine.classifier(count)
+
+
+@pytest.mark.parametrize("scene", ["module", "stem"])
+@given(programs_BL=any_programs)
+@settings(quick, max_examples=15)
+def test_a_traced_program_gives_the_references_answer_well_formed_or_not(scene, programs_BL):
+    engine = small_engine(scene)
+    for program_L in programs_BL:
+        traced = trace(engine, FEATURES, program_L.tolist())
+        assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
+        assert len(traced.outputs) == len(traced.tree.nodes)
+
+
+@pytest.mark.parametrize("scene", ["module", "stem"])
+def test_every_node_has_its_own_modules_output(scene):
+    engine = small_engine(scene)
+    traced = trace(engine, FEATURES, UNION)
+    outputs, logits = by_hand(engine)
+    assert [node.token for node in traced.tree.nodes[:2]] == ["count", "union"]
+    assert torch.equal(traced.logits, logits)
+    for found, expected in zip(traced.outputs, outputs, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_batched_engine_gives_the_traced_answer():
+    engine = small_engine().eval()
+    for program_L in PROGRAMS_BL:
+        batched = engine(FEATURES, engine.plan(np.array(program_L)[None]))
+        assert torch.allclose(trace(engine, FEATURES, program_L.tolist()).logits, batched, atol=1e-12)
+
+
+@pytest.mark.parametrize("scene", ["module", "stem"])
+def test_norm_maps_are_norms_over_channels(scene):
+    engine = small_engine(scene)
+    outputs, _ = by_hand(engine)
+    for found, output in zip(look_maps(trace(engine, FEATURES, UNION), "norm"), outputs, strict=True):
+        assert torch.allclose(found, output[0].square().sum(0).sqrt().float())
+
+
+@pytest.mark.parametrize("scene", ["module", "stem"])
+def test_gradient_maps_are_norms_of_the_likeliest_answers_gradient(scene):
+    engine = small_engine(scene)
+    outputs, logits = by_hand(engine)
+    for output in outputs:
+        output.retain_grad()
+    logits[0, logits.argmax()].backward()
+    found = look_maps(trace(engine, FEATURES, UNION), "gradient")
+    for place, output in enumerate(outputs[:3] + outputs[4:5]):
+        number = [0, 1, 2, 4][place]
+        assert torch.allclose(found[number], output.grad[0].square().sum(0).sqrt().float())
+    if scene == "stem":  # one value, taken twice
+        assert torch.allclose(found[3], outputs[3].grad[0].square().sum(0).sqrt().float())
+        assert torch.equal(found[3], found[5])
+
+
+def test_a_map_fills_zero_to_one_and_an_attention_stays_as_it_is():
+    assert torch.equal(to_unit(torch.tensor([[1.0, 3.0], [2.0, 1.0]]), False), torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
+    assert torch.equal(to_unit(torch.full((2, 2), 4.0), False), torch.zeros(2, 2))
+    assert torch.equal(to_unit(torch.tensor([[0.25, 0.5]]), True), torch.tensor([[0.25, 0.5]]))
