@@ -123,7 +123,11 @@ class ExecutionEngine(nn.Module):
         return STEM, *self._runs.values(), CLASSIFIER
 
     def planner(
-        self, batching: str = DEFAULT_SCHEDULER, sharing: bool | None = None, training: bool = False
+        self,
+        batching: str = DEFAULT_SCHEDULER,
+        sharing: bool | None = None,
+        training: bool = False,
+        attentions: bool = False,
     ) -> Planner:
         """`plan_programs` for this engine as it is placed, without its weights: cheap to send to the loader's workers.
 
@@ -131,6 +135,7 @@ class ExecutionEngine(nn.Module):
             sharing: None to share where that is exact: in evaluation always, in training where no batch norm or
                 dropout makes a result depend on how often it is computed.
             training: what the plans are for.
+            attentions: as in `plan_programs`.
         """
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
@@ -140,6 +145,7 @@ class ExecutionEngine(nn.Module):
             "modules": self.family_name,
             "scene": self.scene_kind,
             "placement": self.placement,
+            "attentions": attentions,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
@@ -149,10 +155,12 @@ class ExecutionEngine(nn.Module):
         image_rows_B: np.ndarray | torch.Tensor | None = None,
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
+        attentions: bool = False,
     ) -> Plan:
         """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
         device = next(self.parameters()).device
-        return self.planner(batching, sharing, self.training)(programs_BL, image_rows_B=image_rows_B).to(device)
+        planner = self.planner(batching, sharing, self.training, attentions)
+        return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
     def forward(self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False) -> torch.Tensor:
         """(B, A) answer logits, on the device of the features.
@@ -166,6 +174,13 @@ class ExecutionEngine(nn.Module):
             ValueError: the plan is for another kind of engine, for another number of images than there are features, or
                 of no program.
         """
+        return self.look(features_NCHW, plan, defer_weight_grads)[0]
+
+    def look(
+        self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `forward` returns; and the sum of the attentions, on the same device, 0 if the plan was made without
+        them."""
         if (plan.program_tokens, plan.modules, plan.scene) != (self.program_tokens, self.family_name, self.scene_kind):
             raise ValueError("the plan was made for an engine with another vocabulary, other modules or another scene")
         if plan.placement != self.placement:
@@ -175,21 +190,28 @@ class ExecutionEngine(nn.Module):
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         if self.placement is not None:
-            return self._forward_placed(features_NCHW, plan.layout, defer_weight_grads)
-        return self.classifier(self._execute(plan.layout, self.stem(features_NCHW), defer_weight_grads))
+            return self._look_placed(features_NCHW, plan.layout, defer_weight_grads)
+        maps_BCHW, attention = self._execute(plan.layout, self.stem(features_NCHW), defer_weight_grads)
+        return self.classifier(maps_BCHW), attention
 
-    def _execute(self, layout: Layout | PlacedLayout, stems_NCHW: torch.Tensor, defer: bool) -> torch.Tensor:
-        """(B, C, H, W) the programs' last maps."""
-        maps = execute(layout, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
-        return maps if isinstance(maps, torch.Tensor) else maps[0]
+    def _execute(
+        self, layout: Layout | PlacedLayout, stems_NCHW: torch.Tensor, defer: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, C, H, W) the programs' last maps, and the sum of the attentions."""
+        found = execute(layout, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
+        maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
+        dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
+        return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
-    def _forward_placed(self, features_NCHW: torch.Tensor, layout: PlacedLayout, defer: bool) -> torch.Tensor:
+    def _look_placed(
+        self, features_NCHW: torch.Tensor, layout: PlacedLayout, defer: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same on several devices. All compute in the precision that autocast gives where the features are."""
         home, stem, classifier = features_NCHW.device, self.placement.device(STEM), self.placement.device(CLASSIFIER)
         with autocast_like(home, stem):
-            maps_BCHW = self._execute(layout, self.stem(features_NCHW.to(stem)), defer)
+            maps_BCHW, attention = self._execute(layout, self.stem(features_NCHW.to(stem)), defer)
         with autocast_like(home, classifier):
-            return self.classifier(maps_BCHW).to(home)
+            return self.classifier(maps_BCHW).to(home), attention.to(home)
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""

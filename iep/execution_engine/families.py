@@ -2,8 +2,9 @@
 
 from iep.execution_engine.family import Family
 from iep.execution_engine.modules import IEP
+from iep.execution_engine.tbd import TBD
 
-FAMILIES: dict[str, Family] = {"iep": IEP}
+FAMILIES: dict[str, Family] = {"iep": IEP, "tbd": TBD}
 
 
 def family(modules: str) -> Family:

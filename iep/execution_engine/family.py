@@ -13,16 +13,39 @@ from torch import Tensor, nn
 
 from iep.batching.graph import Graph
 from iep.batching.types import Types
-from iep.programs import SCENE
+from iep.programs import SCENE, arity
+
+MAP, ATTENTION = 0, 1
+"""Columns of values: (C, H, W), as stems are, and (1, H, W)."""
 
 
-def of_one_column(graph: Graph, program_tokens: Sequence[str]) -> None:
+def as_column(column: int, maps_GCHW: Tensor) -> Tensor:
+    """Something of the shape of a column's values, out of maps."""
+    return maps_GCHW if column == MAP else maps_GCHW[:, :1]
+
+
+def of_one_column(graph: Graph, program_tokens: Sequence[str], num_programs: int) -> None:
     """Every value is a map of the stem's shape: the graph needs no types."""
 
 
 def stems_alone(stems_NCHW: Tensor) -> Tensor:
     """The stems are all the inputs."""
     return stems_NCHW
+
+
+def maps_alone(token: str) -> tuple[int, ...]:
+    """As many maps as a function has arguments; the stem where it has none."""
+    return (MAP,) * max(1, arity(token))
+
+
+def a_map(token: str) -> int:
+    """Every function makes one."""
+    return MAP
+
+
+def the_stem(stem_1CHW: Tensor) -> Tensor:
+    """`scene` is the stem's output."""
+    return stem_1CHW
 
 
 @dataclass(frozen=True)
@@ -39,10 +62,20 @@ class Family:
     reference: Callable[[Sequence[int], Sequence[str], str, Mapping[int, nn.Module], Tensor], Tensor]
     """(program_L, program tokens, scene, modules by op, stem_1CHW) -> (1, C, H, W), one module at a time, sharing no
     code with the graph."""
-    types: Callable[[Graph, Sequence[str]], Types | None] = of_one_column
-    """(graph, program tokens) -> the columns of the graph's values; None where all are maps of the stem's shape."""
+    types: Callable[[Graph, Sequence[str], int], Types | None] = of_one_column
+    """(graph, program tokens, B) -> the columns of the graph's values, and what a run returns: the values of the first
+    B of the graph's roots, then those of all further ones, if there are any, which are attentions; None where all
+    values are maps of the stem's shape."""
     inputs: Callable[[Tensor], Tensor | Mapping[int, Tensor]] = stems_alone
     """(stems_NCHW) -> what the graph's inputs are, as `iep.batching.execute` takes them."""
+    takes: Callable[[str], tuple[int, ...]] = maps_alone
+    """(token) -> the column of each tensor that its module takes."""
+    makes: Callable[[str], int] = a_map
+    """(token) -> the column of what its module returns."""
+    scene: Callable[[Tensor], Tensor] = the_stem
+    """(stem_1CHW) -> what `scene` stands for where it has no module."""
+    attentions: Callable[[Graph, Sequence[str]], np.ndarray] | None = None
+    """(graph, program tokens) -> slots of the attentions that a penalty counts; None for a family that makes none."""
 
 
 def scene_token(program_tokens: Sequence[str]) -> int:

@@ -27,7 +27,8 @@ class Plan:
     """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
 
     graph: Graph
-    """Its first inputs are stems: one for each image, or, without sharing, for each program."""
+    """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
+    programs' results, further ones attentions."""
     schedule: Schedule
     layout: Layout | PlacedLayout
     program_tokens: tuple[str, ...]
@@ -67,6 +68,7 @@ def plan_programs(
     sharing: bool = True,
     placement: Placement | None = None,
     modules: str = "iep",
+    attentions: bool = False,
 ) -> Plan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
@@ -84,19 +86,26 @@ def plan_programs(
             stem and all its functions for itself.
         placement: where every function runs; None for one device.
         modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
+        attentions: the engine is to return the sum of the attentions too. One that several programs share counts for
+            each of them.
 
     Raises:
         ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
-            `image_rows_B` is not one row number for each program, or a function that runs is not placed.
+            `image_rows_B` is not one row number for each program, a function that runs is not placed, or the modules
+            make no attentions.
     """
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
     num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
     stem_B = rows.numpy() if sharing and rows is not None else None
-    graph = graph_of(programs_BL, program_tokens, scene, stem_B, modules)
+    own, graph = family(modules), graph_of(programs_BL, program_tokens, scene, stem_B, modules)
+    if attentions:
+        if own.attentions is None:
+            raise ValueError(f"the modules {modules} make no attentions")
+        graph = replace(graph, roots=np.concatenate([graph.roots, own.attentions(graph, program_tokens)]))
     if sharing:
         graph, rows = share(graph), None
     schedule = make_schedule(graph, batching)
-    types = family(modules).types(graph, program_tokens)
+    types = own.types(graph, program_tokens, len(programs_BL))
     if placement is None:
         layout = lay_out(graph, schedule, types)
     else:
