@@ -15,11 +15,12 @@ from statistics import mean
 import numpy as np
 import torch
 
-from iep.batching.placed import least_time
+from iep.batching.placed import PlacedLayout, least_time
 from iep.devices import resolve_device
 from iep.distributed import world_size
 from iep.errors import InputError, nearest
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.family import MAP
 from iep.execution_engine.placement import (
     BALANCED,
     NONE,
@@ -58,8 +59,8 @@ class Sample:
 class Costs:
     """What an engine's parts cost, and how much work programs give them."""
 
-    map_size: int
-    """Numbers of a map between modules."""
+    sizes: tuple[int, ...]
+    """Numbers of a map, and of an attention, between modules."""
     flops: Mapping[str, float]
     """Floating-point operations of each part for a question, or of a function for one call's row, forward."""
     work: Mapping[str, float] | None
@@ -113,14 +114,14 @@ def costs_of(engine: ExecutionEngine, sample: Sample) -> Costs:
     """The costs of an engine that `iep.networks.build` has made."""
     with torch.device("meta"):
         alike = build("engine", engine.kwargs)
-    flops, map_size = flops_of_parts(alike, [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")])
+    flops, sizes = flops_of_parts(alike, [engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")])
     if not sample.is_known:
-        return Costs(map_size, flops, None)
+        return Costs(sizes, flops, None)
     rows = _spread(len(sample.programs_QL), MOST_PROGRAMS)
     programs_QL = sample.programs_QL[rows]
     graph = graph_of(programs_QL, engine.program_tokens, engine.scene_kind, modules=engine.family_name)
     calls = calls_of_parts(engine.parts, graph.op, engine.program_tokens, len(rows))
-    return Costs(map_size, flops, {part: calls[part] * flops[part] for part in engine.parts})
+    return Costs(sizes, flops, {part: calls[part] * flops[part] for part in engine.parts})
 
 
 def make_placement(
@@ -173,10 +174,17 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
     return "\n".join(lines)
 
 
-def describe_moves(rows: float, map_bytes: int, share: float, what: str) -> str:
-    """What crosses on the way forward of `what`, `rows` values of `map_bytes` bytes; and what the devices can gain."""
+def describe_moves(layouts: Sequence[PlacedLayout], costs: Costs, number_bytes: int, share: float, what: str) -> str:
+    """What crosses on the way forward of `what`, the mean of some layouts, in numbers of so many bytes; and what the
+    devices can gain."""
+    kinds, total = [], 0.0
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=True)):
+        rows = mean(layout.rows_moved_of(column) for layout in layouts)
+        if rows or column == MAP:
+            kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
+        total += rows * size * number_bytes
     return (
-        f"  {rows:.4g} maps of {map_bytes:,} bytes, {rows * map_bytes / 1e6:.4g} MB, cross {what} on the way forward, "
+        f"  {' and '.join(kinds)}, {total / 1e6:.4g} MB, cross {what} on the way forward, "
         f"as much on the way back\n  side by side, the modules take {100 * share:.0f}% of one device's time at best"
     )
 
@@ -195,10 +203,9 @@ def describe_engine(
     if not sample.is_known:
         return f"{text}\n  how much crosses depends on programs that are not known yet"
     plans = [planner(programs_BL, image_rows_B=rows_B) for programs_BL, rows_B in _minibatches(sample, batch_size)]
-    rows, share = mean(plan.layout.rows_moved for plan in plans), mean(share_of_time(plan, costs) for plan in plans)
-    map_bytes = costs.map_size * (2 if precision == "bfloat16" else 4)
-    size = min(batch_size, len(sample.programs_QL))
-    return f"{text}\n{describe_moves(rows, map_bytes, share, f'in a minibatch of {size} questions')}"
+    share, number_bytes = mean(share_of_time(plan, costs) for plan in plans), 2 if precision == "bfloat16" else 4
+    what = f"in a minibatch of {min(batch_size, len(sample.programs_QL))} questions"
+    return f"{text}\n{describe_moves([plan.layout for plan in plans], costs, number_bytes, share, what)}"
 
 
 def share_of_time(plan: Plan, costs: Costs) -> float:

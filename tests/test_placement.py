@@ -107,8 +107,8 @@ def test_operations_are_those_of_the_convolutions_and_linear_layers() -> None:
     tokens = index_tokens(["scene", "count", "union"])
     with torch.device("meta"):
         engine = ExecutionEngine(tokens, num_answers=28)
-    flops, map_size = flops_of_parts(engine, (1024, 14, 14))
-    assert map_size == 128 * 14 * 14
+    flops, sizes = flops_of_parts(engine, (1024, 14, 14))
+    assert sizes == (128 * 14 * 14, 14 * 14)
     places, conv = 14 * 14, 2 * 9 * 128 * 128  # multiply and add
     assert flops["scene"] == flops["count"] == flops["<END>"] == 2 * conv * places
     assert flops["union"] == (2 * conv + 2 * 256 * 128) * places

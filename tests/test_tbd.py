@@ -1,17 +1,13 @@
 import itertools
-import pickle
 
 import numpy as np
-import pytest
 import torch
-from batching_cases import assert_same, matrix, quick, results
+from batching_cases import assert_same, quick, results
 from hypothesis import example, given, settings
-from tbd_cases import FUNCTIONS, ILL_FORMED, INDEX, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, program, tbd_engine
+from tbd_cases import PROGRAMS_BL, any_programs, tbd_engine
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.tbd import OneProgram
-from iep.execution_engine.tbd_modules import role_of
-from iep.vocab import NULL, START
+from iep.vocab import NULL
 
 
 def features(rows_B, dtype=torch.float64, seed=1):

@@ -60,6 +60,8 @@ class Move:
     source: int
     destination: int
     rows: int
+    columns: tuple[int, ...]
+    """How many of the rows are of each column, from 0 on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,10 @@ class PlacedLayout:
     def rows_moved(self) -> int:
         """How many values cross on the way forward; as many gradients do on the way back."""
         return sum(move.rows for move in self.moves)
+
+    def rows_moved_of(self, column: int) -> int:
+        """How many of them are of one column."""
+        return sum(move.columns[column] for move in self.moves if column < len(move.columns))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PlacedLayout":
         """The same with `function` of its index tensors."""
@@ -115,7 +121,7 @@ def lay_out_placed(graph: Graph, schedule: Schedule, homes: Homes, types: Types 
             lay_out_steps(_steps_at(position, each, home_K, crossings, steps), leads)
             for position in range(len(homes.devices))
         ),
-        moves=tuple(Move(c.maker, home_K[c.maker], c.destination, len(c.tensors)) for c in crossings),
+        moves=tuple(_move(crossing, home_K, steps.column) for crossing in crossings),
     )
 
 
@@ -146,6 +152,11 @@ class _Crossing(NamedTuple):
     taker: int
     """The first call there that takes one of them."""
     tensors: np.ndarray
+
+
+def _move(crossing: _Crossing, home_K: list[int], column: np.ndarray) -> Move:
+    maker, destination, _, tensors = crossing
+    return Move(maker, home_K[maker], destination, len(tensors), tuple(np.bincount(column[tensors]).tolist()))
 
 
 def _crossings(steps: Steps, home_K: np.ndarray) -> list[_Crossing]:

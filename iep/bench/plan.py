@@ -76,7 +76,7 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
         text = describe_schedule(batching, plan, examples)
         say(f"\n{text}")
         if placement is not None:
-            say(describe_moves(plan.layout.rows_moved, 4 * costs.map_size, share_of_time(plan, costs), "at full size"))
+            say(describe_moves([plan.layout], costs, 4, share_of_time(plan, costs), "at full size"))
         if (path := pictures[batching]) is not None:
             draw_schedule(path, text.splitlines()[0], plan.schedule, examples)
             say(f"Wrote {path}")

@@ -18,7 +18,8 @@ from torch import nn
 
 from iep.batching.placed import Homes
 from iep.errors import InputError, nearest
-from iep.programs import arity
+from iep.execution_engine.families import family
+from iep.execution_engine.family import ATTENTION, MAP, as_column
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
@@ -115,9 +116,9 @@ def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> i
     raise InputError(f"{path}: {part} is on {value!r}, expected one of the devices {', '.join(devices)}")
 
 
-def flops_of_parts(engine: nn.Module, feature_shape: Sequence[int]) -> tuple[dict[str, int], int]:
+def flops_of_parts(engine: nn.Module, feature_shape: Sequence[int]) -> tuple[dict[str, int], tuple[int, ...]]:
     """Floating-point operations of each part, forward, for one image, one call's row or one question; and how many
-    numbers a map between modules has.
+    numbers a value between modules has, by column.
 
     Args:
         engine: an `ExecutionEngine` on the device `meta`, which computes nothing.
@@ -133,10 +134,11 @@ def flops_of_parts(engine: nn.Module, feature_shape: Sequence[int]) -> tuple[dic
         flops[part] = counter.get_total_flops()
         return result
 
-    map_1CHW = count(STEM, torch.empty(1, *feature_shape, device="meta"))
+    own, map_1CHW = family(engine.family_name), count(STEM, torch.empty(1, *feature_shape, device="meta"))
     for part in engine.parts[1:]:
-        count(part, *[map_1CHW] * (1 if part == CLASSIFIER else max(1, arity(part))))
-    return flops, map_1CHW.numel()
+        columns = (MAP,) if part == CLASSIFIER else own.takes(part)
+        count(part, *(as_column(column, map_1CHW) for column in columns))
+    return flops, tuple(as_column(column, map_1CHW).numel() for column in (MAP, ATTENTION))
 
 
 def calls_of_parts(
