@@ -21,6 +21,7 @@ from iep.errors import InputError, nearest
 BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
 """Models of a single network that answers without programs."""
 MODELS = ("pg", "ee", "joint", *BASELINES)
+MODULES = ("iep", "tbd")
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
@@ -56,8 +57,9 @@ class GeneratorConfig:
 class EngineConfig:
     """Execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is Suarez & Zhu's)."""
 
-    modules: str = setting("iep", choices=("iep",))
-    """Family of modules: residual blocks (Johnson et al. 2017)."""
+    modules: str = setting("iep", choices=MODULES)
+    """Family of modules: residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018), which
+    `module_residual`, `module_norm` and `scene` have nothing to say about."""
     module_dim: int = setting(128, minimum=1)
     module_residual: bool = True
     module_norm: str = setting("none", choices=("none", "batch", "example"))
@@ -160,6 +162,10 @@ class Config:
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
     clip_gradients: float | None = setting(None, minimum=0)
+
+    attention_penalty: float = setting(0.0, minimum=0)
+    """Of the modules tbd: the loss of a minibatch grows by so many times the sum of all attentions of its programs that
+    networks make (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
     precision: str = setting("float32", choices=PRECISIONS)
     """What the networks compute in (weights stay float32); bfloat16 pays on processors that have it."""

@@ -13,6 +13,7 @@ from iep.config import (
     BATCHING,
     CONFIG,
     MODELS,
+    MODULES,
     PLACES,
     PRECISIONS,
     PROGRAM_SOURCES,
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from.")
 @click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline to start from.")
 @click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
+@click.option(
+    "--modules",
+    type=click.Choice(MODULES),
+    help="Family of a new engine's modules (engine.modules): residual blocks, or Transparency by Design's attentions.  "
+    "[default: iep]",
+)
 @click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
 @click.option(
     "--sharing/--no-sharing",
@@ -100,8 +107,11 @@ def main(
     Settings come from the defaults, then --config, then KEY=VALUE arguments (nested ones with a dot:
     engine.module_dim=64), then options. `--dry-run` prints all of them.
     """
+    modules = options.pop("modules")
     options |= where(options)
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    if modules is not None:
+        overrides["engine"] = {"modules": modules}
     if dry_run:
         config, _ = _resolve(out, resume, config_file, settings, overrides)
         click.echo(to_yaml(config), nl=False)

@@ -16,6 +16,7 @@ from iep.datasets import Batches, ClevrDataset, sequential_batches, training_bat
 from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_size
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE
 from iep.files import write_bytes
 from iep.loader import Loading
@@ -106,6 +107,11 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if sees and validation is not None:
         for name in FEATURE_SIDES.keys() & task.networks.keys():
             check_features(task.networks[name], validation.features.shape[1:], validation.features.path)
+    if config.attention_penalty and family(task.engine.family_name).attentions is None:
+        raise InputError(
+            f"attention_penalty is {config.attention_penalty}, but the engine's modules {task.engine.family_name} make "
+            "no attentions; those of --modules tbd do"
+        )
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
     config = _with_networks_settings(config, task.networks, resumed=start is not None)
@@ -154,7 +160,8 @@ def _batches(
     plan_training, plan_validation = None, None
     if config.model == "ee" and config.programs == "ground-truth":
         planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
-        plan_training, plan_validation = planner(training=True), planner(training=False)
+        plan_training = planner(training=True, attentions=config.attention_penalty > 0)
+        plan_validation = planner(training=False)
     programs = training.questions.programs
     order = make_order(
         None if programs is None else program_lengths(programs, vocab.program),
@@ -196,6 +203,8 @@ def _refuse_unused(config: Config) -> None:
         if getattr(config, key) is not None and key not in used:
             hint = "; --programs predicted runs its programs" if (config.model, key) == ("ee", "pg") else ""
             raise InputError(f"{key} is {getattr(config, key)}, which training {config.model} does not use{hint}")
+    if config.attention_penalty and config.model not in ("ee", "joint"):
+        raise InputError(f"attention_penalty is {config.attention_penalty}, which training {config.model} does not use")
 
 
 def _start_of(name: str, config: Config) -> str | None:
@@ -281,7 +290,7 @@ def _make_task(
     def engine() -> nn.Module:
         return network("engine", lambda: engine_kwargs(config.engine, vocab, feature_shape))
 
-    execution = Execution(config.batching, config.sharing, config.defer_weight_grads)
+    execution = Execution(config.batching, config.sharing, config.defer_weight_grads, config.attention_penalty)
     max_length = config.max_program_length
     if config.model == "pg":
         return GeneratorTask(generator(), max_length)

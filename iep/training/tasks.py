@@ -32,6 +32,8 @@ class Execution:
     batching: str
     sharing: bool | None
     defer_weight_grads: bool
+    attention_penalty: float = 0.0
+    """What a minibatch's sum of attentions is multiplied with in the loss."""
 
 
 class GeneratorTask:
@@ -71,18 +73,22 @@ class EngineTask:
 
     def logits(self, batch: Batch) -> Tensor:
         """(B, A) answer logits."""
+        return self._look(batch)[0]
+
+    def _look(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.generator is None:
-            return self.engine(batch.features, batch.plan, self.execution.defer_weight_grads)
+            return self.engine.look(batch.features, batch.plan, self.execution.defer_weight_grads)
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return _answer_logits(self.engine, batch, programs_BL, self.execution)
+        return _look(self.engine, batch, programs_BL, self.execution)
 
     def count(self, batch: Batch) -> int:
         """Questions."""
         return len(batch.index)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Mean cross entropy an answer, and the share of right ones."""
-        return _answer_loss(self.logits(batch), batch.answers)
+        """Mean cross entropy an answer and the attentions' penalty, and the share of right ones."""
+        logits_BA, attention = self._look(batch)
+        return _engine_loss(logits_BA, attention, batch.answers, self.execution)
 
     def correct(self, batch: Batch) -> Tensor:
         """Is the likeliest answer the true one?"""
@@ -124,8 +130,8 @@ class JointTask:
         programs_BL, log_probs_B = sample(
             self.generator, batch.questions, self.max_length, self.temperature, batch.draws
         )
-        logits_BA = _answer_logits(self.engine, batch, programs_BL, self.execution)
-        engine_loss, metrics = _answer_loss(logits_BA, batch.answers)
+        logits_BA, attention = _look(self.engine, batch, programs_BL, self.execution)
+        engine_loss, metrics = _engine_loss(logits_BA, attention, batch.answers, self.execution)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
         baseline = self.state["reward_baseline"]
@@ -143,7 +149,7 @@ class JointTask:
     def correct(self, batch: Batch) -> Tensor:
         """Is the answer right, with the greedily decoded program?"""
         programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return _answer_logits(self.engine, batch, programs_BL, self.execution).argmax(1) == batch.answers
+        return _look(self.engine, batch, programs_BL, self.execution)[0].argmax(1) == batch.answers
 
 
 class BaselineTask:
@@ -175,10 +181,27 @@ class BaselineTask:
         return self.logits(batch).argmax(1) == batch.answers
 
 
-def _answer_logits(engine: ExecutionEngine, batch: Batch, programs_BL: Tensor, execution: Execution) -> Tensor:
-    """(B, A) answer logits of programs that the batch does not hold a plan of."""
-    plan = engine.plan(programs_BL, batch.image_rows, execution.batching, execution.sharing)
-    return engine(batch.features, plan, execution.defer_weight_grads)
+def _look(engine: ExecutionEngine, batch: Batch, programs_BL: Tensor, execution: Execution) -> tuple[Tensor, Tensor]:
+    """(B, A) answer logits of programs that the batch does not hold a plan of, and their attentions' sum, where these
+    are penalized and the engine is trained."""
+    attentions = engine.training and execution.attention_penalty > 0
+    plan = engine.plan(programs_BL, batch.image_rows, execution.batching, execution.sharing, attentions)
+    return engine.look(batch.features, plan, execution.defer_weight_grads)
+
+
+def _engine_loss(
+    logits_BA: Tensor, attention: Tensor, answers_B: Tensor, execution: Execution
+) -> tuple[Tensor, Metrics]:
+    """Mean cross entropy an answer, and the penalty of the attentions (Mascharka et al. 2018, section 4.1, a sum over
+    the minibatch in their code)."""
+    loss, metrics = _answer_loss(logits_BA, answers_B)
+    if not execution.attention_penalty:
+        return loss, metrics
+    # A process's loss counts for its share of the questions, so that all of them make up the whole minibatch's sum.
+    questions = torch.tensor(len(answers_B), dtype=torch.float64)
+    share = questions.item() / total(questions).item()
+    penalty = execution.attention_penalty / share * attention
+    return loss + penalty, metrics | {"loss": (loss + penalty).detach(), "attention_penalty": penalty.detach()}
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
