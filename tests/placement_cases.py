@@ -1,9 +1,15 @@
 """Devices to place things on: logical ones on the CPU everywhere, and GPUs where there are any."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 
 from iep.batching import threads
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import Placement, round_robin
+from iep.networks import place_parts
 
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -29,3 +35,16 @@ class CountedMoves:
         self.rows.append(len(rows))
         self.bytes += rows.nbytes
         return self._move(rows, device)
+
+
+def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
+    """The same engine on several devices, its parts dealt in turn or at random."""
+    placement = round_robin(engine.parts, devices)
+    if seed is not None:
+        positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()
+        placement = Placement(devices, dict(zip(engine.parts, positions, strict=True)))
+    return place_parts(copy.deepcopy(engine), placement, "channels-first")
+
+
+def on_cpu(values: dict) -> dict:
+    return {name: None if value is None else value.cpu() for name, value in values.items()}

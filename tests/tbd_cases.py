@@ -6,16 +6,15 @@ from batching_cases import matrix, token_matrices
 from iep.execution_engine.engine import ExecutionEngine
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
-FUNCTIONS = ("count", "equal_integer", "exist", "filter_color[red]", "intersect", "less_than", "query_size")
-FUNCTIONS += ("relate[left]", "same_shape", "scene", "union", "unique")
-TOKENS = index_tokens(FUNCTIONS)
-INDEX = {token: index for index, token in enumerate(TOKENS)}
 UNARY = ("count", "filter_color[red]", "query_size", "relate[left]", "same_shape", "unique")
 BINARY = ("equal_integer", "intersect", "less_than", "union")
+TOKENS = index_tokens([*UNARY, *BINARY, "exist", "scene"])
+INDEX = {token: index for index, token in enumerate(TOKENS)}
 
 
-def program(text):
-    return [START, *(INDEX[token] for token in text.split()), END]
+def programs(*texts):
+    """Prefix programs as a matrix of tokens."""
+    return matrix([[START, *(INDEX[token] for token in text.split()), END] for text in texts], pad=NULL)
 
 
 WELL_FORMED = (
@@ -24,6 +23,7 @@ WELL_FORMED = (
     "exist same_shape unique intersect relate[left] scene filter_color[red] scene",
     "less_than count filter_color[red] scene count same_shape unique filter_color[red] scene",
     "equal_integer count scene count filter_color[red] scene",
+    "count intersect filter_color[red] scene filter_color[red] scene",
 )
 ILL_FORMED = (
     "scene",
@@ -32,11 +32,13 @@ ILL_FORMED = (
     "<END> filter_color[red] <UNK> scene",
     "union count filter_color[red] scene equal_integer scene filter_color[red] scene",
     "equal_integer filter_color[red] scene count unique",
-    "intersect scene scene",
+    "union scene scene",
     "same_shape query_size scene",
     "count",
+    "count <UNK> intersect same_shape scene <END> exist",
 )
-PROGRAMS_BL = matrix([*map(program, WELL_FORMED), *map(program, ILL_FORMED)], pad=NULL)
+PROGRAMS_BL = programs(*WELL_FORMED, *ILL_FORMED)
+"""About the same thing where they are alike, so that there is something to share."""
 
 any_programs = token_matrices(
     len(TOKENS),
@@ -53,3 +55,7 @@ def tbd_engine(dtype=torch.float64, tokens=TOKENS, **kwargs):
     settings = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
     settings |= {"classifier_projection": 6, "classifier_hidden": (7,), "modules": "tbd"}
     return ExecutionEngine(tokens, num_answers=4, **(settings | kwargs)).to(dtype)
+
+
+def features(count, dtype=torch.float64):
+    return torch.randn(count, 5, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))

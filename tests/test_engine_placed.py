@@ -1,6 +1,5 @@
 """An engine on several devices answers, and learns, as on one."""
 
-import copy
 import itertools
 import pickle
 
@@ -10,30 +9,16 @@ import torch
 from batching_cases import assert_same, quick, results
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from placement_cases import DEVICE_LISTS, ONE_GPU, CountedMoves
+from placement_cases import DEVICE_LISTS, ONE_GPU, CountedMoves, on_cpu, placed_copy
 from test_engine import PROGRAMS_BL, any_programs, small_engine
 from torch import nn
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.datasets import Batch
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement, round_robin
-from iep.networks import pack, place_parts
+from iep.networks import pack
 
 ROWS_B = np.array([0, 0, 1, 1])
-
-
-def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
-    """The same engine on several devices, its parts dealt in turn or at random."""
-    placement = round_robin(engine.parts, devices)
-    if seed is not None:
-        positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()
-        placement = Placement(devices, dict(zip(engine.parts, positions, strict=True)))
-    return place_parts(copy.deepcopy(engine), placement, "channels-first")
-
-
-def on_cpu(values: dict) -> dict:
-    return {name: None if value is None else value.cpu() for name, value in values.items()}
 
 
 @pytest.mark.parametrize("devices", DEVICE_LISTS)

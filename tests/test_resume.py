@@ -58,6 +58,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     [
         ("model=ee", "engine.stem_norm=true", "warmup=3", "decay=cosine", "curriculum=[[0, 5], [3, 99]]"),
         ("model=ee", "precision=bfloat16", "workers=2", "clip_gradients=1"),
+        ("model=ee", "engine.modules=tbd", "attention_penalty=0.001", "workers=1", "defer_weight_grads=true"),
         ("model=pg", "generator.dropout=0.5", "generator.num_layers=2", "weight_decay=0.1"),
         ("model=lstm", "lstm.dropout=0.5", "lstm.num_layers=2", "precision=bfloat16"),
         ("model=joint", "temperature=2"),

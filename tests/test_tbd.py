@@ -1,17 +1,30 @@
+"""An engine of attention modules, batched, is the one-example reference: logits, all gradients, the penalty."""
+
 import itertools
+import pickle
 
 import numpy as np
+import pytest
 import torch
 from batching_cases import assert_same, quick, results
 from hypothesis import example, given, settings
-from tbd_cases import PROGRAMS_BL, any_programs, tbd_engine
+from hypothesis import strategies as st
+from placement_cases import DEVICE_LISTS, CountedMoves, on_cpu, placed_copy
+from tbd_cases import ILL_FORMED, INDEX, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, features, programs, tbd_engine
+from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.schedulers import SCHEDULERS
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.tbd import OneProgram
+from iep.execution_engine.tbd_modules import SameModule
 from iep.vocab import NULL
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-def features(rows_B, dtype=torch.float64, seed=1):
-    return torch.randn(rows_B[-1] + 1, 5, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+def rows_of(programs_BL):
+    """Two programs about each image."""
+    return np.arange(len(programs_BL)) // 2
 
 
 @given(programs_BL=any_programs)
@@ -19,11 +32,164 @@ def features(rows_B, dtype=torch.float64, seed=1):
 @example(programs_BL=np.full((2, 3), NULL))
 @settings(quick, max_examples=25)
 def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_and_all_gradients(programs_BL):
-    engine = tbd_engine()
-    rows_B = np.arange(len(programs_BL)) // 2
-    features_NCHW = features(rows_B)
+    engine, rows_B = tbd_engine(), rows_of(programs_BL)
+    features_NCHW = features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
         plan = engine.plan(programs_BL, rows_B, name, sharing)
         actual = results(lambda x, plan=plan, defer=defer: engine(x, plan, defer), engine, features_NCHW)
         assert_same(actual, expected, 1e-9)
+
+
+@pytest.mark.parametrize("devices", DEVICE_LISTS)
+@given(programs_BL=any_programs, seed=st.integers(0, 2**16))
+@example(programs_BL=PROGRAMS_BL, seed=0)
+@settings(quick, max_examples=3)
+def test_on_any_placement_logits_and_all_gradients_are_the_references(devices, programs_BL, seed):
+    engine, rows_B = tbd_engine(), rows_of(programs_BL)
+    placed, home = placed_copy(engine, devices, seed), torch.device(devices[0])
+    features_NCHW = features(rows_B[-1] + 1)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+        plan = placed.plan(programs_BL, rows_B, name, sharing)
+
+        def run(x, plan=plan, defer=defer):
+            return placed(x.to(home), plan, defer).cpu()
+
+        assert_same(on_cpu(results(run, placed, features_NCHW)), expected, 1e-9)
+
+
+def test_what_crosses_between_devices_is_counted_kind_by_kind():
+    placed = placed_copy(tbd_engine(), ("cpu", "cpu"))
+    layout = placed.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)).layout
+    with pytest.MonkeyPatch.context() as patch:
+        moved = CountedMoves(patch)
+        placed(features(8), placed.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))
+    maps, attentions = layout.rows_moved_of(0), layout.rows_moved_of(1)
+    assert maps > 0 < attentions
+    assert maps + attentions == layout.rows_moved == sum(moved.rows)
+    assert moved.bytes == (3 * maps + attentions) * 3 * 4 * 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
+    torch.manual_seed(0)
+    engine = ExecutionEngine(TOKENS, num_answers=28, modules="tbd", initialization="torch").to(device)
+    programs_BL, rows_B = programs(*WELL_FORMED[:4], ILL_FORMED[4]), np.array([0, 1, 1, 1, 0])
+    features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        engine.to(memory_format=memory_format)
+        plan = engine.plan(programs_BL, rows_B)
+        expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+        actual = results(lambda x, plan=plan: engine(x, plan, defer), engine, features_NCHW)
+        assert actual["output"].shape == (5, 28)
+        assert_same(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
+    engine = tbd_engine(torch.float32)
+    features_BCHW = features(len(PROGRAMS_BL), torch.float32)
+    plan = engine.plan(PROGRAMS_BL)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
+        actual = results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW)
+    assert_same(actual, expected, 0.03)
+
+
+def test_questions_of_every_type_run_as_the_reference_has_them():
+    engine = tbd_engine(tokens=VOCAB.program)
+    programs_BL = padded([[VOCAB.program_index[token] for token in program] for _, program, _ in EXAMPLES[:13]])
+    assert len({program[0] for _, program, _ in EXAMPLES[:13]}) == 13
+    features_BCHW = features(13)
+    expected = results(lambda x: engine.reference(x, programs_BL), engine, features_BCHW)
+    assert_same(results(lambda x: engine(x, engine.plan(programs_BL)), engine, features_BCHW), expected, 1e-9)
+
+
+def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
+    torch.manual_seed(0)
+    module = SameModule(3)
+    features_GCHW, attention_G1HW = torch.randn(2, 3, 2, 2), torch.zeros(2, 1, 2, 2)
+    attention_G1HW[0, 0, 0, 1] = attention_G1HW[0, 0, 1, 0] = attention_G1HW[1, 0, 1, 1] = (
+        0.5  # the first of two counts
+    )
+    weight, bias = module.conv.weight[0, :, 0, 0], module.conv.bias
+    for row, (y, x) in enumerate([(0, 1), (1, 1)]):
+        thing = features_GCHW[row, :, y, x]
+        score = torch.einsum("c,chw->hw", weight[:3] * thing, features_GCHW[row]) + weight[3] * attention_G1HW[row, 0]
+        by_hand = torch.sigmoid(score + bias)
+        torch.testing.assert_close(module(features_GCHW, attention_G1HW)[row, 0], by_hand)
+
+
+def test_in_one_minibatch_same_looks_at_another_place_for_each_image():
+    """What the networks attend to is made plain by weights: filter_color[red] attends to a feature's size."""
+    engine = tbd_engine(torch.float32)
+    places = []
+    engine.get_submodule("same_shape").register_forward_hook(
+        lambda module, arguments, output: places.append(arguments[1].flatten(1).argmax(1).tolist())
+    )
+    programs_BL = programs(*["exist same_shape filter_color[red] scene"] * 3)
+    features_BCHW = features(3, torch.float32)
+    logits = engine(features_BCHW, engine.plan(programs_BL))
+    assert [len(each) for each in places] == [3]
+    assert len(set(places[0])) > 1, "all peaks are in one place, which shows nothing"
+    for row in range(3):
+        alone = engine(features_BCHW[row : row + 1], engine.plan(programs_BL[:1]))
+        torch.testing.assert_close(alone[0], logits[row])
+    assert places[0] == [place for (place,) in places[1:]]
+
+
+@given(programs_BL=any_programs)
+@example(programs_BL=PROGRAMS_BL)
+@settings(quick, max_examples=10)
+def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing_and_without(programs_BL):
+    engine, rows_B = tbd_engine(), rows_of(programs_BL)
+    modules = {INDEX[token]: getattr(engine, token) for token in engine.parts[1:-1]}
+
+    def reference(x):
+        stems = engine.stem(x[rows_B]).split(1)
+        seen = [
+            OneProgram(TOKENS, modules, stem).run(row) for row, stem in zip(programs_BL.tolist(), stems, strict=True)
+        ]
+        logits = engine.classifier(torch.cat([each.tensor for each in seen]))
+        penalty = sum(attention.sum() for each in seen for attention in each.attentions)
+        return torch.cat([logits.flatten(), 3 * torch.as_tensor(penalty, dtype=logits.dtype)[None]])
+
+    features_NCHW = features(rows_B[-1] + 1)
+    expected = results(reference, engine, features_NCHW)
+    for name, sharing in itertools.product(("vanilla", "lookahead"), (False, True)):
+        plan = engine.plan(programs_BL, rows_B, name, sharing, attentions=True)
+
+        def run(x, plan=plan):
+            logits, attention = engine.look(x, plan)
+            return torch.cat([logits.flatten(), 3 * attention[None]])
+
+        assert_same(results(run, engine, features_NCHW), expected, 1e-9)
+
+
+def test_a_placed_engine_sums_the_same_attentions():
+    engine, rows_B = tbd_engine(), rows_of(PROGRAMS_BL)
+    placed = placed_copy(engine, ("cpu", "cpu", "cpu"))
+    logits, attention = engine.look(features(8), engine.plan(PROGRAMS_BL, rows_B, attentions=True))
+    ours = placed.look(features(8), placed.plan(PROGRAMS_BL, rows_B, attentions=True))
+    torch.testing.assert_close(ours, (logits, attention))
+    assert attention > 0
+    assert engine.look(features(8), engine.plan(PROGRAMS_BL, rows_B))[1] == 0, "nobody has asked for them"
+
+
+def test_modules_that_no_program_needs_get_no_gradient():
+    engine = tbd_engine()
+    programs_BL = programs("count filter_color[red] query_size same_shape scene")  # an encoding where none is wanted
+    engine(features(1), engine.plan(programs_BL)).sum().backward()
+    used = {"count", "filter_color[red]", "stem", "classifier"}
+    for name, child in engine.named_children():
+        assert {p.grad is not None for p in child.parameters()} <= {name in used}, name
+
+
+def test_a_plan_survives_the_way_from_a_worker_process():
+    engine = tbd_engine()
+    plan = engine.plan(PROGRAMS_BL, attentions=True)
+    ours = engine.look(features(len(PROGRAMS_BL)), pickle.loads(pickle.dumps(plan)))
+    assert all(map(torch.equal, ours, engine.look(features(len(PROGRAMS_BL)), plan)))

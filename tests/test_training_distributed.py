@@ -75,6 +75,7 @@ CASES = {
         *NORM,
     ),
     "ee, not shared": (TORCHS_OWN, "sharing=false", "questions_per_image=1", "workers=2", *NORM),
+    "ee, attention modules, penalized": (TORCHS_OWN, "engine.modules=tbd", "attention_penalty=0.001"),
     "ee, predicted": (TORCHS_OWN, "programs=predicted"),
     "joint": (),
     "joint, generator frozen": ("freeze=generator",),

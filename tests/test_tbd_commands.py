@@ -1,0 +1,120 @@
+"""Engines of attention modules by command: trained, gone on with, evaluated, trained jointly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from evaluate_cases import evaluate
+from tiny_data import TINY, assert_one_error, newest
+
+from iep.batching.schedulers import SCHEDULERS
+from iep.cli.train import main
+from iep.networks import unpack
+from iep.training.checkpoint import load_checkpoint
+
+
+def iep_train(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of an engine of attention modules."""
+    out = tmp_path_factory.mktemp("tbd") / "run"
+    done = iep_train("--modules", "tbd", "--data", data, "--out", out, *TINY, "workers=1", "attention_penalty=0.001")
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def rows(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
+    engine = unpack(load_checkpoint(newest(tbd)), "engine", tbd)
+    assert engine.family_name == "tbd"
+    assert not hasattr(engine, "unique")
+    steps = [row for row in rows(tbd) if "loss" in row]
+    assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)
+    assert "modules: tbd" in (tbd / "config.yaml").read_text()
+
+
+def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
+    shutil.copytree(tbd, tmp_path / "run")
+    done = iep_train("--resume", "--out", tmp_path / "run", "iterations=6")
+    assert done.exit_code == 0, done.output
+    checkpoint = load_checkpoint(newest(tmp_path / "run"))
+    assert checkpoint["step"] == 6
+    assert unpack(checkpoint, "engine", tmp_path).family_name == "tbd"
+    other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
+    assert_one_error(other, "was trained with engine.modules tbd, cannot go on with iep")
+
+
+def test_every_scheduler_answers_as_every_other(data: Path, tbd: Path, tmp_path: Path):
+    answers = {}
+    for batching in SCHEDULERS:
+        for sharing in ("--sharing", "--no-sharing"):
+            out = tmp_path / f"{batching}{sharing}"
+            report, predictions, _ = evaluate(out, "--ee", tbd, "--data", data, "--batching", batching, sharing)
+            answers[out.name] = [row["predicted_answer"] for row in predictions]
+            assert report["programs"] == "ground-truth"
+    assert len(answers) == 12
+    assert len({tuple(each) for each in answers.values()}) == 1
+
+
+def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):
+    """A generator of one step's training: hardly a program of its is well-formed."""
+    started = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "pg", *TINY, "iterations=1")
+    assert started.exit_code == 0, started.output
+    starts = ["--pg", tmp_path / "pg", "--ee", tbd]
+    for number, sharing in enumerate(("sharing=true", "sharing=false")):
+        out = tmp_path / str(number)
+        settings = [*TINY, sharing, "attention_penalty=0.0001", "temperature=2"]
+        done = iep_train("--model", "joint", *starts, "--data", data, "--out", out, *settings)
+        assert done.exit_code == 0, done.output
+    ours, theirs = (rows(tmp_path / name) for name in "01")
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+    assert ours[0]["attention_penalty"] == pytest.approx(theirs[0]["attention_penalty"], rel=1e-5)
+
+
+def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: list[str], tmp_path: Path):
+    settings = [each for each in TINY if not each.startswith("device=")]
+    settings += [parts[0], "programs=predicted", "attention_penalty=0.001"]
+    for out, where in (("one", ["--device", "cpu"]), ("two", ["--placement", "round-robin", "--devices", "cpu,cpu"])):
+        done = iep_train("--modules", "tbd", "--data", data, "--out", tmp_path / out, *where, *settings)
+        assert done.exit_code == 0, done.output
+    assert "attentions of" in done.output
+    ours, theirs = ([row["loss"] for row in rows(tmp_path / out) if "loss" in row] for out in ("one", "two"))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modules", "tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
+        (["--modules", "tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
+        (["attention_penalty=1"], "attention_penalty is 1.0, but the engine's modules iep make no attentions"),
+        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_one_line(
+    data: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    done = iep_train("--data", data, "--out", tmp_path / "run", *TINY, *arguments)
+    assert_one_error(done, words)
+    assert not any((tmp_path / "run").glob("*.pt"))
+
+
+def test_a_penalty_pushes_attentions_down(data: Path, tmp_path: Path):
+    sums = []
+    for penalty in (1e-9, 1.0):
+        out = tmp_path / str(penalty)
+        settings = [*TINY, "iterations=20", "validate_every=20", f"attention_penalty={penalty}"]
+        done = iep_train("--modules", "tbd", "--data", data, "--out", out, *settings)
+        assert done.exit_code == 0, done.output
+        sums.append([row["attention_penalty"] / penalty for row in rows(out) if "loss" in row])
+    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-4), "they begin alike"
+    assert torch.tensor(sums[1][-5:]).mean() < 0.5 * torch.tensor(sums[0][-5:]).mean()

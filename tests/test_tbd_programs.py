@@ -1,0 +1,161 @@
+"""What programs mean to an engine of attention modules: its networks, its graphs, and programs not well-formed."""
+
+import numpy as np
+import pytest
+import torch
+from tbd_cases import INDEX, TOKENS, features, programs, tbd_engine
+
+from iep.bench.workload import clevr_vocab
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.plans import plan_programs
+
+
+def plan_of(*texts, **kwargs):
+    return plan_programs(programs(*texts), TOKENS, modules="tbd", **kwargs)
+
+
+def run(*texts, engine=None):
+    engine = engine or tbd_engine()
+    return engine(features(len(texts)), engine.plan(programs(*texts)))
+
+
+def test_the_default_engine_has_the_published_layers():
+    """Mascharka et al. 2018, table 1, for 128 channels."""
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in ExecutionEngine(TOKENS, num_answers=28, modules="tbd").state_dict().items()
+    }
+    layers = {
+        "stem.0": (128, 1024, 3, 3),
+        "stem.2": (128, 128, 3, 3),
+        "classifier.0": (512, 128, 1, 1),
+        "classifier.4": (1024, 512 * 7 * 7),
+        "classifier.6": (28, 1024),
+        "filter_color[red].conv3": (1, 128, 1, 1),
+        "relate[left].conv6": (1, 128, 1, 1),
+        "same_shape.conv": (1, 129, 1, 1),
+    }
+    convolutions = {"filter_color[red]": 2, "count": 2, "exist": 2, "query_size": 2, "relate[left]": 5}
+    convolutions |= {"equal_integer": 2, "less_than": 2}
+    for token, count in convolutions.items():
+        layers |= {f"{token}.conv{number + 1}": (128, 128, 3, 3) for number in range(count)}
+    layers |= {f"{token}.projection": (128, 256, 1, 1) for token in ("equal_integer", "less_than")}
+    expected = {f"{layer}.weight": shape for layer, shape in layers.items()}
+    expected |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
+    assert shapes == expected
+
+
+def test_relate_sees_as_far_as_its_dilations_say():
+    engine = tbd_engine()
+    relate = engine.get_submodule("relate[left]")
+    assert [relate.get_submodule(f"conv{n}").dilation for n in range(1, 6)] == [(d, d) for d in (1, 2, 4, 8, 1)]
+    features_GCHW = torch.ones(1, 3, 40, 40, dtype=torch.float64, requires_grad=True)
+    for parameter in relate.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    relate(features_GCHW, torch.ones(1, 1, 40, 40).double())[0, 0, 20, 20].backward()
+    seen = features_GCHW.grad[0].abs().sum(0).nonzero()
+    assert seen.min().item() == 20 - (1 + 2 + 4 + 8 + 1)
+    assert seen.max().item() == 20 + (1 + 2 + 4 + 8 + 1)
+
+
+def test_modules_compute_what_the_paper_says():
+    engine = tbd_engine()
+    x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
+    a, b = torch.rand(2, 1, 1, 3, 4, dtype=torch.float64)
+    look, query, compare = (engine.get_submodule(name) for name in ("filter_color[red]", "count", "less_than"))
+    inner = torch.relu(look.conv2(torch.relu(look.conv1(x * a))))
+    torch.testing.assert_close(look(x, a), torch.sigmoid(look.conv3(inner)))
+    torch.testing.assert_close(query(x, a), torch.relu(query.conv2(torch.relu(query.conv1(x * a)))))
+    joined = torch.relu(compare.projection(torch.cat([x, y], dim=1)))
+    torch.testing.assert_close(compare(x, y), torch.relu(compare.conv2(torch.relu(compare.conv1(joined)))))
+    assert engine.get_submodule("intersect")(a, b).equal(torch.where(a < b, a, b))
+    assert engine.get_submodule("union")(a, b).equal(torch.where(a < b, b, a))
+
+
+def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tokens_have_none():
+    tokens = clevr_vocab().program
+    with torch.device("meta"):
+        engine = ExecutionEngine(tokens, num_answers=28, modules="tbd")
+    kinds = {token: type(getattr(engine, token)).__name__ for token in engine.parts[1:-1]}
+    assert set(tokens) - set(kinds) == {"scene", "unique", "<NULL>", "<START>", "<END>", "<UNK>"}
+    named = {"filter_size[large]": "Attention", "relate[behind]": "Relate", "same_material": "Same"}
+    named |= {"query_color": "Query", "exist": "Query", "count": "Query", "intersect": "And", "union": "Or"}
+    named |= {"equal_integer": "Comparison", "equal_shape": "Comparison", "greater_than": "Comparison"}
+    assert {token: kinds[token] for token in named} == {token: f"{kind}Module" for token, kind in named.items()}
+
+
+def test_a_graph_has_a_node_for_every_module_that_looks_at_its_examples_own_stem():
+    graph = plan_of("count unique filter_color[red] scene", "exist relate[left] scene", sharing=False).graph
+    assert graph.num_inputs == 3, "two stems, and the attention of ones"
+    assert [TOKENS[op] for op in graph.op] == ["filter_color[red]", "count", "relate[left]", "exist"]
+    assert graph.args.tolist() == [[0, 2], [0, 3], [1, 2], [1, 5]]
+    assert graph.roots.tolist() == [4, 6]
+
+
+def test_arguments_of_two_keep_their_order():
+    graph = plan_of("less_than count scene query_size scene").graph
+    assert [TOKENS[op] for op in graph.op] == ["count", "query_size", "less_than"]
+    assert graph.args.tolist()[-1] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "like"),
+    [
+        ("unique count <END> filter_color[red] <UNK> unique scene", "count filter_color[red] scene"),
+        ("count", "count scene"),
+        ("count filter_color[red] count scene", "count filter_color[red] scene"),
+        ("count union query_size scene filter_color[red] scene", "count union scene filter_color[red] scene"),
+        ("filter_color[red] scene", "scene"),
+        ("less_than relate[left] scene count scene", "less_than scene count scene"),
+        ("unique", "scene"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_counts_as_scene_and_what_has_no_module_hands_on(text, like):
+    assert run(text).equal(run(like))
+    ours, theirs = (plan_of(each).graph for each in (text, like))
+    assert ours.op.tolist() == theirs.op.tolist(), "what leads to nothing does not run"
+    assert ours.args.tolist() == theirs.args.tolist()
+
+
+def test_scene_is_ones_where_an_attention_is_wanted_and_the_features_where_an_encoding_is():
+    engine = tbd_engine()
+    stem = engine.stem(features(1))
+    assert run("scene", engine=engine).equal(engine.classifier(stem))
+    by_hand = engine.get_submodule("less_than")(stem, engine.get_submodule("count")(stem, torch.ones_like(stem[:, :1])))
+    assert run("less_than scene count scene", engine=engine).equal(engine.classifier(by_hand))
+
+
+def test_equal_subtrees_about_one_image_run_once():
+    texts = ("count filter_color[red] scene", "exist filter_color[red] scene", "count filter_color[red] scene")
+    rows_B = np.array([0, 0, 1])
+    assert plan_of(*texts, image_rows_B=rows_B).graph.num_nodes == 5
+    assert plan_of(*texts, image_rows_B=rows_B, sharing=False).graph.num_nodes == 6
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"module_residual": False}, "module_residual and module_norm are settings of the modules iep"),
+        ({"module_norm": "batch"}, "module_residual and module_norm are settings of the modules iep"),
+        ({"scene": "stem"}, "scene is 'stem', a setting of the modules iep"),
+        ({"tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
+        ({"tokens": [token for token in TOKENS if token != "scene"]}, "lacks 'scene'"),
+        ({"modules": "film"}, "modules is 'film', expected one of iep, tbd"),
+    ],
+)
+def test_settings_and_vocabularies_that_cannot_be_built_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        tbd_engine(**kwargs)
+
+
+def test_plans_for_other_modules_or_of_attentions_that_are_none_are_refused():
+    plan = plan_programs(programs("count scene"), TOKENS)
+    with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
+        tbd_engine()(features(1), plan)
+    with pytest.raises(ValueError, match="the modules iep make no attentions"):
+        plan_programs(programs("count scene"), TOKENS, attentions=True)
+
+
+def test_tokens_are_checked_as_ever():
+    with pytest.raises(ValueError, match=f"token {len(TOKENS)}, expected 0 to {len(TOKENS) - 1}"):
+        plan_programs(np.array([[INDEX["count"], len(TOKENS)]]), TOKENS, modules="tbd")
