@@ -61,6 +61,8 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ("model=ee", "engine.modules=tbd", "attention_penalty=0.001", "workers=1", "defer_weight_grads=true"),
         ("model=pg", "generator.dropout=0.5", "generator.num_layers=2", "weight_decay=0.1"),
         ("model=lstm", "lstm.dropout=0.5", "lstm.num_layers=2", "precision=bfloat16"),
+        ("model=cnn-lstm", "cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true", "questions_per_image=2"),
+        ("model=cnn-lstm-sa", "cnn_lstm_sa.classifier_dropout=0.5", "precision=bfloat16", "freeze=rnn"),
         ("model=joint", "temperature=2"),
     ],
 )

@@ -66,6 +66,9 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
 CASES = {
     "pg": (),
     "lstm": (),
+    "cnn-lstm": ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true"),
+    "cnn-lstm-sa": (),
+    "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn", "cnn_lstm_sa.classifier_norm=true"),
     "ee": (TORCHS_OWN,),
     "ee, shared, deferred, clipped": (
         TORCHS_OWN,

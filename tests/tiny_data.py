@@ -45,6 +45,17 @@ TINY = (
     "lstm.hidden_dim=10",
     "lstm.num_layers=1",
     "lstm.classifier_dims=[8]",
+    "cnn_lstm.embedding_dim=6",
+    "cnn_lstm.hidden_dim=10",
+    "cnn_lstm.num_layers=1",
+    "cnn_lstm.cnn_res_block_dim=4",
+    "cnn_lstm.cnn_projection=4",
+    "cnn_lstm.classifier_dims=[8]",
+    "cnn_lstm_sa.embedding_dim=6",
+    "cnn_lstm_sa.hidden_dim=10",
+    "cnn_lstm_sa.num_layers=1",
+    "cnn_lstm_sa.attention_dim=5",
+    "cnn_lstm_sa.classifier_dims=[8]",
 )
 
 _COLORS = ("red", "green", "blue")

@@ -1,0 +1,230 @@
+"""`--freeze`: what is frozen keeps weights and running statistics and computes as in evaluation; the rest learns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_program_generator import DEVICES
+from tiny_data import CHANNELS, GRID, TINY, VOCAB, newest, tiny_config
+from torch import Tensor, nn
+
+from iep.cli.train import main
+from iep.config import BASELINES, MODELS, Config
+from iep.errors import InputError
+from iep.networks import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
+from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.training.freezing import freeze, modules_of, parts_of, train_mode
+from iep.training.run import train
+
+SETTINGS = {
+    "pg": ("generator.dropout=0.5", "generator.num_layers=2"),
+    "ee": (
+        "engine.stem_norm=true",
+        "engine.module_norm=batch",
+        "engine.classifier_norm=true",
+        "engine.classifier_dropout=0.2",
+    ),
+    "joint": (),
+    "lstm": ("lstm.dropout=0.5", "lstm.num_layers=2", "lstm.classifier_norm=true"),
+    "cnn-lstm": ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true", "cnn_lstm.classifier_dropout=0.2"),
+    "cnn-lstm-sa": ("cnn_lstm_sa.classifier_norm=true",),
+}
+PREFIXES = {
+    ("pg", "encoder"): ("generator.encoder_",),
+    ("pg", "decoder"): ("generator.decoder_",),
+    ("ee", "stem"): ("engine.stem.",),
+    ("ee", "classifier"): ("engine.classifier.",),
+    ("joint", "generator"): ("generator.",),
+    ("joint", "engine"): ("engine.",),
+    ("cnn-lstm-sa", "cnn"): ("cnn_lstm_sa.image_proj.",),
+    ("cnn-lstm-sa", "attention"): ("cnn_lstm_sa.stacked-attn-",),
+}
+CASES = [(model, part) for model in MODELS for part in parts_of(model)]
+
+
+def belongs(key: str, model: str, part: str) -> bool:
+    """Is a weight, by network and name, of a part?"""
+    if (model, part) == ("ee", "modules"):
+        return not key.startswith(("engine.stem.", "engine.classifier."))
+    return key.startswith(PREFIXES.get((model, part), (f"{NETWORKS[model][0]}.{part}.",)))
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """Of all networks of a checkpoint."""
+    networks = load_checkpoint(path)["networks"]
+    return {f"{name}.{key}": value for name, net in networks.items() for key, value in net["weights"].items()}
+
+
+def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Config:
+    starts = parts if model == "joint" else []
+    return tiny_config(data, model, "weight_decay=0.1", "validate_every=1", *SETTINGS[model], *starts, *settings)
+
+
+def test_every_model_has_parts_that_make_it_up():
+    assert {model: parts_of(model) for model in MODELS} == {
+        "pg": ("encoder", "decoder"),
+        "ee": ("stem", "modules", "classifier"),
+        "joint": ("generator", "engine"),
+        "lstm": ("rnn", "classifier"),
+        "cnn-lstm": ("rnn", "cnn", "classifier"),
+        "cnn-lstm-sa": ("rnn", "cnn", "attention", "classifier"),
+    }
+
+
+def networks_of(model: str) -> dict[str, nn.Module]:
+    config = tiny_config(Path(), model, *SETTINGS[model])
+    made = {
+        "generator": lambda: generator_kwargs(config.generator, VOCAB),
+        "engine": lambda: engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)),
+    }
+    shape = (CHANNELS, GRID, GRID)
+    return {
+        name: build(name, made[name]() if name in made else baseline_kwargs(name, getattr(config, name), VOCAB, shape))
+        for name in NETWORKS[model]
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layer_is_of_one_part(model: str):
+    networks = networks_of(model)
+    layers = [layer for part in parts_of(model) for module in modules_of(networks, part) for layer in module.modules()]
+    every = {layer for network in networks.values() for layer in network.modules()}
+    assert len(layers) == len(set(layers))
+    assert every - set(layers) <= set(networks.values())
+
+
+@pytest.mark.parametrize(("model", "part"), CASES)
+def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, tmp_path: Path, model: str, part: str):
+    train(config_of(data, parts, model, "iterations=1", f"freeze={part}"), tmp_path, resume=False)
+    before = weights(newest(tmp_path))
+    train(config_of(data, parts, model, "iterations=4", f"freeze={part}"), tmp_path, resume=True)
+    after = weights(newest(tmp_path))
+    moved = {key for key, value in after.items() if not torch.equal(before[key], value)}
+    frozen = {key for key in after if belongs(key, model, part)}
+    assert frozen
+    assert not moved & frozen
+    others = set(parts_of(model)) - {part}
+    assert all(any(belongs(key, model, other) for key in moved) for other in others)
+    assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
+
+
+@pytest.mark.parametrize(
+    ("model", "rest"), [("cnn-lstm", "cnn,classifier"), ("cnn-lstm-sa", "cnn,attention,classifier"), ("pg", "decoder")]
+)
+def test_several_parts_frozen_leave_the_one_to_be_trained(data, parts, tmp_path: Path, model: str, rest: str):
+    train(config_of(data, parts, model, "iterations=1", "learning_rate=0"), tmp_path / "start", resume=False)
+    arguments = ["--model", model, "--data", data, "--out", tmp_path / "run", "--freeze", rest, *TINY]
+    arguments += ["--baseline", tmp_path / "start"] if model in BASELINES else []
+    result = CliRunner().invoke(main, [str(part) for part in (*arguments, *SETTINGS[model])])
+    assert result.exit_code == 0, result.output
+    before, after = weights(newest(tmp_path / "start")), weights(newest(tmp_path / "run"))
+    moved = {key for key, value in after.items() if not torch.equal(before[key], value)}
+    learning = {key for key in after if belongs(key, model, "encoder" if model == "pg" else "rnn")}
+    assert moved
+    assert moved <= learning
+    assert load_checkpoint(newest(tmp_path / "run"))["config"]["freeze"] == rest.split(",")
+
+
+@pytest.mark.parametrize("frozen", ["stem", "modules", "classifier", "stem,modules"])
+@pytest.mark.parametrize("how", [("defer_weight_grads=true",), ("placement=balanced", "devices=cpu,cpu")])
+def test_however_the_engine_runs_what_is_frozen_stays_and_the_rest_learns_the_same(data, parts, tmp_path, frozen, how):
+    plain = ("engine.initialization=torch", "learning_rate=0.001", f"freeze={frozen}")
+    train(tiny_config(data, "ee", *plain), tmp_path / "plain", resume=False)
+    settings = [setting for setting in plain if not ("placement=balanced" in how and setting.startswith("device="))]
+    train(tiny_config(data, "ee", *settings, *how, "device=auto"), tmp_path / "how", resume=False)
+    expected, found = (weights(newest(tmp_path / out)) for out in ("plain", "how"))
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=2e-3, atol=1e-4)
+        assert not any(belongs(key, "ee", part) for part in frozen.split(",")) or torch.equal(found[key], value)
+
+
+# What a frozen part computes
+
+
+@pytest.mark.parametrize(("model", "part"), [case for case in CASES if case[0] != "joint"])
+def test_a_frozen_part_is_in_evaluation_mode_and_the_rest_in_training_mode(model: str, part: str):
+    networks = networks_of(model)
+    freeze(networks, [part])
+    ((_, network),) = networks.items()
+    for on in (True, False, True):
+        train_mode(network, on)
+        for other in parts_of(model):
+            for module in modules_of(networks, other):
+                for layer in module.modules():
+                    assert layer.training == (on and (other != part or isinstance(layer, nn.LSTM)))
+                    assert not (other == part and isinstance(layer, nn.LSTM) and layer.dropout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_a_frozen_lstm_drops_nothing_and_lets_gradients_through(device: str, part: str):
+    (generator,) = networks_of("pg").values()
+    generator.to(device)
+    freeze({"generator": generator}, [part])
+    questions, programs = torch.tensor([[1, 5, 6, 2]] * 40, device=device), torch.tensor([[1, 7, 8, 2]] * 40)
+    train_mode(generator, True)
+    hidden = {
+        "encoder": lambda: generator.encode(questions),
+        "decoder": lambda: generator.decode(torch.ones(40, 10, device=device), programs.to(device))[0],
+    }
+    for name, run in hidden.items():
+        rows = run().flatten(1)
+        assert torch.allclose(rows, rows[:1].expand_as(rows), atol=1e-6) == (name == part)
+    generator.loss(questions, programs.to(device)).backward()
+    for key, parameter in generator.named_parameters():
+        assert (parameter.grad is None) == key.startswith(part), key
+
+
+def test_a_frozen_network_stays_in_evaluation_mode_whole():
+    networks = networks_of("joint")
+    freeze(networks, ["engine"])
+    for network in networks.values():
+        train_mode(network, True)
+    assert not any(layer.training for layer in networks["engine"].modules())
+    assert all(layer.training for layer in networks["generator"].modules())
+
+
+def test_nothing_with_weights_left_is_refused():
+    networks = {"cnn_lstm": nn.ModuleDict({"rnn": nn.Linear(1, 1), "cnn": nn.ReLU(), "classifier": nn.Linear(1, 1)})}
+    networks["cnn_lstm"].rnn, networks["cnn_lstm"].classifier = (networks["cnn_lstm"][k] for k in ("rnn", "classifier"))
+    with pytest.raises(InputError, match="freeze: rnn, classifier have all the weights of the model"):
+        freeze(networks, ("rnn", "classifier"))
+
+
+# A run goes on with what it froze
+
+
+@pytest.mark.parametrize("held", ["engine", None])
+def test_a_run_of_an_earlier_version_goes_on_with_what_it_froze(data, parts, tmp_path: Path, held: str | None):
+    """Its checkpoints hold a name, or null."""
+    frozen = f"freeze={held or 'null'}"
+    train(tiny_config(data, "joint", *parts, frozen, "iterations=2"), tmp_path / "run", resume=False)
+    content = load_checkpoint(newest(tmp_path / "run"))
+    content["config"]["freeze"] = held
+    del content["format"]
+    for path in (tmp_path / "run").glob("*.pt"):
+        path.unlink()
+    save_checkpoint(tmp_path / "run" / "step-2.pt", content)
+    before = weights(newest(tmp_path / "run"))
+    result = CliRunner().invoke(main, ["--resume", "--out", str(tmp_path / "run"), "--data", str(data), "iterations=3"])
+    assert result.exit_code == 0, result.output
+    assert "goes on with" not in result.output
+    after = weights(newest(tmp_path / "run"))
+    same = {
+        key.split(".")[0] for key in after if key.startswith("engine.") and not torch.equal(before[key], after[key])
+    }
+    assert same == (set() if held else {"engine"})
+
+
+def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, tmp_path: Path):
+    train(config_of(data, parts, "cnn-lstm", "iterations=1", "freeze=cnn,rnn"), tmp_path, resume=False)
+    assert train(config_of(data, parts, "cnn-lstm", "iterations=2", "freeze=rnn,cnn"), tmp_path, resume=True)
+    with pytest.raises(InputError, match="was trained with freeze cnn, rnn, cannot go on with cnn"):
+        train(config_of(data, parts, "cnn-lstm", "iterations=3", "freeze=cnn"), tmp_path, resume=True)
+
+
+def test_help_names_the_parts_of_every_model():
+    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    for model in MODELS:
+        assert f"{model}: {', '.join(parts_of(model))}" in text
