@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,11 @@ SMALL_BATCHES = (
     "learning_rate=0.002",
 )
 TORCHS_OWN = "engine.initialization=torch"  # Adam makes much of rounding where activations blow up
+IDLE = re.compile(
+    r"cnn\.2\.(conv[12]\.bias|bn[12]\.running_mean)|classifier\.([01]\.bias|2\.running_mean)|stacked-attn-\d\.Wp\.bias"
+)
+"""Of the baselines, biases that a batch norm or a softmax behind them cancels, and the means of what these shift: their
+gradients are rounding, of which Adam makes whole steps."""
 NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
 
 
@@ -56,6 +62,8 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
     assert ours["task"] == pytest.approx(theirs["task"])
     for name, network in theirs["networks"].items():
         for key, weight in network["weights"].items():
+            if name.startswith("cnn_") and IDLE.fullmatch(key):
+                continue
             torch.testing.assert_close(ours["networks"][name]["weights"][key], weight, rtol=2e-3, atol=2e-4)
     assert set(ours["optimizer"]["state"]) == set(theirs["optimizer"]["state"])
     for number, state in theirs["optimizer"]["state"].items():
@@ -67,7 +75,7 @@ CASES = {
     "pg": (),
     "lstm": (),
     "cnn-lstm": ("cnn_lstm.cnn_res_blocks=1", "cnn_lstm.classifier_norm=true"),
-    "cnn-lstm-sa": (),
+    "cnn-lstm-sa": ("cnn_lstm_sa.classifier_norm=true",),
     "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn", "cnn_lstm_sa.classifier_norm=true"),
     "ee": (TORCHS_OWN,),
     "ee, shared, deferred, clipped": (
