@@ -113,21 +113,16 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
     first column that they hold for. `-` marks what is unknown; types without questions in any report are left
     out.
     """
-    baselines = {
-        name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
-        for _, report in columns
-        for name, scores in report.baselines.items()
-    }
-    reports = [*baselines.values(), *columns]
-    rows = [row for row in ROWS if any(_count(report, row[1]) for _, report in reports)]
+    reports = with_baselines(columns)
+    rows = [row for row in ROWS if any(count_of(report, row[1]) for _, report in reports)]
     table = [["", *(label for label, _ in rows), "programs exact", "questions/s"]]
     counted = None
     for name, report in reports:
-        counts = [str(_count(report, types) or MISSING) for _, types in rows]
+        counts = [str(count_of(report, types) or MISSING) for _, types in rows]
         if counts != counted:
             table.append(["questions", *counts, "", ""])
             counted = counts
-        accuracies = [_percent(_mean(report, types)) for _, types in rows]
+        accuracies = [_percent(mean_accuracy(report, types)) for _, types in rows]
         programs = _percent(report.program_exact_match and report.program_exact_match.overall)
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
@@ -137,6 +132,16 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
         aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         lines.append("  ".join([label.ljust(widths[0]), *aligned]).rstrip())
     return "\n".join(lines)
+
+
+def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
+    """The reports' baselines as columns of their own, each name once, and after them the columns."""
+    baselines = {
+        name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
+        for _, report in columns
+        for name, scores in report.baselines.items()
+    }
+    return [*baselines.values(), *columns]
 
 
 def _members(family: str) -> tuple[str, ...]:
@@ -158,18 +163,19 @@ ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
 )
 
 
-def _count(report: Report, types: tuple[str, ...] | None) -> int:
+def count_of(report: Report, types: tuple[str, ...] | None) -> int:
+    """Number of questions of some types, None for all questions."""
     if types is None:
         return report.questions
     return sum(report.questions_by_type.get(name, 0) for name in types)
 
 
-def _mean(report: Report, types: tuple[str, ...] | None) -> float | None:
+def mean_accuracy(report: Report, types: tuple[str, ...] | None) -> float | None:
     """Accuracy over all questions of some types, from the types' accuracies and numbers of questions."""
-    if report.accuracy is None or types is None or not _count(report, types):
+    if report.accuracy is None or types is None or not count_of(report, types):
         return report.accuracy.overall if report.accuracy and types is None else None
     right = (report.questions_by_type.get(name, 0) * report.accuracy.by_type.get(name, 0.0) for name in types)
-    return sum(right) / _count(report, types)
+    return sum(right) / count_of(report, types)
 
 
 def _percent(share: float | None) -> str:

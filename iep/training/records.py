@@ -34,7 +34,7 @@ class Records:
         self._metrics_path = out / METRICS
         kept = []
         if self._metrics_path.exists():
-            kept = [row for row in _whole_rows(self._metrics_path) if row["step"] <= step]
+            kept = [row for row in read_rows(self._metrics_path) if row["step"] <= step]
             if validation_due:
                 kept = [row for row in kept if row["step"] < step or VALIDATION not in row]
             write_bytes(self._metrics_path, b"".join(map(_line, kept)))
@@ -101,8 +101,12 @@ def _line(row: Row) -> bytes:
     return (json.dumps(row) + "\n").encode()
 
 
-def _whole_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a line that a kill or a full disk cut short is dropped."""
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file; a line that a kill or a full disk cut short is dropped.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         with suppress(ValueError):

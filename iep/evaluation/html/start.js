@@ -1,0 +1,7 @@
+drawHeader();
+drawByType();
+drawByFamily();
+drawByLength();
+drawConfusion();
+drawQuestions();
+drawRuns();

@@ -1,0 +1,145 @@
+// Accuracies by type, family and length: tables whose headings sort and whose rows list their questions.
+
+// A table. Columns: {label, note, key(row) -> value to sort by, cell(row) -> node or text, numeric}. Rows may have `inner`.
+function sortable(caption, columns, rows, name) {
+  const body = element("tbody");
+  const state = { column: null, descending: true };
+  const headings = columns.map((column, place) => {
+    const button = element(
+      "button",
+      { type: "button", onclick: () => sortBy(place) },
+      column.label,
+      column.note ? element("small", { text: column.note }) : null
+    );
+    return element("th", { scope: "col", class: column.numeric ? "numeric" : null, "aria-sort": "none" }, button);
+  });
+  // A heading sorts one way, the other way, and at the third click as it was.
+  function sortBy(place) {
+    const first = columns[place].numeric !== false;
+    if (state.column !== place) Object.assign(state, { column: place, descending: first });
+    else if (state.descending === first) state.descending = !first;
+    else state.column = null;
+    headings.forEach((heading, other) => {
+      const sorted = other === state.column ? (state.descending ? "descending" : "ascending") : "none";
+      heading.setAttribute("aria-sort", sorted);
+    });
+    fill();
+  }
+  function fill() {
+    const shown = state.column === null ? rows : sorted(rows, columns[state.column].key, state.descending);
+    const line = (row) => {
+      const cells = columns.map((column, place) => {
+        const content = column.cell(row);
+        const attributes = { class: column.numeric ? "numeric" : null, scope: place ? null : "row" };
+        return element(place ? "td" : "th", attributes, content);
+      });
+      return element("tr", { class: row.inner && state.column === null ? "inner" : row.outer ? "outer" : null }, ...cells);
+    };
+    body.replaceChildren(...shown.map(line));
+  }
+  fill();
+  const head = element("thead", {}, element("tr", {}, ...headings));
+  const table = element("table", { class: `statistics ${name}` }, element("caption", { text: caption }), head, body);
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table);
+}
+
+// Rows in the order of a key; those without a value last, equal ones as they were.
+function sorted(rows, key, descending) {
+  const sign = descending ? -1 : 1;
+  const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  const empty = (value) => value === null || value === undefined;
+  return [...rows].sort((one, other) => {
+    const [a, b] = [key(one), key(other)];
+    if (empty(a) || empty(b)) return empty(a) - empty(b);
+    return sign * compare(a, b);
+  });
+}
+
+function goodColumns(rows) {
+  const columns = [];
+  if (DATA.summary.right !== null) columns.push(goodColumn("Accuracy", "right"));
+  if (DATA.summary.exact !== null) columns.push(goodColumn("Programs exact", "exact"));
+  return columns;
+}
+
+function goodColumn(label, part) {
+  const value = (row) => share(row[part], row.questions);
+  return { label, key: value, cell: (row) => bar(value(row), part), numeric: true };
+}
+
+function questionsColumn() {
+  return { label: "Questions", key: (row) => row.questions, cell: (row) => whole(row.questions), numeric: true };
+}
+
+function listingButton(text, filters, title) {
+  return element("button", { type: "button", class: "link", title, onclick: () => listQuestions(filters), text });
+}
+
+function drawByType() {
+  const { rows, others } = DATA.byType;
+  if (!rows.length) {
+    byId("by-type").append(element("p", { class: "empty", text: "Question types are unknown: there are no programs." }));
+    return;
+  }
+  const summary = DATA.summary;
+  const overall = { label: "overall", outer: true, types: null, others: others.map((other) => other.overall), ...summary };
+  const name = {
+    label: "Type",
+    key: (row) => row.label,
+    cell: (row) => listingButton(row.label, { type: row.types ? row.types.join(",") : "" }),
+    numeric: false,
+  };
+  const columns = others.map((other, place) => ({
+    label: other.name,
+    note: other.note,
+    key: (row) => row.others[place],
+    cell: (row) => bar(row.others[place], "other"),
+    numeric: true,
+  }));
+  const all = [overall, ...rows.map((row) => ({ ...row, outer: row.types.length > 1 }))];
+  const table = sortable("By question type", [name, questionsColumn(), ...goodColumns(), ...columns], all, "by-type");
+  byId("by-type").append(table);
+  const typed = rows.filter((row) => row.types.length === 1 && !rows.some((outer) => outer !== row && outer.types.length > 1 && outer.types.includes(row.types[0])));
+  const families = rows.filter((row) => row.types.length > 1);
+  const known = [...typed, ...families].reduce((sum, row) => sum + row.questions, 0);
+  if (known < summary.questions) {
+    const text = `${count(summary.questions - known, "question")} of unknown type: counted in “overall” alone.`;
+    byId("by-type").append(element("p", { class: "hint", text }));
+  }
+}
+
+function drawByFamily() {
+  const place = byId("by-family");
+  if (!DATA.byFamily.length) {
+    place.append(element("p", { class: "empty", text: "Question families are unknown: the split does not name them." }));
+    return;
+  }
+  const name = {
+    label: "Family",
+    key: (row) => row.key,
+    cell: (row) => listingButton(String(row.key), { family: String(row.key) }),
+    numeric: false,
+  };
+  const example = {
+    label: "Its first question",
+    key: (row) => row.example,
+    cell: (row) => element("span", { class: "example" }, row.example, element("small", { text: typeName(row.type) })),
+    numeric: false,
+  };
+  place.append(sortable("By question family", [name, questionsColumn(), ...goodColumns(), example], DATA.byFamily, "by-family"));
+}
+
+function drawByLength() {
+  const place = byId("by-length");
+  if (!DATA.byLength.length) {
+    place.append(element("p", { class: "empty", text: "Lengths of programs are unknown: there are no programs." }));
+    return;
+  }
+  const name = {
+    label: "Functions",
+    key: (row) => row.key,
+    cell: (row) => listingButton(String(row.key), { length: String(row.key) }),
+    numeric: false,
+  };
+  place.append(sortable("By length of the program, “scene” not counted", [name, questionsColumn(), ...goodColumns()], DATA.byLength, "by-length"));
+}
