@@ -25,6 +25,8 @@ MODULES = ("iep", "tbd")
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
+REPORT_QUESTIONS = 1000
+"""How many questions the HTML report of an evaluation lists at most."""
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")

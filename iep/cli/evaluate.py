@@ -1,6 +1,6 @@
 """`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl and answers."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import click
 
 from iep.cli.common import Command
 from iep.cli.options import families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, Config
+from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Config
 from iep.locks import alone_in
 
 
@@ -68,6 +68,27 @@ from iep.locks import alone_in
     type=click.Path(path_type=Path, file_okay=False),
     help="Directory for report.json, predictions.jsonl, and answers.txt, as CLEVR's evaluation takes it.",
 )
+@click.option(
+    "--report",
+    "report_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Directory for report.html: accuracies, confusion, worst questions, training curves in one file to look at.",
+)
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path),
+    metavar="CLEVR_DIR",
+    help="Directory in CLEVR's layout, whose images the report shows.",
+)
+@click.option(
+    "--report-questions",
+    "most_questions",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Questions that the report lists at most: of a larger split the worst, and some of every kind.  "
+    f"[default: {REPORT_QUESTIONS}]",
+)
 @click.option("--name", default="model", show_default=True, help="Heading of this evaluation's column.")
 @click.option(
     "--against",
@@ -77,10 +98,21 @@ from iep.locks import alone_in
     metavar="NAME REPORT",
     help="Column for an earlier report.json (or its directory); may be given several times.",
 )
-def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **options: Any) -> None:
+def main(
+    out: Path | None,
+    name: str,
+    others: tuple[tuple[str, Path], ...],
+    report_dir: Path | None,
+    images: Path | None,
+    most_questions: int | None,
+    **options: Any,
+) -> None:
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
+    if report_dir is None and not (images is None and most_questions is None):
+        raise click.UsageError("--images and --report-questions are for the HTML report; give --report DIR too")
     # Imported late: `--help` should not wait for torch.
     from iep.distributed import is_main, joined
+    from iep.evaluation.html_report import PAGE, Page
     from iep.evaluation.outputs import ANSWERS, OUTPUTS, REPORT
     from iep.evaluation.report import format_table, read_report
     from iep.evaluation.run import Evaluation, evaluate
@@ -88,8 +120,15 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= where(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
-    with joined(), nullcontext() if out is None or not is_main() else alone_in(out, *OUTPUTS):
-        report = evaluate(settings, out)
+    page = None
+    if report_dir is not None:
+        most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
+        page = Page(report_dir, images, most_questions, name, tuple(earlier))
+    with joined(), ExitStack() as held:
+        if is_main():
+            for directory in {path.resolve(): path for path in (out, report_dir) if path is not None}.values():
+                held.enter_context(alone_in(directory, *OUTPUTS, PAGE))
+        report = evaluate(settings, out, page)
     if report is None:  # one of several processes, and not the one that speaks
         return
     click.echo(format_table([*earlier, (name, report)]))
@@ -102,6 +141,8 @@ def main(out: Path | None, name: str, others: tuple[tuple[str, Path], ...], **op
         click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
     if out is not None:
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
+    if report_dir is not None:
+        click.echo(f"Wrote {report_dir / PAGE}")
 
 
 if __name__ == "__main__":

@@ -86,14 +86,19 @@ def answer_groups(
     """Every answer that occurs, true or predicted -> its group, in the order in which to list them: by group, numbers
     by their value, other answers by the alphabet.
 
-    A group is the first question type that an answer is often true of: at least a tenth as often as of the type that
-    it is most often true of. Answers that are never true make the last group.
+    Answers that are often true of one question type are of one group, which is called by its first type. Often is at
+    least a tenth as often as of the type that an answer is most often true of. Answers that are never true of any make
+    the last group.
     """
     known = np.asarray(types_N) != UNKNOWN_TYPE
     table = np.zeros((len(answer_tokens), int(np.max(types_N, initial=0)) + 1), dtype=np.int64)
     np.add.at(table, (answers_N[known], types_N[known]), 1)
     often = (table > 0) & (table * 10 >= table.max(1, keepdims=True))
-    group = np.where(often.any(1), often.argmax(1), table.shape[1])
+    group_of_type = np.arange(table.shape[1])
+    for types in often[often.any(1)]:  # of each answer: joins the groups of its types
+        joined = np.isin(group_of_type, group_of_type[types])
+        group_of_type[joined] = group_of_type[types].min()
+    group = np.where(often.any(1), group_of_type[often.argmax(1)], table.shape[1])
 
     def place(answer: int) -> tuple[int, bool, int, str]:
         token = answer_tokens[answer]

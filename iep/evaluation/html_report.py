@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,20 +18,22 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from iep import __version__
+from iep.config import REPORT_QUESTIONS
 from iep.evaluation.breakdown import Group, answer_groups, confusion, groups, program_lengths
 from iep.evaluation.curves import training_runs
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.page_questions import choose, question_objects
 from iep.evaluation.prediction_file import question_text
-from iep.evaluation.report import ROWS, Report, count_of, mean_accuracy, with_baselines
+from iep.evaluation.report import ROWS, Report, mean_accuracy, with_baselines
 from iep.files import write_bytes
 from iep.programs import QUESTION_TYPES
 
 PAGE = "report.html"
 SCRIPTS = ("page.js", "statistics.js", "confusion.js", "programs.js", "questions.js", "curves.js", "start.js")
-MOST_QUESTIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Page:
 
     directory: Path
     images: Path | None = None
-    most_questions: int = MOST_QUESTIONS
+    most_questions: int = REPORT_QUESTIONS
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
@@ -120,7 +121,7 @@ def page_data(
         "summary": _summary(outcome, report),
         "byType": _by_type(page, outcome, report),
         "byFamily": _by_family(outcome),
-        "byLength": [] if lengths_N is None else [asdict(group) for group in groups(lengths_N, outcome.right, outcome.exact)],
+        "byLength": [] if lengths_N is None else _groups(outcome, lengths_N),
         "confusion": _confusion(outcome),
         "questions": questions,
         "images": _images(page, pictures),
@@ -137,7 +138,7 @@ def _plain(value: Any) -> str:
 def _facts(page: Page, report: Report) -> list[tuple[str, str]]:
     speed, memory = report.questions_per_second, report.peak_memory_gb
     return [
-        ("Split", report.split),
+        ("Split", f"{report.split}: {report.selection}" if report.selection else report.split),
         ("Questions", f"{report.questions:,}"),
         *((f"Checkpoint ({part})", path) for part, path in report.checkpoints.items()),
         ("Programs", report.programs or "none"),
@@ -162,7 +163,7 @@ def _summary(outcome: Outcome, report: Report) -> dict[str, Any]:
 
 def _by_type(page: Page, outcome: Outcome, report: Report) -> dict[str, Any]:
     """A row for every type and family of types that has questions, as in the printed table, and the other columns."""
-    columns = [(name, other) for name, other in with_baselines([*page.others, (page.name, report)]) if other is not report]
+    columns = with_baselines([*page.others, (page.name, report)])[:-1]
     by_position = {group.key: group for group in groups(outcome.types, outcome.right, outcome.exact)}
     rows = []
     for label, types in ROWS[1:]:
@@ -171,7 +172,8 @@ def _by_type(page: Page, outcome: Outcome, report: Report) -> dict[str, Any]:
         if members:
             counts = {name: _total(members, name) for name in ("questions", "right", "exact")}
             shares = [mean_accuracy(other, types) for _, other in columns]
-            rows.append({"label": label.strip(), "inner": label.startswith(" "), "types": positions, **counts} | {"others": shares})
+            row = {"label": label.strip(), "inner": label.startswith(" "), "types": positions, "others": shares}
+            rows.append(row | counts)
     return {
         "rows": rows,
         "others": [
@@ -185,6 +187,10 @@ def _by_type(page: Page, outcome: Outcome, report: Report) -> dict[str, Any]:
     }
 
 
+def _groups(outcome: Outcome, keys_N: np.ndarray) -> list[dict[str, Any]]:
+    return [asdict(group) for group in groups(keys_N, outcome.right, outcome.exact)]
+
+
 def _total(members: Sequence[Group], name: str) -> int | None:
     values = [getattr(member, name) for member in members]
     return None if None in values else sum(values)
@@ -192,10 +198,8 @@ def _total(members: Sequence[Group], name: str) -> int | None:
 
 def _note(other: Report, report: Report) -> str:
     """What tells an earlier report's questions from those of this one, as far as known."""
-    same = (other.split, other.questions, dict(other.questions_by_type)) == (
-        report.split,
-        report.questions,
-        dict(report.questions_by_type),
+    same = (other.split, other.questions, other.questions_by_type) == (
+        *(report.split, report.questions, report.questions_by_type),
     )
     return "" if same else f"{other.questions:,} questions of {other.split}"
 

@@ -6,7 +6,8 @@ Shapes: N questions, R of them listed.
 """
 
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,8 @@ def choose(outcome: Outcome, most: int) -> np.ndarray:
         sorts.append(_round_robin(pairs_N[order_N], order_N))
     kinds_N = outcome.types if outcome.questions.families is None else outcome.questions.families
     sorts.append(_round_robin(kinds_N, np.arange(count)))
-    chosen: dict[int, None] = {}
-    for row in _in_turn([candidates.tolist() for candidates in sorts]):
-        chosen.setdefault(row)
-        if len(chosen) == most:
-            break
-    return np.array(sorted(chosen))
+    chosen = islice(dict.fromkeys(_in_turn([candidates.tolist() for candidates in sorts])), most)
+    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def _confidence(outcome: Outcome) -> np.ndarray:
@@ -65,8 +62,9 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
     """The questions as objects: numbers are positions in the vocabulary's tokens and in `QUESTION_TYPES`.
 
     Keys: `index` (`question_index`), `image`, `picture` (the key of its picture, where there is one), `text`, `type`,
-    `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`, `exact`; `program` and `predicted`,
-    the lines of the trees, the latter only where it differs from the true one, with the rows of both in `rows`.
+    `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`, `exact`; `program` and
+    `predicted`, the lines of the trees, the latter only where it differs from the true one, with the rows of both
+    side by side in `rows`.
     What is unknown is None.
     """
     questions, predictions = outcome.questions, outcome.predictions
@@ -75,7 +73,7 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
         image = int(questions.image_idxs[n])
         ranked = predictions.ranked_answers is not None and zip(
             predictions.ranked_answers[n].tolist(),
-            [round(share, 4) for share in predictions.ranked_probabilities[n].tolist()],
+            [round(share, 4) if isfinite(share) else None for share in predictions.ranked_probabilities[n].tolist()],
             strict=True,
         )
         objects.append(

@@ -1,6 +1,6 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from iep.datasets import ClevrDataset
 from iep.devices import peak_memory
 from iep.distributed import gather
 from iep.errors import InputError
+from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.outputs import ANSWERS, OUTPUTS, write_outputs
@@ -63,16 +64,20 @@ class Evaluation:
     devices: tuple[str, ...] = Config.devices
 
 
-def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
-    """Evaluate, and write report.json, predictions.jsonl and the answers into `out` where it is given. Of several
-    processes the first does the latter and returns the report, the others None.
+def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = None) -> Report | None:
+    """Evaluate, and write report.json, predictions.jsonl and the answers into `out` where it is given, the HTML report
+    of `page` where that is. Of several processes the first writes and returns the report, the others None.
 
     Raises:
-        InputError: no model is named, a checkpoint does not fit the data, or the split lacks what is asked for.
+        InputError: no model is named, a checkpoint does not fit the data, the split lacks what is asked for, or there
+            are no images where `page` says.
     """
     if out is not None:
         check_writable(out / name for name in OUTPUTS)
     _check_models(settings)
+    if page is not None:
+        check_writable([page.directory / PAGE])
+    pictures = None if page is None else page.pictures(settings.split)
     vocab = Vocab.load(settings.data / "vocab.json")
     baseline = _load_baseline(settings, vocab)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
@@ -116,6 +121,9 @@ def evaluate(settings: Evaluation, out: Path | None = None) -> Report | None:
         write_outputs(out, outcome, report)
         if predictions.answers is not None and len(questions) < split.total:
             tqdm.write(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {split.total} questions.")
+    if page is not None:
+        shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        write_page(page, outcome, report, shown, pictures)
     return report
 
 

@@ -49,8 +49,9 @@ function chart(title, curves) {
     drawing("line", { class: "grid", x1: left, x2: width - right, y1: y(level), y2: y(level) }),
     drawing("text", { class: "tick", x: left - 6, y: y(level) + 4, "text-anchor": "end", text: isShare ? `${100 * level}%` : short(level) }),
   ]);
-  const marks = ticks(...steps, 5).filter((step) => step >= steps[0] && step <= steps[1]);
+  const marks = ticks(...steps, 5).filter((step) => step > steps[0] - 1e-9 && step < steps[1] + 1e-9);
   const below = marks.map((step) => drawing("text", { class: "tick", x: x(step), y: height - 8, "text-anchor": "middle", text: short(step) }));
+  below.push(drawing("text", { class: "tick", x: left - 6, y: height - 8, "text-anchor": "end", text: "step" }));
   const lines = names.flatMap((name, at) => {
     const path = curves[name].map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
     const dots = curves[name].length <= 40 ? curves[name].map(([step, value]) => drawing("circle", { class: `dot c${at}`, cx: x(step), cy: y(value), r: 2.5 })) : [];

@@ -188,7 +188,7 @@ function showMore() {
   listing.shown += STEP;
   byId("cards").append(...more);
   showRest();
-  more[0]?.querySelector("summary, img")?.focus();
+  more[0]?.querySelector("summary")?.focus();
 }
 
 function showRest() {
@@ -223,8 +223,11 @@ function card(question) {
 
 function picture(question) {
   const source = question.picture === null ? null : DATA.images.pictures[question.picture];
-  if (!source) return DATA.images.given ? element("div", { class: "no-picture", text: `no image ${question.image}` }) : null;
-  return element("img", { src: source, alt: `Image ${question.image}`, loading: "lazy" });
+  if (!source && !DATA.images.given) return null;
+  const shown = source
+    ? element("img", { src: source, alt: `Image ${question.image}`, loading: "lazy" })
+    : element("div", { class: "no-picture", text: `no image ${question.image}` });
+  return element("div", { class: "frame" }, shown);
 }
 
 function answerLine(question) {

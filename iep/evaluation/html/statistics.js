@@ -1,6 +1,7 @@
 // Accuracies by type, family and length: tables whose headings sort and whose rows list their questions.
 
-// A table. Columns: {label, note, key(row) -> value to sort by, cell(row) -> node or text, numeric}. Rows may have `inner`.
+// A table. Columns: {label, note, key(row) -> value to sort by, cell(row, is sorted) -> node or text, kind:
+// "number", "share" or "text"}. Rows may be `inner` or `outer` ones of a group.
 function sortable(caption, columns, rows, name) {
   const body = element("tbody");
   const state = { column: null, descending: true };
@@ -11,11 +12,11 @@ function sortable(caption, columns, rows, name) {
       column.label,
       column.note ? element("small", { text: column.note }) : null
     );
-    return element("th", { scope: "col", class: column.numeric ? "numeric" : null, "aria-sort": "none" }, button);
+    return element("th", { scope: "col", class: columnClass(column), "aria-sort": "none" }, button);
   });
   // A heading sorts one way, the other way, and at the third click as it was.
   function sortBy(place) {
-    const first = columns[place].numeric !== false;
+    const first = columns[place].kind !== "text";
     if (state.column !== place) Object.assign(state, { column: place, descending: first });
     else if (state.descending === first) state.descending = !first;
     else state.column = null;
@@ -29,8 +30,8 @@ function sortable(caption, columns, rows, name) {
     const shown = state.column === null ? rows : sorted(rows, columns[state.column].key, state.descending);
     const line = (row) => {
       const cells = columns.map((column, place) => {
-        const content = column.cell(row);
-        const attributes = { class: column.numeric ? "numeric" : null, scope: place ? null : "row" };
+        const content = column.cell(row, state.column !== null);
+        const attributes = { class: columnClass(column), scope: place ? null : "row" };
         return element(place ? "td" : "th", attributes, content);
       });
       return element("tr", { class: row.inner && state.column === null ? "inner" : row.outer ? "outer" : null }, ...cells);
@@ -41,6 +42,10 @@ function sortable(caption, columns, rows, name) {
   const head = element("thead", {}, element("tr", {}, ...headings));
   const table = element("table", { class: `statistics ${name}` }, element("caption", { text: caption }), head, body);
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table);
+}
+
+function columnClass(column) {
+  return { number: "numeric", share: "numeric share", text: null }[column.kind];
 }
 
 // Rows in the order of a key; those without a value last, equal ones as they were.
@@ -55,7 +60,7 @@ function sorted(rows, key, descending) {
   });
 }
 
-function goodColumns(rows) {
+function goodColumns() {
   const columns = [];
   if (DATA.summary.right !== null) columns.push(goodColumn("Accuracy", "right"));
   if (DATA.summary.exact !== null) columns.push(goodColumn("Programs exact", "exact"));
@@ -64,11 +69,11 @@ function goodColumns(rows) {
 
 function goodColumn(label, part) {
   const value = (row) => share(row[part], row.questions);
-  return { label, key: value, cell: (row) => bar(value(row), part), numeric: true };
+  return { label, key: value, cell: (row) => bar(value(row), part), kind: "share" };
 }
 
 function questionsColumn() {
-  return { label: "Questions", key: (row) => row.questions, cell: (row) => whole(row.questions), numeric: true };
+  return { label: "Questions", key: (row) => row.questions, cell: (row) => whole(row.questions), kind: "number" };
 }
 
 function listingButton(text, filters, title) {
@@ -85,23 +90,25 @@ function drawByType() {
   const overall = { label: "overall", outer: true, types: null, others: others.map((other) => other.overall), ...summary };
   const name = {
     label: "Type",
-    key: (row) => row.label,
-    cell: (row) => listingButton(row.label, { type: row.types ? row.types.join(",") : "" }),
-    numeric: false,
+    key: fullName,
+    cell: (row, flat) => listingButton(flat ? fullName(row) : row.label, { type: row.types ? row.types.join(",") : "" }),
+    kind: "text",
   };
+  function fullName(row) {
+    return row.types?.length === 1 ? typeName(row.types[0]) : row.label;
+  }
   const columns = others.map((other, place) => ({
     label: other.name,
     note: other.note,
     key: (row) => row.others[place],
     cell: (row) => bar(row.others[place], "other"),
-    numeric: true,
+    kind: "share",
   }));
   const all = [overall, ...rows.map((row) => ({ ...row, outer: row.types.length > 1 }))];
   const table = sortable("By question type", [name, questionsColumn(), ...goodColumns(), ...columns], all, "by-type");
   byId("by-type").append(table);
-  const typed = rows.filter((row) => row.types.length === 1 && !rows.some((outer) => outer !== row && outer.types.length > 1 && outer.types.includes(row.types[0])));
-  const families = rows.filter((row) => row.types.length > 1);
-  const known = [...typed, ...families].reduce((sum, row) => sum + row.questions, 0);
+  const single = rows.filter((row) => row.types.length === 1);
+  const known = single.reduce((sum, row) => sum + row.questions, 0);
   if (known < summary.questions) {
     const text = `${count(summary.questions - known, "question")} of unknown type: counted in “overall” alone.`;
     byId("by-type").append(element("p", { class: "hint", text }));
@@ -118,13 +125,13 @@ function drawByFamily() {
     label: "Family",
     key: (row) => row.key,
     cell: (row) => listingButton(String(row.key), { family: String(row.key) }),
-    numeric: false,
+    kind: "text",
   };
   const example = {
     label: "Its first question",
     key: (row) => row.example,
     cell: (row) => element("span", { class: "example" }, row.example, element("small", { text: typeName(row.type) })),
-    numeric: false,
+    kind: "text",
   };
   place.append(sortable("By question family", [name, questionsColumn(), ...goodColumns(), example], DATA.byFamily, "by-family"));
 }
@@ -139,7 +146,7 @@ function drawByLength() {
     label: "Functions",
     key: (row) => row.key,
     cell: (row) => listingButton(String(row.key), { length: String(row.key) }),
-    numeric: false,
+    kind: "text",
   };
   place.append(sortable("By length of the program, “scene” not counted", [name, questionsColumn(), ...goodColumns()], DATA.byLength, "by-length"));
 }

@@ -1,0 +1,229 @@
+"""What report.html is made of: which questions, which pictures, which curves; and how it is laid together."""
+
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clevr_files import write_images
+from evaluate_cases import evaluate, iep_eval
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_than
+
+from iep.data_files import Questions
+from iep.errors import InputError
+from iep.evaluation.curves import CHARTS, MOST_POINTS, thinned, training_runs
+from iep.evaluation.html_report import PAGE, SCRIPTS, render
+from iep.evaluation.outcome import Outcome
+from iep.evaluation.page_images import WIDTH, Pictures, data_uri
+from iep.evaluation.page_questions import choose, question_objects
+from iep.evaluation.predict import Predictions
+
+
+def outcome(seed: int = 0, count: int = 120, parts: str = "answers programs families predicted") -> Outcome:
+    """The tiny questions over and over, some answers and programs predicted wrong by chance."""
+    random = np.random.default_rng(seed)
+    content = {name: values.astype(np.int64) for name, values in arrays(count).items()}
+    answers = np.where(random.random(count) < 0.7, content["answers"], random.permutation(content["answers"]))
+    programs = np.where(random.random((count, 1)) < 0.8, content["programs"], random.permutation(content["programs"]))
+    questions = Questions(
+        path=Path("val_questions.h5"),
+        questions=content["questions"],
+        image_idxs=content["image_idxs"],
+        orig_idxs=content["orig_idxs"],
+        families=content["question_families"] if "families" in parts else None,
+        programs=content["programs"] if "programs" in parts else None,
+        answers=content["answers"] if "answers" in parts.split() else None,
+    )
+    shares = np.sort(random.random((count, 2)), axis=1)[:, ::-1]
+    ranked = np.stack([answers, np.zeros_like(answers)], axis=1)
+    if "predicted" not in parts:
+        return Outcome(VOCAB, questions, Predictions(programs, None, None, 1.0))
+    return Outcome(VOCAB, questions, Predictions(programs, ranked, shares, 1.0))
+
+
+# Which questions
+
+
+PARTS = ("answers programs families predicted", "predicted", "")
+
+
+@given(st.integers(0, 3), st.integers(0, 130), st.sampled_from(PARTS))
+def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, most: int, parts: str):
+    rows = choose(outcome(seed, parts=parts), most)
+    assert len(rows) == min(most, 120)
+    assert rows.tolist() == sorted(set(rows.tolist()))
+
+
+def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
+    whole = outcome()
+    chosen = set(choose(whole, 60).tolist())
+    confidence = whole.predictions.ranked_probabilities[:, 0]
+    for good in (whole.right, whole.exact):
+        wrong = [row for row in np.argsort(-confidence, kind="stable").tolist() if not good[row]]
+        assert len(wrong) > 10
+        assert set(wrong[:10]) <= chosen
+    assert {int(whole.questions.families[row]) for row in chosen} == set(whole.questions.families.tolist())
+    assert any(whole.right[row] and whole.exact[row] for row in chosen)
+
+
+def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
+    whole = outcome(count=2)
+    shares = np.array([[0.5, 0.25], [np.nan, 0]])
+    whole = replace(whole, predictions=replace(whole.predictions, ranked_probabilities=shares))
+    first, second = question_objects(whole, np.array([3, -1]), None)
+    assert first["ranked"] == [(whole.predictions.answers[0], 0.5), (0, 0.25)]
+    assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, None)
+    unknown = outcome(count=1, parts="")
+    (only,) = question_objects(unknown, None, None)
+    assert [only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture", "program")] == [None] * 7
+    assert only["predicted"]
+
+
+# Pictures
+
+
+def test_pictures_are_small_and_read_once(tmp_path: Path):
+    paths = write_images(tmp_path, "val", 2, (480, 320))
+    pictures = Pictures(tmp_path, "val")
+    assert pictures.key(1) == 1
+    paths[1].unlink()
+    assert pictures.key(1) == 1
+    image = Image.open(io.BytesIO(base64.b64decode(pictures.by_key[1].removeprefix("data:image/jpeg;base64,"))))
+    assert image.size == (WIDTH, 213)
+    assert pictures.key(7) is None
+    assert pictures.problems == {7: f"{tmp_path / 'images' / 'val'}: no image with index 7"}
+    assert list(pictures.by_key) == [1]
+
+
+def test_a_picture_looks_like_its_image():
+    pixels = np.zeros((20, 30, 3), dtype=np.uint8)
+    pixels[:, 15:] = (250, 10, 10)
+    shown = Image.open(io.BytesIO(base64.b64decode(data_uri(Image.fromarray(pixels)).partition(",")[2])))
+    assert shown.size == (30, 20)
+    assert np.abs(np.asarray(shown)[5, [2, 27]].astype(int) - [[0, 0, 0], [250, 10, 10]]).max() < 12
+
+
+def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
+    write_images(tmp_path / "CLEVR", "train", 1)
+    arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path / "out", "--images"]
+    wrong = iep_eval(*arguments, tmp_path / "CLEVR")
+    expected = f"{tmp_path / 'CLEVR' / 'images' / 'val'}: no such directory, expected the split's images"
+    assert_one_error(wrong, expected, "found images of train")
+    with pytest.raises(InputError, match="no such directory"):
+        Pictures(tmp_path / "none", "val")
+    assert not (tmp_path / "out" / PAGE).exists()
+
+
+# Curves
+
+
+def write_metrics(run: Path, *lines: str) -> Path:
+    run.mkdir(exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    (run / "best.pt").write_bytes(b"")
+    return run
+
+
+def test_a_run_is_read_once_whether_named_by_its_directory_or_a_checkpoint(tmp_path: Path):
+    run = write_metrics(tmp_path / "joint", '{"step": 1, "loss": 2}', '{"step": 2, "loss": 1, "reward": 0.5}')
+    (found,) = training_runs({"pg": str(run), "ee": str(run / "best.pt")})
+    assert found.parts == ("pg", "ee")
+    assert found.charts == {"Loss": {"loss": [(1, 2.0), (2, 1.0)]}, "Accuracy": {"reward": [(2, 0.5)]}}
+    assert found.averaged == 1
+
+
+def test_what_is_no_finite_number_is_left_out_of_a_curve(tmp_path: Path):
+    lines = ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": "low"}', '{"step": 3, "loss": null}', "broken", "{"]
+    (found,) = training_runs({"ee": str(write_metrics(tmp_path / "ee", *lines, '{"step": 4, "loss": 0.5}'))})
+    assert found.charts == {"Loss": {"loss": [(4, 0.5)]}}
+    (empty,) = training_runs({"ee": str(tmp_path / "elsewhere" / "model.pt")})
+    assert empty.charts == {}
+
+
+@given(st.integers(1, 2000), st.integers(1, 50))
+def test_a_long_curve_becomes_means_of_its_parts(length: int, most: int):
+    curve = [(float(step), float(step % 7)) for step in range(length)]
+    short = thinned(curve, most)
+    assert len(short) <= max(most, 1)
+    assert [step for step, _ in short] == sorted({step for step, _ in short})
+    size = -(-length // most)
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    total = sum(value * part for (_, value), part in zip(short, sizes, strict=True))
+    assert total == pytest.approx(sum(value for _, value in curve))
+
+
+def test_every_number_that_training_records_about_success_is_drawn(run):
+    drawn = {name for names in CHARTS.values() for name in names}
+    rows = [json.loads(line) for line in (run["joint"].parent / "metrics.jsonl").read_text().splitlines()]
+    recorded = {name for row in rows for name in row}
+    assert recorded - drawn == {"step", "questions_per_second", "peak_memory_gb", "learning_rate"}
+    assert MOST_POINTS > 100
+
+
+# The file
+
+
+def test_data_are_laid_in_as_they_are_whatever_stands_in_them():
+    evil = {"text": "</script><!--<script> &amp; @SCRIPT@ @DATA@ \u2028 é \ud800", "more": ["]]>", "'\"\\"]}
+    page = render("<title> & @DATA@", evil | {"title": "@STYLE@"})
+    content = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    assert json.loads(content) == evil | {"title": "@STYLE@"}
+    assert not set(content) & set("<>&")
+    assert page.count("<script") == page.count("</script>") == 2
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render("", {"share": float("nan")})
+
+
+def test_the_page_needs_no_other_file_and_allows_none():
+    page = render("a title", {})
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    assert re.fullmatch(r"default-src 'none'; img-src data:; style-src 'sha256-\S+'; script-src 'sha256-\S+'", policy)
+    assert not re.search(r"(src|href)=\"(?!#)", page)
+    folder = Path(__file__).parents[1] / "iep" / "evaluation" / "html"
+    assert sorted(SCRIPTS) == sorted(path.name for path in folder.glob("*.js"))
+    assert "@" not in re.sub(r"@(media|[a-z-]+ )", "", page)
+
+
+def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
+    sizes = []
+    for most in (0, 5, 26):
+        arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path, "--report-questions", most]
+        evaluate(tmp_path, *arguments)
+        text = (tmp_path / PAGE).read_text()
+        listed = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["questions"]
+        assert len(listed) == most
+        sizes.append(len(text))
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 1500
+
+
+def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
+    arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path]
+    assert iep_eval(*arguments).exit_code == 0
+    before = (tmp_path / PAGE).read_bytes()
+    with files_no_larger_than(2000):
+        assert_one_error(iep_eval(*arguments, "--name", "second"), f"{tmp_path / PAGE}: file size limit reached")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {PAGE: before}
+
+
+def test_a_report_may_stand_beside_the_other_files_or_elsewhere(data, run, tmp_path: Path):
+    arguments = ["--lstm", run["lstm"], "--data", data, "--split", "test"]
+    for report in (tmp_path / "out", tmp_path / "page"):
+        _, rows, output = evaluate(tmp_path / "out", *arguments, "--report", report)
+        assert f"Wrote {report / PAGE}" in output
+        assert f"Wrote {tmp_path / 'out' / 'predictions.jsonl'}" in output
+        assert (report / PAGE).exists()
+        assert len(rows) == TEST
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {PAGE}
+
+
+@pytest.mark.parametrize("option", [["--images", "CLEVR"], ["--report-questions", "5"]])
+def test_options_of_the_report_without_one_are_refused(data, run, option: list[str]):
+    result = iep_eval("--lstm", run["lstm"], "--data", data, *option)
+    assert_one_error(result, "give --report DIR too", code=2)

@@ -1,0 +1,385 @@
+"""`iep-eval --report`: the page read and clicked through in a browser says what the evaluation's other files say."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clevr_files import write_images
+from evaluate_cases import evaluate
+from pages import Opened, chromium, opened
+from playwright.sync_api import Browser
+from tiny_data import IMAGES, TEST, VAL, VOCAB, arrays
+
+from iep.programs import QUESTION_TYPES
+from iep.training.records import read_rows
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def made(data, run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]], Path]:
+    """report.json, the rows of predictions.jsonl and the page of generator and engine on val, with all it can show."""
+    out = tmp_path_factory.mktemp("page")
+    write_images(out / "CLEVR", "val", IMAGES, (480, 320))
+    evaluate(out / "lstm", "--lstm", run["lstm"], "--data", data)
+    more = ["--against", "blind", out / "lstm", "--images", out / "CLEVR", "--name", "tiny"]
+    models = ["--pg", run["pg"], "--ee", run["ee"].parent]
+    report, rows, _ = evaluate(out, *models, "--data", data, "--report", out, *more)
+    return report, rows, out / "report.html"
+
+
+@pytest.fixture
+def shown(browser: Browser, made) -> Iterator[Opened]:
+    with opened(browser, made[2]) as shown:
+        yield shown
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def indices(rows: list[dict[str, Any]], keep: Callable[[dict[str, Any]], bool]) -> list[int]:
+    return [row["question_index"] for row in rows if keep(row)]
+
+
+def program_right(row: dict[str, Any]) -> bool:
+    return row["program"] == row["predicted_program"]
+
+
+# What it says
+
+
+def test_the_header_says_what_was_evaluated(shown: Opened, made, run):
+    report, rows, _ = made
+    assert shown.text("h1") == shown.page.title() == "tiny on val"
+    wrong = sum(not row["correct"] for row in rows)
+    exact, overall = (percent(report[name]["overall"]) for name in ("program_exact_match", "accuracy"))
+    assert shown.texts(".tile .value") == [str(VAL), f"{overall}%", str(wrong), f"{exact}%"]
+    facts = dict(zip(shown.texts("#facts dt"), shown.texts("#facts dd"), strict=True))
+    assert facts["Checkpoint (pg)"] == str(run["pg"])
+    assert facts["Programs"] == "predicted"
+    assert "UTC" in facts["Made"]
+    shown.page.locator(".settings summary").click()
+    settings = dict(zip(shown.texts("#settings dt"), shown.texts("#settings dd"), strict=True))
+    assert settings["beam_size"] == "1"
+    assert settings["ee"] == str(run["ee"].parent)
+
+
+def test_accuracies_by_type_are_those_of_the_report_and_of_the_earlier_one(shown: Opened, made):
+    report, _, path = made
+    blind = json.loads((path.parent / "lstm" / "report.json").read_text())
+    assert shown.texts("table.by-type thead th button") == [
+        *("Type", "Questions", "Accuracy", "Programs exact", "commonest", "blind"),
+    ]
+    columns = {
+        3: report["accuracy"],
+        4: report["program_exact_match"],
+        5: report["baselines"]["commonest"],
+        6: blind["accuracy"],
+    }
+    shown.page.locator("table.by-type thead button", has_text="Type").click()  # whole names
+    names = shown.column("table.by-type", 1)
+    assert set(names) == {"overall", *QUESTION_TYPES, "compare integer", "query", "compare"}
+    for number, scores in columns.items():
+        cells = dict(zip(names, shown.column("table.by-type", number), strict=True))
+        assert cells["overall"] == percent(scores["overall"])
+        assert {name: cells[name] for name in QUESTION_TYPES} == {
+            name: percent(share) for name, share in scores["by_type"].items()
+        }
+    overall = shown.page.locator("table.by-type tbody tr", has_text="overall").locator(".fill.right")
+    assert overall.evaluate("bar => parseFloat(bar.style.width)") == pytest.approx(
+        100 * report["accuracy"]["overall"], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(("table", "key"), [("by-family", "family"), ("by-length", "length")])
+def test_accuracies_by_family_and_length_are_those_of_the_predictions(shown: Opened, made, table: str, key: str):
+    rows = [row | {"length": sum(token != "scene" for token in row["program"])} for row in made[1]]
+    kinds = sorted({row[key] for row in rows})
+    assert shown.column(f"table.{table}", 1) == [str(kind) for kind in kinds]
+    for number, good in ((3, lambda row: row["correct"]), (4, program_right)):
+        of_kind = [[good(row) for row in rows if row[key] == kind] for kind in kinds]
+        assert shown.column(f"table.{table}", number) == [percent(sum(part) / len(part)) for part in of_kind]
+    assert shown.column(f"table.{table}", 2) == [str(sum(row[key] == kind for row in rows)) for kind in kinds]
+
+
+def test_the_confusion_counts_every_question_once(shown: Opened, made):
+    counts = Counter((row["answer"], row["predicted_answer"]) for row in made[1])
+    cells = shown.page.locator("button.cell").evaluate_all(
+        "all => all.map(a => [a.dataset.true, a.dataset.predicted, a.textContent])"
+    )
+    named = {(VOCAB.answer[int(true)], VOCAB.answer[int(predicted)]): int(count) for true, predicted, count in cells}
+    assert named == counts
+    order = shown.texts("table.confusion tbody th")
+    assert order.index("no") < order.index("yes") < order.index("1") < order.index("2") < order.index("blue")
+
+
+def test_training_curves_are_those_of_the_runs_given_as_file_or_as_directory(shown: Opened, run):
+    titles = shown.texts(".run h3")
+    assert [title.partition(":")[0] for title in titles] == ["pg", "ee"]
+    for number, model in enumerate(("pg", "ee")):
+        recorded = [row["loss"] for row in read_rows(run[model].parent / "metrics.jsonl") if "loss" in row]
+        loss = shown.page.locator(".run").nth(number).locator("figure", has_text="Loss")
+        points = loss.locator("polyline").get_attribute("points").split()
+        assert len(points) == len(recorded)
+        assert float(loss.locator(".key b").inner_text()) == pytest.approx(recorded[-1], rel=1e-2)
+        loss.locator("svg").focus()
+        shown.page.keyboard.press("ArrowLeft")
+        shown.page.keyboard.press("ArrowLeft")
+        assert float(loss.locator(".key b").inner_text()) == pytest.approx(recorded[-2], rel=1e-2)
+        assert loss.locator(".when").inner_text() == f"at step {len(recorded) - 1}"
+        loss.locator("svg").hover(position={"x": 60, "y": 50})
+        assert loss.locator(".when").inner_text() != f"at step {len(recorded) - 1}"
+
+
+# What clicking does
+
+
+def test_a_heading_sorts_downwards_upwards_and_back(shown: Opened):
+    before = shown.column("table.by-length", 1)
+    heading = shown.page.locator("table.by-length thead button", has_text="Accuracy")
+
+    def accuracies() -> list[float]:
+        return [float(text) for text in shown.column("table.by-length", 3)]
+
+    heading.click()
+    assert accuracies() == sorted(accuracies(), reverse=True)
+    assert heading.locator("..").get_attribute("aria-sort") == "descending"
+    heading.press("Enter")
+    assert accuracies() == sorted(accuracies())
+    heading.press("Space")
+    assert shown.column("table.by-length", 1) == before
+    assert heading.locator("..").get_attribute("aria-sort") == "none"
+
+
+def test_the_worst_come_first_and_buttons_change_the_order(shown: Opened, made):
+    rows = made[1]
+    wrong = sorted((row for row in rows if not row["correct"]), key=lambda row: -row["probability"])
+    assert shown.found() == f"{VAL} questions"
+    listed = shown.listed()
+    assert listed[: len(wrong)] == [row["question_index"] for row in wrong]
+    assert sorted(listed) == sorted(row["question_index"] for row in rows)
+    shown.page.locator("#order-index").click()
+    assert shown.listed() == sorted(listed)
+    shown.page.locator("#order-index").click()
+    assert shown.listed() == sorted(listed, reverse=True)
+    shown.page.locator("#order-probability").click()
+    by_index = {row["question_index"]: row["probability"] for row in rows}
+    shares = [by_index[index] for index in shown.listed()]
+    assert shares == pytest.approx(sorted(shares, reverse=True), abs=1e-4)
+
+
+def test_filters_leave_what_they_say(shown: Opened, made):
+    rows, page = made[1], shown.page
+    page.locator("#order-index").click()
+    page.select_option("#filter-answer", "wrong")
+    assert shown.listed() == indices(rows, lambda row: not row["correct"])
+    page.select_option("#filter-program", "wrong")
+    both = indices(rows, lambda row: not row["correct"] and not program_right(row))
+    assert shown.listed() == both
+    assert 0 < len(both) < VAL
+    page.locator(".chip", has_text="all filters").click()
+    assert len(shown.listed()) == VAL
+    page.select_option("#filter-type", label="query")
+    assert shown.listed() == indices(rows, lambda row: row["type"].startswith("query"))
+    page.locator(".chip", has_text="all filters").click()
+    page.select_option("#filter-family", "3")
+    assert shown.listed() == indices(rows, lambda row: row["family"] == 3)
+    page.locator(".chip", has_text="all filters").click()
+    page.fill("#filter-text", "query_material RED")
+    texts = [" ".join([row["question"], *row["program"], *row["predicted_program"]]) for row in rows]
+    wanted = indices(rows, lambda row: all(word in texts[rows.index(row)] for word in ("query_material", "red")))
+    assert shown.listed() == wanted
+    assert 0 < len(wanted) < VAL
+    page.fill("#filter-text", "zebra")
+    assert shown.listed() == []
+    assert shown.found() == "0 questions"
+
+
+def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
+    rows = made[1]
+    shown.page.locator("#order-index").click()
+    (true, predicted), count = Counter((row["answer"], row["predicted_answer"]) for row in rows).most_common(1)[0]
+    place = f'[data-true="{VOCAB.answer.index(true)}"][data-predicted="{VOCAB.answer.index(predicted)}"]'
+    shown.page.locator(f"button.cell{place}").click()
+    wanted = indices(rows, lambda row: (row["answer"], row["predicted_answer"]) == (true, predicted))
+    assert shown.listed() == wanted
+    assert len(wanted) == count
+    assert shown.texts(".chip") == [f"true: {true} ✕", f"predicted: {predicted} ✕", "all filters ✕"]
+    shown.page.locator(".chip", has_text="predicted:").click()
+    assert shown.listed() == indices(rows, lambda row: row["answer"] == true)
+
+
+def test_arrow_keys_move_between_the_cells_and_enter_opens_one(shown: Opened, made):
+    first = shown.page.locator("button.cell").first
+    first.focus()
+    shown.page.keyboard.press("ArrowRight")
+    focused = shown.page.locator("button.cell:focus")
+    assert focused.get_attribute("tabindex") == "0"
+    assert first.get_attribute("tabindex") == "-1"
+    assert focused.get_attribute("data-true") == first.get_attribute("data-true")
+    wanted = int(focused.inner_text())
+    shown.page.keyboard.press("Enter")
+    assert len(shown.listed()) == wanted
+
+
+@pytest.mark.parametrize(("table", "name", "keep"), [
+    ("by-type", "compare integer", lambda row: row["type"].startswith("compare integer")),
+    ("by-family", "3", lambda row: row["family"] == 3),
+    ("by-length", "5", lambda row: sum(token != "scene" for token in row["program"]) == 5),
+])  # fmt: skip
+def test_a_rows_name_lists_its_questions(shown: Opened, made, table: str, name: str, keep):
+    shown.page.locator("#order-index").click()
+    shown.page.locator(f"table.{table} .link").get_by_text(name, exact=True).click()
+    assert shown.listed() == indices(made[1], keep)
+
+
+def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
+    row = next(row for row in made[1] if not program_right(row))
+    shown.listed()
+    card = shown.page.locator(f'article[data-index="{row["question_index"]}"]')
+    assert card.locator("h3").inner_text() == row["question"]
+    assert card.locator(".true").inner_text() == row["answer"]
+    assert card.locator(".predicted").inner_text() == f"{row['predicted_answer']} {'✓' if row['correct'] else '✗'}"
+    assert f"{percent(row['probability'])}%" in card.locator(".answers").inner_text()
+    for answer, share in row["runners_up"].items():
+        assert f"{answer} {percent(share)}%" in card.locator(".rest").inner_text()
+    card.locator("summary").click()
+    card.locator("table").wait_for()
+    for side, program in ((1, row["program"]), (2, row["predicted_program"])):
+        tokens = card.locator(f"table.programs td:nth-child({side}) code:not(.implied)").all_inner_texts()
+        assert tokens == program
+    assert card.locator("tr.differs").count() > 0
+    image = card.locator("img")
+    assert image.get_attribute("alt") == f"Image {row['image_index']}"
+    assert image.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [320, 213]
+    right = next(row for row in made[1] if program_right(row))
+    card = shown.page.locator(f'article[data-index="{right["question_index"]}"]')
+    card.locator("summary").press("Enter")
+    card.locator("table").wait_for()
+    assert card.locator("table.programs td:nth-child(2) code").all_inner_texts() == right["program"]
+    assert card.locator("tr.differs").count() == 0
+
+
+def test_every_image_is_in_the_file_once(made):
+    rows, text = made[1], made[2].read_text()
+    assert len({row["image_index"] for row in rows}) == text.count("data:image/jpeg;base64,") == IMAGES
+
+
+# Where something lacks
+
+
+def test_a_split_without_answers_gets_a_report_of_what_is_known(browser: Browser, data, run, tmp_path: Path):
+    arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--split", "test", "--report", tmp_path]
+    _, rows, output = evaluate(tmp_path, *arguments)
+    assert f"Wrote {tmp_path / 'report.html'}" in output
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.texts(".tile .value") == [str(TEST), "unknown", "unknown"]
+        assert shown.text("#confusion .empty") == "The split has no answers to compare with."
+        assert "No images were given" in shown.text("#listing .hint")
+        assert shown.page.locator("article img, article .no-picture").count() == 0
+        assert "families are unknown" in shown.text("#by-family")
+        shown.page.locator("#order-index").click()
+        assert shown.listed() == [row["question_index"] for row in rows]
+        assert shown.texts("article .predicted") == [row["predicted_answer"] for row in rows]
+        shown.open_programs()
+        tokens = shown.page.locator("table.programs code:not(.implied):not(.ignored)").all_inner_texts()
+        assert set(tokens) <= {token for row in rows for token in row["predicted_program"]}
+        assert shown.texts("table.programs thead th") == ["Predicted program"] * TEST
+
+
+@pytest.mark.parametrize("models", [["pg"], ["lstm"]])
+def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, data, run, tmp_path: Path, models):
+    arguments = [argument for name in models for argument in (f"--{name}", run[name])]
+    report, _, _ = evaluate(tmp_path, *arguments, "--data", data, "--report", tmp_path)
+    with opened(browser, tmp_path / "report.html") as shown:
+        tiles = dict(zip(shown.texts(".tile .label"), shown.texts(".tile .value"), strict=True))
+        if models == ["pg"]:
+            assert tiles["Accuracy"] == "unknown"
+            assert tiles["Programs exact"] == f"{percent(report['program_exact_match']['overall'])}%"
+            assert shown.text("#confusion .empty") == "Nothing answers."
+        else:
+            assert tiles["Accuracy"] == f"{percent(report['accuracy']['overall'])}%"
+            assert "Programs exact" not in tiles
+        assert len(shown.listed()) == VAL
+
+
+def test_a_run_without_metrics_and_an_image_that_is_missing_are_said(browser: Browser, data, run, tmp_path: Path):
+    alone = shutil.copy(run["lstm"], tmp_path / "alone.pt")
+    paths = write_images(tmp_path / "CLEVR", "val", IMAGES)
+    paths[3].unlink()
+    paths[2].write_bytes(b"no image")
+    evaluate(tmp_path, "--lstm", alone, "--data", data, "--report", tmp_path, "--images", tmp_path / "CLEVR")
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.text("#runs .empty") == "No metrics.jsonl with training curves beside this checkpoint."
+        assert "2 images could not be shown, such as:" in shown.text("#listing .hint")
+        shown.listed()
+        about = Counter(arrays(VAL)["image_idxs"].tolist())
+        assert Counter(shown.texts(".no-picture")) == {f"no image {image}": about[image] for image in (2, 3)}
+        assert shown.page.locator("article img").count() == VAL - about[2] - about[3]
+
+
+def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run, tmp_path: Path):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    other = Path(shutil.copytree(data, tmp_path / "data"))
+    vocab = json.loads((other / "vocab.json").read_text())
+    for kind, token in (("question", "Are"), ("answer", "yes"), ("program", "exist")):
+        tokens = vocab[f"{kind}_token_to_idx"]
+        vocab[f"{kind}_token_to_idx"] = {evil if name == token else name: index for name, index in tokens.items()}
+    checkpoint = tmp_path / "evil.pt"
+    _change_vocab(run["lstm"], checkpoint, vocab)
+    (other / "vocab.json").write_text(json.dumps(vocab))
+    arguments = ["--lstm", checkpoint, "--data", other, "--report", tmp_path, "--name", f"<b>{evil}"]
+    evaluate(tmp_path, *arguments)
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.text("h1") == shown.page.title() == f"<b>{evil} on val"
+        assert any(text.startswith(evil) for text in shown.texts("article h3"))
+        assert evil in shown.texts("article .true")
+        shown.open_programs()
+        assert evil in shown.texts("table.programs code")
+        assert shown.page.locator("img, h1 *, article h3 *").count() == 0
+        assert shown.page.locator("script").count() == 2
+
+
+def _change_vocab(checkpoint: Path, target: Path, vocab: dict[str, Any]) -> None:
+    import torch
+
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save(content | {"vocab": vocab}, target)
+
+
+# How it looks
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_fits_narrow_and_wide_windows_in_both_schemes(browser: Browser, made, width: int, scheme: str):
+    with opened(browser, made[2], width, scheme) as shown:
+        shown.open_programs()
+        assert shown.page.evaluate("document.documentElement.scrollWidth") == width
+        background = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, background.strip("rgb()").split(","))) > 380) == (scheme == "light")
+
+
+def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data, run, tmp_path: Path, made):
+    report, rows, _ = made
+    arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--report", tmp_path, "--report-questions", 8]
+    evaluate(tmp_path, *arguments)
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert "Listed are 8 of 26 questions" in shown.text("#listing .hint")
+        assert shown.found() == "8 questions of 26 in the split"
+        assert shown.column("table.by-type", 3)[0] == percent(report["accuracy"]["overall"])
+        listed = shown.listed()
+        assert len(set(listed)) == 8
+        worst = max((row for row in rows if not row["correct"]), key=lambda row: row["probability"])
+        assert listed[0] == worst["question_index"]
+        shown.page.locator("table.by-type .link", has_text="exist").click()
+        assert shown.found().endswith(" of 2 in the split")
