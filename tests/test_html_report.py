@@ -112,7 +112,7 @@ def test_a_picture_looks_like_its_image():
 
 def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
     write_images(tmp_path / "CLEVR", "train", 1)
-    arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path / "out", "--images"]
+    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path / "out", "--images"]
     wrong = iep_eval(*arguments, tmp_path / "CLEVR")
     expected = f"{tmp_path / 'CLEVR' / 'images' / 'val'}: no such directory, expected the split's images"
     assert_one_error(wrong, expected, "found images of train")
@@ -194,7 +194,7 @@ def test_the_page_needs_no_other_file_and_allows_none():
 def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
     sizes = []
     for most in (0, 5, 26):
-        arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path, "--report-questions", most]
+        arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--report-questions", most]
         evaluate(tmp_path, *arguments)
         text = (tmp_path / PAGE).read_text()
         listed = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["questions"]
@@ -204,7 +204,7 @@ def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
 
 
 def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
-    arguments = ["--lstm", run["lstm"], "--data", data, "--report", tmp_path]
+    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path]
     assert iep_eval(*arguments).exit_code == 0
     before = (tmp_path / PAGE).read_bytes()
     with files_no_larger_than(2000):
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
 
 
 def test_a_report_may_stand_beside_the_other_files_or_elsewhere(data, run, tmp_path: Path):
-    arguments = ["--lstm", run["lstm"], "--data", data, "--split", "test"]
+    arguments = ["--baseline", run["lstm"], "--data", data, "--split", "test"]
     for report in (tmp_path / "out", tmp_path / "page"):
         _, rows, output = evaluate(tmp_path / "out", *arguments, "--report", report)
         assert f"Wrote {report / PAGE}" in output
@@ -225,5 +225,5 @@ def test_a_report_may_stand_beside_the_other_files_or_elsewhere(data, run, tmp_p
 
 @pytest.mark.parametrize("option", [["--images", "CLEVR"], ["--report-questions", "5"]])
 def test_options_of_the_report_without_one_are_refused(data, run, option: list[str]):
-    result = iep_eval("--lstm", run["lstm"], "--data", data, *option)
+    result = iep_eval("--baseline", run["lstm"], "--data", data, *option)
     assert_one_error(result, "give --report DIR too", code=2)

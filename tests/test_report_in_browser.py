@@ -29,7 +29,7 @@ def made(data, run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
     """report.json, the rows of predictions.jsonl and the page of generator and engine on val, with all it can show."""
     out = tmp_path_factory.mktemp("page")
     write_images(out / "CLEVR", "val", IMAGES, (480, 320))
-    evaluate(out / "lstm", "--lstm", run["lstm"], "--data", data)
+    evaluate(out / "lstm", "--baseline", run["lstm"], "--data", data)
     more = ["--against", "blind", out / "lstm", "--images", out / "CLEVR", "--name", "tiny"]
     models = ["--pg", run["pg"], "--ee", run["ee"].parent]
     report, rows, _ = evaluate(out, *models, "--data", data, "--report", out, *more)
@@ -255,7 +255,7 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     card.locator("summary").click()
     card.locator("table").wait_for()
     for side, program in ((1, row["program"]), (2, row["predicted_program"])):
-        tokens = card.locator(f"table.programs td:nth-child({side}) code:not(.implied)").all_inner_texts()
+        tokens = card.locator(f"table.programs td:nth-child({side}) code:not(.filled-in)").all_inner_texts()
         assert tokens == program
     assert card.locator("tr.differs").count() > 0
     image = card.locator("img")
@@ -291,18 +291,17 @@ def test_a_split_without_answers_gets_a_report_of_what_is_known(browser: Browser
         assert shown.listed() == [row["question_index"] for row in rows]
         assert shown.texts("article .predicted") == [row["predicted_answer"] for row in rows]
         shown.open_programs()
-        tokens = shown.page.locator("table.programs code:not(.implied):not(.ignored)").all_inner_texts()
+        tokens = shown.page.locator("table.programs code:not(.filled-in):not(.ignored)").all_inner_texts()
         assert set(tokens) <= {token for row in rows for token in row["predicted_program"]}
         assert shown.texts("table.programs thead th") == ["Predicted program"] * TEST
 
 
-@pytest.mark.parametrize("models", [["pg"], ["lstm"]])
-def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, data, run, tmp_path: Path, models):
-    arguments = [argument for name in models for argument in (f"--{name}", run[name])]
-    report, _, _ = evaluate(tmp_path, *arguments, "--data", data, "--report", tmp_path)
+@pytest.mark.parametrize(("option", "model"), [("--pg", "pg"), ("--baseline", "lstm")])
+def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, data, run, tmp_path: Path, option, model):
+    report, _, _ = evaluate(tmp_path, option, run[model], "--data", data, "--report", tmp_path)
     with opened(browser, tmp_path / "report.html") as shown:
         tiles = dict(zip(shown.texts(".tile .label"), shown.texts(".tile .value"), strict=True))
-        if models == ["pg"]:
+        if model == "pg":
             assert tiles["Accuracy"] == "unknown"
             assert tiles["Programs exact"] == f"{percent(report['program_exact_match']['overall'])}%"
             assert shown.text("#confusion .empty") == "Nothing answers."
@@ -317,7 +316,7 @@ def test_a_run_without_metrics_and_an_image_that_is_missing_are_said(browser: Br
     paths = write_images(tmp_path / "CLEVR", "val", IMAGES)
     paths[3].unlink()
     paths[2].write_bytes(b"no image")
-    evaluate(tmp_path, "--lstm", alone, "--data", data, "--report", tmp_path, "--images", tmp_path / "CLEVR")
+    evaluate(tmp_path, "--baseline", alone, "--data", data, "--report", tmp_path, "--images", tmp_path / "CLEVR")
     with opened(browser, tmp_path / "report.html") as shown:
         assert shown.text("#runs .empty") == "No metrics.jsonl with training curves beside this checkpoint."
         assert "2 images could not be shown, such as:" in shown.text("#listing .hint")
@@ -337,7 +336,7 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
     checkpoint = tmp_path / "evil.pt"
     _change_vocab(run["lstm"], checkpoint, vocab)
     (other / "vocab.json").write_text(json.dumps(vocab))
-    arguments = ["--lstm", checkpoint, "--data", other, "--report", tmp_path, "--name", f"<b>{evil}"]
+    arguments = ["--baseline", checkpoint, "--data", other, "--report", tmp_path, "--name", f"<b>{evil}"]
     evaluate(tmp_path, *arguments)
     with opened(browser, tmp_path / "report.html") as shown:
         assert shown.text("h1") == shown.page.title() == f"<b>{evil} on val"

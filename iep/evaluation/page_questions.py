@@ -15,7 +15,8 @@ import numpy as np
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.prediction_file import question_text
-from iep.evaluation.program_trees import side_by_side, tree_lines
+from iep.evaluation.program_trees import Line, program_lines, side_by_side
+from iep.vocab import NULL, Vocab
 
 
 def choose(outcome: Outcome, most: int) -> np.ndarray:
@@ -96,13 +97,20 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
 
 
 def _programs(outcome: Outcome, n: int) -> dict[str, Any]:
+    vocab = outcome.vocab
     true, predicted = (
-        None if programs is None else tree_lines(programs[n], outcome.vocab)
+        None if programs is None else program_lines(programs[n], vocab)
         for programs in (outcome.questions.programs, outcome.predictions.programs)
     )
-    programs = {"program": true, "predicted": predicted, "rows": None}
-    if outcome.exact is not None and not outcome.exact[n]:
-        programs["rows"] = side_by_side(true, predicted)
-    elif outcome.exact is not None:
-        programs["predicted"] = None
-    return programs
+    is_exact = outcome.exact is not None and outcome.exact[n]
+    return {
+        "program": _indexed(true, vocab),
+        "predicted": None if is_exact else _indexed(predicted, vocab),
+        "rows": side_by_side(true, predicted) if outcome.exact is not None and not is_exact else None,
+    }
+
+
+def _indexed(lines: list[Line] | None, vocab: Vocab) -> list[tuple[int, int, int]] | None:
+    if lines is None:
+        return None
+    return [(line.depth, vocab.program_index.get(line.token, NULL), line.kind) for line in lines]

@@ -1,7 +1,4 @@
-"""Prefix tokens, well-formed or not -> the lines of an indented tree, and two such trees side by side.
-
-A tree is shown as the engine runs it (`batching/graph.py`), with what it makes up for or leaves out marked.
-"""
+"""A program's tree, well-formed or not -> lines to show it by, and those of two trees side by side."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -10,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.programs import SCENE, arity
-from iep.vocab import END, NULL, START, Vocab
+from iep.program_tree import program_tree
+from iep.vocab import Vocab
 
 
 class Kind(IntEnum):
@@ -19,8 +16,8 @@ class Kind(IntEnum):
 
     FUNCTION = 0
     """A token of the program."""
-    IMPLIED = 1
-    """A `scene` that the program lacks: the end of the program or `<NULL>` stands for it."""
+    FILLED_IN = 1
+    """A `scene` that the program lacks: it has `<NULL>` there, or had ended."""
     IGNORED = 2
     """A token after the tree is complete, which does not run."""
 
@@ -29,32 +26,22 @@ class Line(NamedTuple):
     """One line: how deep in the tree, which token, and of what kind."""
 
     depth: int
-    token: int
+    token: str
     kind: Kind
 
 
-def tree_lines(program_L: np.ndarray, vocab: Vocab) -> list[Line]:
-    """The lines of a program's tree from its root, by depth-first search.
+def program_lines(program_L: np.ndarray, vocab: Vocab) -> list[Line]:
+    """The lines of the tree that a program stands for, from its root by depth-first search, and of what is ignored.
 
     Args:
-        program_L: program tokens; `<START>` is skipped wherever it stands, `<NULL>` and the end stand for `scene`.
+        program_L: program tokens with `<START>`, `<END>` and padding.
         vocab: what they are indices of.
     """
-    tokens = [token for token in np.asarray(program_L).tolist() if token != START]
-    implied = vocab.program_index.get(SCENE, NULL)
-    lines, open_depths, position = [], [0], 0
-    while open_depths:
-        depth = open_depths.pop()
-        token = tokens[position] if position < len(tokens) else NULL
-        position += 1
-        if token == NULL:
-            lines.append(Line(depth, implied, Kind.IMPLIED))
-            continue
-        lines.append(Line(depth, token, Kind.FUNCTION))
-        open_depths += [depth + 1] * arity(vocab.program[token])
-    ignored = tokens[position:]
-    ignored = ignored[: ignored.index(END)] if END in ignored else ignored
-    return lines + [Line(0, token, Kind.IGNORED) for token in ignored if token != NULL]
+    tree = program_tree([vocab.program[token] for token in np.asarray(program_L).tolist()])
+    lines = [
+        Line(node.depth, node.token, Kind.FILLED_IN if node.is_filled_in else Kind.FUNCTION) for node in tree.nodes
+    ]
+    return lines + [Line(0, token, Kind.IGNORED) for token in tree.ignored]
 
 
 def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[int | None, int | None]]:

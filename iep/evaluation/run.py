@@ -72,11 +72,9 @@ def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = 
         InputError: no model is named, a checkpoint does not fit the data, the split lacks what is asked for, or there
             are no images where `page` says.
     """
-    if out is not None:
-        check_writable(out / name for name in OUTPUTS)
+    targets = [] if out is None else [out / name for name in OUTPUTS]
+    check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
-    if page is not None:
-        check_writable([page.directory / PAGE])
     pictures = None if page is None else page.pictures(settings.split)
     vocab = Vocab.load(settings.data / "vocab.json")
     baseline = _load_baseline(settings, vocab)
@@ -103,20 +101,7 @@ def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = 
         return None
 
     outcome = Outcome(vocab, questions, predictions)
-    report = Report(
-        split=settings.split,
-        selection=_describe_selection(settings),
-        questions=len(questions),
-        questions_by_type=count_types(outcome.types),
-        accuracy=outcome.scores(outcome.right),
-        program_exact_match=outcome.scores(outcome.exact),
-        questions_per_second=len(questions) / predictions.seconds,
-        peak_memory_gb=max(memory) / 1e9,
-        device=",".join(settings.devices) or str(device),
-        programs=_describe_programs(settings),
-        checkpoints={name: str(path) for name in MODELS if (path := getattr(settings, name)) is not None},
-        baselines=_baselines(settings.data, vocab, questions, outcome.types),
-    )
+    report = _report(settings, outcome, str(device), max(memory))
     if out is not None:
         write_outputs(out, outcome, report)
         if predictions.answers is not None and len(questions) < split.total:
@@ -125,6 +110,24 @@ def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = 
         shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
         write_page(page, outcome, report, shown, pictures)
     return report
+
+
+def _report(settings: Evaluation, outcome: Outcome, device: str, memory: float) -> Report:
+    questions = outcome.questions
+    return Report(
+        split=settings.split,
+        selection=_describe_selection(settings),
+        questions=len(questions),
+        questions_by_type=count_types(outcome.types),
+        accuracy=outcome.scores(outcome.right),
+        program_exact_match=outcome.scores(outcome.exact),
+        questions_per_second=len(questions) / outcome.predictions.seconds,
+        peak_memory_gb=memory / 1e9,
+        device=",".join(settings.devices) or device,
+        programs=_describe_programs(settings),
+        checkpoints={name: str(path) for name in MODELS if (path := getattr(settings, name)) is not None},
+        baselines=_baselines(settings.data, outcome.vocab, questions, outcome.types),
+    )
 
 
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:

@@ -1,8 +1,8 @@
 // True and predicted program of a question side by side, as indented trees with their differences marked.
-const KINDS = ["", "implied", "ignored"];
+const KINDS = ["", "filled-in", "ignored"];
 const REMARKS = {
-  implied: "The program ends before it is complete: here the engine takes the scene.",
-  ignored: "After the tree is complete; it does not run.",
+  "filled-in": "not in the program, which ends before it is complete: the engine takes the scene.",
+  ignored: "after the tree is complete: it does not run.",
 };
 
 function drawPrograms(question) {
@@ -27,7 +27,7 @@ function drawPrograms(question) {
     "div",
     { class: "scroll" },
     table,
-    ...remarks.map((kind) => element("p", { class: "hint" }, element("code", { class: kind, text: kind }), ` ${REMARKS[kind]}`))
+    ...remarks.map((kind) => element("p", { class: "hint" }, element("b", { text: `${kind.replace("-", " ")}: ` }), REMARKS[kind]))
   );
 }
 
@@ -41,6 +41,6 @@ function programCell(line, differs, side) {
   const [depth, token, kind] = line;
   const mark = differs ? element(side ? "ins" : "del", { text: DATA.functions[token] }) : DATA.functions[token];
   const code = element("code", { class: KINDS[kind] || null }, mark);
-  const note = kind ? element("small", { text: ` ${KINDS[kind]}` }) : null;
+  const note = kind ? element("small", { text: ` ${KINDS[kind].replace("-", " ")}` }) : null;
   return element("td", { style: { "--depth": String(depth) } }, code, note);
 }
