@@ -38,9 +38,8 @@ def program_lines(program_L: np.ndarray, vocab: Vocab) -> list[Line]:
         vocab: what they are indices of.
     """
     tree = program_tree([vocab.program[token] for token in np.asarray(program_L).tolist()])
-    lines = [
-        Line(node.depth, node.token, Kind.FILLED_IN if node.is_filled_in else Kind.FUNCTION) for node in tree.nodes
-    ]
+    kinds = (Kind.FUNCTION, Kind.FILLED_IN)
+    lines = [Line(node.depth, node.token, kinds[node.is_filled_in]) for node in tree.nodes]
     return lines + [Line(0, token, Kind.IGNORED) for token in tree.ignored]
 
 
