@@ -207,8 +207,16 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
     Raises:
         InputError: they differ.
     """
-    name = next(name for name, kind in CLASSES.items() if type(network) is kind)
-    made_for = tuple(network.kwargs[side] for side in FEATURE_SIDES[name])
+    made_for = features_shape(network)
     if made_for != tuple(feature_shape)[: len(made_for)]:
-        what = DESCRIPTIONS[name].split(" ")[-1]
+        what = DESCRIPTIONS[_name(network)].split(" ")[-1]
         raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
+
+
+def features_shape(network: nn.Module) -> tuple[int, ...]:
+    """What of (C, H, W) a network that looks was built for."""
+    return tuple(network.kwargs[side] for side in FEATURE_SIDES[_name(network)])
+
+
+def _name(network: nn.Module) -> str:
+    return next(name for name, kind in CLASSES.items() if type(network) is kind)

@@ -12,7 +12,10 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
+from iep.asking.loading import Asking, make_asker
+from iep.asking.telling import describe
 from iep.asking.words import nearest_word
+from iep.cli.ask import typed_questions
 from iep.training.checkpoint import load_checkpoint, save_checkpoint
 
 QUESTION = "How many small things are there?"
@@ -325,3 +328,57 @@ def test_a_run_and_its_checkpoint_answer_alike(parts):
     assert answered("--ee", newest(parts[3]), "--image", IMAGE, "--program", COUNT) == answered(
         "--ee", parts[3], "--image", IMAGE, "--program", COUNT
     )
+
+
+@pytest.mark.parametrize("model", ["lstm", "cnn-lstm", "cnn-lstm-sa"])
+def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
+    run = trained(sample, model, tmp_path / "run", 5)
+    _, rows, _ = evaluate(tmp_path / "eval", "--baseline", run, "--data", sample, "--workers", 0)
+    rows = [row for row in rows if row["image_index"] == 2]
+    questions = [argument for row in rows for argument in ("--question", row["question"])]
+    result = iep_ask("--baseline", run, "--image", IMAGE, *questions, "--json")
+    assert result.exit_code == 0, result.output
+    assert ("does not look at the image" in result.stderr) == (model == "lstm")
+    for row, line in zip(rows, result.stdout.splitlines(), strict=True):
+        assert json.loads(line)["answers"][0]["answer"] == row["predicted_answer"]
+        assert json.loads(line)["answers"][0]["probability"] == pytest.approx(row["probability"], abs=2e-6)
+        assert "program" not in json.loads(line)
+    shown = answered("--baseline", run, "--image", IMAGE, "--question", QUESTION)
+    assert len(shown.strip().splitlines()) == 2
+
+
+@pytest.mark.parametrize("flag", ["--pg", "--ee", "--program", "--draw"])
+def test_a_baseline_takes_no_other_part(flag):
+    result = iep_ask("--baseline", "x", "--image", IMAGE, flag, "y.png")
+    assert_one_error(result, f"--baseline answers alone and runs no program: {flag} does not go with it", code=2)
+
+
+def test_without_networks_nothing_answers():
+    assert_one_error(iep_ask("--image", IMAGE), "give --ee CKPT, or --baseline CKPT", code=2)
+
+
+def test_a_checkpoint_without_a_baseline_is_none(parts):
+    assert_one_error(iep_ask("--baseline", parts[3], "--image", IMAGE), "expected a checkpoint with a baseline")
+
+
+@pytest.mark.parametrize(("typed", "expected"), [(["a?", "b?"], ["a?", "b?"]), (["a?", " ", "b?"], ["a?"]), ([], [])])
+def test_at_a_terminal_questions_are_prompted_for_until_its_end_or_an_empty_line(monkeypatch, capsys, typed, expected):
+    lines = iter(typed)
+    prompts = []
+
+    def line(prompt: str) -> str:
+        prompts.append(prompt)
+        for text in lines:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", line)
+    assert [question for questions in typed_questions(True) for question in questions] == expected
+    assert prompts == ["question: "] * (len(expected) + 1)
+
+
+def test_at_a_terminal_the_question_is_not_told_again(parts):
+    asker = make_asker(Asking(IMAGE, ee=parts[3], pg=parts[1], device="cpu"), say=print)
+    (answer,) = asker.ask([QUESTION])
+    with_it, without = describe(answer, 3), describe(answer, 3, with_question=False)
+    assert with_it == f"{QUESTION}\n{without}"

@@ -24,10 +24,13 @@ from PIL import Image
 from torch.nn import functional
 
 from iep.asking import LOOKS
-from iep.asking.answers import Answer
+from iep.asking.answers import Answer, Asker
 from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
+from iep.asking.looks import look_maps, to_unit
 from iep.errors import InputError
+from iep.execution_engine.trace import trace
 from iep.pictures import DPI, save
+from iep.preprocess.images import open_image
 from iep.program_tree import Node, ProgramTree
 
 MOST_NODES = 200
@@ -40,21 +43,39 @@ QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
 
 
-def draw(path: Path, image: Image.Image, answer: Answer, maps: Sequence[torch.Tensor], look: str, top: int) -> None:
-    """Write the picture to `path`, whole or not at all; its ending says which kind (.png, .svg, .pdf).
+def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str, top: int) -> None:
+    """Run the answer's program once more, and draw where its functions looked.
 
     Args:
+        path: gets the picture, whole or not at all; its ending says which kind (.png, .svg, .pdf).
         image: that was asked about.
-        maps: (H, W) for every node of the answer's tree, from 0 to 1.
-        look: what they show, a key of `LOOKS`.
+        asker: that answered.
+        look: what is drawn of each function, a key of `LOOKS`.
         top: how many of the likeliest answers are shown.
 
     Raises:
-        InputError: the program is too large to be drawn.
+        InputError: the program is too large to be drawn, or the image can no longer be read.
     """
-    check_drawable(answer.tree)
+    if len(answer.tree.nodes) > MOST_NODES:
+        many = len(answer.tree.nodes)
+        raise InputError(f"a program of {many} functions is not drawn, expected {MOST_NODES} at most")
+    traced = trace(asker.predictor.engine, asker.features, answer.program)
+    attentions = [look == "norm" and output.shape[1] == 1 for output in traced.outputs]
+    maps = [to_unit(*pair) for pair in zip(look_maps(traced, look), attentions, strict=True)]
+    _draw(path, open_image(image), answer, maps, _notes(answer, look, any(attentions)), top)
+
+
+def _draw(
+    path: Path,
+    image: Image.Image,
+    answer: Answer,
+    maps: Sequence[torch.Tensor],
+    notes: Sequence[tuple[str, str]],
+    top: int,
+) -> None:
+    """Lay out and write the picture; `maps` (H, W) are from 0 to 1, `notes` texts and their colours."""
     question = wrapped(answer.question.text if answer.question else "", LEFT, _measure(QUESTION, "bold"))
-    notes = [(line, color) for text, color in _notes(answer, look) for line in wrapped(text, LEFT, _measure(NOTE))]
+    notes = [(line, color) for text, color in notes for line in wrapped(text, LEFT, _measure(NOTE))]
     labels = [_label(node) for node in answer.tree.nodes]
     ranked = answer.ranked[:top]
     arrangement = arrange(answer.tree, labels, _measure(LABEL), image.size, len(question), len(ranked), len(notes))
@@ -73,16 +94,6 @@ def draw(path: Path, image: Image.Image, answer: Answer, maps: Sequence[torch.Te
         save(figure, path, dpi)
 
 
-def check_drawable(tree: ProgramTree) -> None:
-    """See that a program is not too large to be drawn.
-
-    Raises:
-        InputError: it is.
-    """
-    if len(tree.nodes) > MOST_NODES:
-        raise InputError(f"a program of {len(tree.nodes)} functions is not drawn, expected {MOST_NODES} at most")
-
-
 def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
     """(H, W, 3) the image in grey, lit up where the map, of numbers from 0 to 1, is great."""
     grey_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None] / 255
@@ -98,13 +109,14 @@ def _label(node: Node) -> list[str]:
     return [function, *([bracket + value] if bracket else []), *(["(filled in)"] if node.is_filled_in else [])]
 
 
-def _notes(answer: Answer, look: str) -> list[tuple[str, str]]:
-    """Lines below the answers, with their colours."""
+def _notes(answer: Answer, look: str, with_attentions: bool) -> list[tuple[str, str]]:
+    """What is said below the answers, with its colours."""
     unknown = answer.question.unknown if answer.question else ()
     notes = [(f"unknown word: {word}", WARNING) for word, _ in unknown]
     if answer.tree.ignored:
         notes.append((f"ignored after the program's tree: {' '.join(answer.tree.ignored)}", WARNING))
-    return [*notes, (f"Lit up: {LOOKS[look]}.", GREY)]
+    alone = "; attentions as they are, from 0 to 1" if with_attentions else ""
+    return [*notes, (f"Lit up: {LOOKS[look]}, each from its least to its greatest{alone}.", GREY)]
 
 
 @cache

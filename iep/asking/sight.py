@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.errors import InputError
-from iep.networks import check_features
+from iep.networks import check_features, features_shape
 from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
 from iep.preprocess.features import image_features
 
@@ -60,27 +60,27 @@ def sight_of(
     return sight
 
 
-def likely_sight(engine: nn.Module, path: Path, say: Callable[[str], None]) -> Sight:
-    """How the features were probably made that an engine takes, where its checkpoint does not say: patches where their
+def likely_sight(network: nn.Module, path: Path, say: Callable[[str], None]) -> Sight:
+    """How the features were probably made that a network takes, where its checkpoint does not say: patches where their
     shape is one of patches, else as the original toolkit made them (Johnson et al. 2017, section 4.1).
 
     Args:
         say: gets the line that this was not known.
     """
-    dim, height, width = (engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width"))
-    patch = isqrt(dim // 3)
-    is_patches = (dim, height, width) == (3 * patch * patch, GRID, GRID)
+    shape = features_shape(network)
+    patch = isqrt(shape[0] // 3)
+    is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
     sight = Sight(Patches(patch) if is_patches else ResNet())
     say(f"{path}: does not say how its features were made; taken for {sight} (--backbone and others say otherwise)")
     return sight
 
 
-def see(sight: Sight, image: Path, engine: nn.Module, device: torch.device) -> Tensor:
-    """(1, C, H, W) features of the image for the engine, on the device.
+def see(sight: Sight, image: Path, network: nn.Module, device: torch.device) -> Tensor:
+    """(1, C, H, W) features of the image for the network, on the device.
 
     Raises:
-        InputError: the image cannot be read, or its features are not those that the engine is made for.
+        InputError: the image cannot be read, or its features are not those that the network is made for.
     """
     features_1CHW = image_features(image, sight.backbone, sight.dtype, device)
-    check_features(engine, features_1CHW.shape[1:], f"{image}, by {sight}")
+    check_features(network, features_1CHW.shape[1:], f"{image}, by {sight}")
     return features_1CHW.to(device)

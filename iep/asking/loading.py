@@ -1,0 +1,94 @@
+"""Checkpoints and an image -> networks that have seen it, to be asked."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from iep.asking.answers import Asker
+from iep.asking.sight import Sight, likely_sight, see, sight_of
+from iep.config import Config
+from iep.devices import resolve_device
+from iep.errors import InputError
+from iep.evaluation.predict import Predictor
+from iep.networks import check_vocab, load_baseline, looks, place, unpack
+from iep.preprocess.backbones import Patches, ResNet
+from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
+from iep.vocab import Vocab
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Whom to ask about which image: an engine, by a generator's programs or given ones, or a baseline.
+
+    Attributes:
+        ee: checkpoint or run of an execution engine; None for a baseline.
+        pg: checkpoint or run of a program generator; None to run given programs only.
+        baseline: checkpoint or run of a baseline.
+        backbone: what makes features of images, where the checkpoint does not say; None for what is likely.
+        weights: a file of a ResNet's weights, where the checkpoint's recipe needs one.
+        options: names of the options that were given for `backbone`, besides `--weights`.
+    """
+
+    image: Path
+    ee: Path | None = None
+    pg: Path | None = None
+    baseline: Path | None = None
+    backbone: Patches | ResNet | None = None
+    weights: str | None = None
+    options: tuple[str, ...] = ()
+    beam_size: int = 1
+    max_program_length: int = Config.max_program_length
+    device: str = Config.device
+
+
+def make_asker(asking: Asking, say: Say) -> Asker:
+    """Load the networks and look at the image; `say` gets a line for what had to be assumed.
+
+    Raises:
+        InputError: a checkpoint, its vocabulary, its features or the image does not fit.
+    """
+    device = resolve_device(asking.device)
+    path = asking.ee if asking.baseline is None else asking.baseline
+    held = load_checkpoint(path, PARTS_OF_A_MODEL)
+    vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    if asking.baseline is not None:
+        networks = {"baseline": load_baseline(path, vocab, device)}
+        if not looks(held["networks"]):
+            say(f"{path}: does not look at the image")
+            return Asker(Predictor(**networks), vocab, None, device)
+    else:
+        networks = {"engine": place(unpack(held, "engine", path), device).eval()}
+    if asking.pg is not None:
+        networks["generator"], words = _generator(asking.pg, vocab, path, device)
+        vocab = Vocab(words, vocab.program, vocab.answer)
+    looking = next(iter(networks.values()))
+    features_1CHW = see(_sight(asking, held, path, looking, say), asking.image, looking, device)
+    lengths = {"beam_size": asking.beam_size, "max_program_length": asking.max_program_length}
+    return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW, device)
+
+
+def _generator(
+    path: Path, engines: Vocab, engines_path: Path, device: torch.device
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """A generator for an engine of some vocabulary, and the question tokens that it knows."""
+    held = load_checkpoint(path, PARTS_OF_A_MODEL)
+    generator = place(unpack(held, "generator", path), device).eval()
+    own = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    together = Vocab(own.question, engines.program, engines.answer)
+    check_vocab(own, together, "generator", path, source=engines_path)
+    return generator, own.question
+
+
+def _sight(asking: Asking, held: Mapping[str, Any], path: Path, looking: nn.Module, say: Say) -> Sight:
+    recipe = held.get("features") or {}
+    if not isinstance(recipe, Mapping):
+        raise InputError(f"{path}: how its features were made is a {type(recipe).__name__}, expected names and values")
+    if recipe:
+        return sight_of(recipe, path, asking.weights, asking.options, say)
+    return likely_sight(looking, path, say) if asking.backbone is None else Sight(asking.backbone)
