@@ -28,7 +28,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
 
 
 def texts(path: Path) -> str:
-    return "\n".join(element.text or "" for element in ET.parse(path).iter(f"{SVG}text"))
+    return " ".join(element.text or "" for element in ET.parse(path).iter(f"{SVG}text"))
 
 
 def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked, tmp_path):
@@ -71,7 +71,7 @@ def test_the_gradient_shows_other_places_than_the_norm(asked, tmp_path):
     ]
     assert panels[0][0] == panels[1][0]
     assert panels[0][1] != panels[1][1]
-    assert "gradient of the answer's score" in texts(tmp_path / "gradient.svg").replace("\n", " ")
+    assert "gradient of the answer's score" in texts(tmp_path / "gradient.svg")
 
 
 def test_of_several_questions_each_has_its_picture(asked, tmp_path):
@@ -128,3 +128,14 @@ def test_what_is_lit_is_bright_and_the_rest_is_the_image_in_grey():
     assert np.ptp(pixels[7, 7]) > 0.2
     assert pixels.min() >= 0
     assert pixels.max() <= 1
+
+
+def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_path):
+    data = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 2)
+    ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
+    path = tmp_path / "a.svg"
+    answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
+    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 4
+    assert "attentions as they are" in texts(path)
+    answered(*asked, "--program", "count scene", "--draw", tmp_path / "b.svg")
+    assert "attentions as" not in texts(tmp_path / "b.svg")

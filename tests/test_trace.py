@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import quick
-from hypothesis import given, settings
+from hypothesis import example, given, settings
+from tbd_cases import PROGRAMS_BL as ATTENTION_PROGRAMS_BL
+from tbd_cases import any_programs as any_attention_programs
+from tbd_cases import programs as attention_programs
+from tbd_cases import tbd_engine
 from test_engine import PROGRAMS_BL, any_programs, program, small_engine
 
 from iep.asking.looks import look_maps, to_unit
@@ -81,3 +85,35 @@ def test_a_map_fills_zero_to_one_and_an_attention_stays_as_it_is():
     assert torch.equal(to_unit(torch.tensor([[1.0, 3.0], [2.0, 1.0]]), False), torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
     assert torch.equal(to_unit(torch.full((2, 2), 4.0), False), torch.zeros(2, 2))
     assert torch.equal(to_unit(torch.tensor([[0.25, 0.5]]), True), torch.tensor([[0.25, 0.5]]))
+
+
+@given(programs_BL=any_attention_programs)
+@example(programs_BL=ATTENTION_PROGRAMS_BL)
+@settings(quick, max_examples=15)
+def test_attention_modules_are_traced_too_well_formed_or_not(programs_BL):
+    engine = tbd_engine()
+    for program_L in programs_BL:
+        traced = trace(engine, FEATURES, program_L.tolist())
+        assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
+        for look in ("norm", "gradient"):
+            maps = look_maps(traced, look)
+            assert [map_HW.shape for map_HW in maps] == [(3, 4)] * len(traced.tree.nodes)
+            assert all(bool(map_HW.isfinite().all()) for map_HW in maps)
+
+
+def test_a_function_without_module_shows_what_it_hands_on_and_the_scene_is_ones():
+    engine = tbd_engine()
+    (program_L,) = attention_programs("query_size unique filter_color[red] scene")
+    traced = trace(engine, FEATURES, program_L.tolist())
+    query, unique, red, scene = traced.outputs
+    stem = engine.stem(FEATURES)
+    assert torch.equal(scene, torch.ones(1, 1, 3, 4, dtype=torch.float64))
+    assert torch.equal(red, getattr(engine, "filter_color[red]")(stem, scene))
+    assert unique is red
+    assert torch.equal(query, engine.query_size(stem, red))
+    norms = look_maps(traced, "norm")
+    assert torch.allclose(norms[2], red[0, 0].float())
+    gradients = look_maps(traced, "gradient")
+    assert gradients[3].count_nonzero() == 0
+    assert torch.equal(gradients[1], gradients[2])
+    assert gradients[2].count_nonzero() > 0

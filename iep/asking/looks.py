@@ -17,17 +17,20 @@ def look_maps(trace: Trace, look: str) -> list[Tensor]:
         look: `norm`, the norm over the channels of what a module put out, which for an attention is the attention
             itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, that of the gradient of
             the likeliest answer's score (its logit) by it (Johnson et al. 2017, section 4.2 and figure 3, which take
-            all answers' sum and the last map alone). Where no module's output has a part in the score, 0.
+            all answers' sum and the last map alone), and 0 for what no module put out, or has no part in the score.
     """
     values = trace.outputs
     if look == "gradient":
-        distinct = list({id(output): output for output in trace.outputs}.values())
-        found = torch.autograd.grad(trace.logits.max(), distinct, allow_unused=True)
-        by_output = {id(output): gradient for output, gradient in zip(distinct, found, strict=True)}
-        values = tuple(
-            torch.zeros_like(output) if by_output[id(output)] is None else by_output[id(output)]
-            for output in trace.outputs
-        )
+        learnt = {
+            id(output): output for output in trace.outputs if output.requires_grad
+        }  # each once; not a scene of ones
+        found = torch.autograd.grad(trace.logits.max(), [*learnt.values()], allow_unused=True) if learnt else ()
+        by_output = dict(zip(learnt, found, strict=True))
+        gradients = [by_output.get(id(output)) for output in values]
+        values = [
+            torch.zeros_like(output) if gradient is None else gradient
+            for output, gradient in zip(values, gradients, strict=True)
+        ]
     return [value[0].detach().float().norm(dim=0).cpu() for value in values]
 
 

@@ -23,7 +23,8 @@ class Trace:
     Attributes:
         tree: the program as it was run.
         outputs: of every node of the tree, in its order, (1, C, H, W), or (1, 1, H, W) for an attention; for one that
-            runs no module, the stem's. With autograd on, gradients of `logits` by them can be taken.
+            runs no module, what it hands on, or what its family takes for the scene. With autograd on, gradients of
+            `logits` by what modules put out can be taken.
         logits: (1, A).
     """
 
@@ -55,11 +56,14 @@ def trace(engine: ExecutionEngine, features_1CHW: Tensor, program_L: Sequence[in
     modules = {op: recorded(token, getattr(engine, token)) for op, token in runs.items()}
     stem_1CHW = engine.stem(features_1CHW)
     last_1CHW = own.reference(list(program_L), engine.program_tokens, engine.scene_kind, modules, stem_1CHW)
-    outputs = [stem_1CHW] * len(tree.nodes)
+    outputs: list[Tensor] = [own.scene(stem_1CHW)] * len(tree.nodes)
     called = iter(calls)
     for number in tree.post_order:  # the order of the calls
-        if tree.nodes[number].token in runs.values():
+        node = tree.nodes[number]
+        if node.token in runs.values():
             token, outputs[number] = next(called)
-            assert token == tree.nodes[number].token, (token, tree.nodes[number])
+            assert token == node.token, (token, node)
+        elif node.arguments:
+            outputs[number] = outputs[node.arguments[0]]
     assert next(called, None) is None
     return Trace(tree, tuple(outputs), engine.classifier(last_1CHW))
