@@ -5,7 +5,8 @@ A checkpoint keeps each network's constructor arguments beside its weights, so t
 settings in a config; `NETWORKS` says which a model has.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement
+from iep.new_words import count_new_words
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
@@ -126,13 +128,22 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     return network
 
 
-def load_network(path: Path | str, name: str, vocab: Vocab, device: torch.device) -> nn.Module:
+def load_network(
+    path: Path | str,
+    name: str,
+    vocab: Vocab,
+    device: torch.device,
+    add_words: Callable[[nn.Module, int], None] | None = None,
+) -> nn.Module:
     """The network `name` of the checkpoint at `path`, in evaluation mode.
+
+    Where `vocab` has question words after all those of the checkpoint, `add_words`, unless None, is called with the
+    network and their number, to make it one for `vocab`.
 
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
     """
-    return _from_checkpoint(load_checkpoint(Path(path), PARTS_OF_A_MODEL), path, name, vocab, device)
+    return _from_checkpoint(load_checkpoint(Path(path), PARTS_OF_A_MODEL), path, name, vocab, device, add_words)
 
 
 def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Module:
@@ -149,10 +160,19 @@ def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Mo
 
 
 def _from_checkpoint(
-    checkpoint: Mapping[str, Any], path: Path | str, name: str, vocab: Vocab, device: torch.device
+    checkpoint: Mapping[str, Any],
+    path: Path | str,
+    name: str,
+    vocab: Vocab,
+    device: torch.device,
+    add_words: Callable[[nn.Module, int], None] | None = None,
 ) -> nn.Module:
     network = unpack(checkpoint, name, path)
-    check_vocab(Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)"), vocab, name, path)
+    trained = Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
+    if add_words is not None and (count := count_new_words(trained, vocab)):
+        add_words(network, count)
+        trained = replace(trained, question=vocab.question)
+    check_vocab(trained, vocab, name, path)
     return place(network, device).eval()
 
 
@@ -196,9 +216,10 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, sourc
             min(len(ours), len(theirs)),
         )
         there, here = (repr(tokens[index]) if index < len(tokens) else "missing" for tokens in (ours, theirs))
-        raise InputError(
-            f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
-        )
+        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
+        if kind == "question" and (count := count_new_words(trained, given)):
+            what += f"; training that starts from it learns the {count} new question words"
+        raise InputError(what)
 
 
 def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:

@@ -35,6 +35,7 @@ from iep.networks import (
     place,
     unpack,
 )
+from iep.new_words import PARTS_WITH_WORDS, add_words
 from iep.ordering import Order, make_order, program_lengths
 from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.question_families import family_filter
@@ -263,6 +264,15 @@ def _require(questions: Questions, config: Config, reads: bool) -> None:
         raise InputError(f"{questions.path}: has no programs, which training {config.model} needs{hint}")
 
 
+def _learn_words(config: Config, name: str, start: str, network: nn.Module, count: int) -> None:
+    """Make room in a network to start from for `count` question words that it has not seen, and say so."""
+    if {name, *PARTS_WITH_WORDS} & set(config.freeze):
+        raise InputError(f"{start}: {count} question words are new to it, and frozen it cannot learn them")
+    add_words(network, name, count, config.seed)
+    if is_main():
+        tqdm.write(f"{start}: {count} new question words")
+
+
 def _make_task(
     config: Config,
     vocab: Vocab,
@@ -278,8 +288,11 @@ def _make_task(
         if resumed is not None:
             check_vocab(Vocab.from_json(resumed.content["vocab"], str(resumed.path)), vocab, name, resumed.path)
             made = unpack(resumed.content, name, resumed.path)
+        elif start is None:
+            made = build(name, kwargs())
         else:
-            made = build(name, kwargs()) if start is None else load_network(start, name, vocab, torch.device("cpu"))
+            learn = None if name == "engine" else partial(_learn_words, config, name, start)
+            made = load_network(start, name, vocab, torch.device("cpu"), learn)
         if name in FEATURE_SIDES:
             check_features(made, feature_shape, resumed.path if resumed else start or training.features.path)
         return place(made, device)
