@@ -154,6 +154,23 @@ def test_other_splits_use_the_vocabulary_that_train_left(clevr, out):
     )
 
 
+def test_the_vocabulary_of_clevr_cogent_is_that_of_train_a(tmp_path, out):
+    for split, color in (("valB", "cyan"), ("trainA", "red"), ("valA", "red"), ("testB", "red")):
+        write_questions(tmp_path / "CoGenT", split, [question(0, 0, split, color)])
+    assert "valB" in run(tmp_path / "CoGenT", "--out", out, code=1)
+    write_questions(tmp_path / "CoGenT", "valB", [question(0, 0, "valB", "red")])
+    lines = run(tmp_path / "CoGenT", "--out", out).splitlines()
+    assert [line.split(":")[0].removeprefix(f"{out}/") for line in lines] == [
+        "vocab.json",
+        *(f"{split}_questions.h5" for split in ("trainA", "valA", "valB", "testB")),
+    ]
+    alone = tmp_path / "alone"
+    write_questions(tmp_path / "A", "trainA", [question(0, 0, "trainA", "red")])
+    run(tmp_path / "A", "--out", alone)
+    assert Vocab.load(out / "vocab.json") == Vocab.load(alone / "vocab.json")
+    assert "already done" in run(tmp_path / "CoGenT", "--split", "valB", "--out", out)
+
+
 def test_a_token_that_the_vocabulary_lacks_is_named_with_file_and_question(clevr, out, tmp_path):
     foreign = tmp_path / "other_vocab.json"
     Vocab(*(("<NULL>", "<START>", "<END>", "<UNK>", "How"),) * 3).save(foreign)

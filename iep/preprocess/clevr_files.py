@@ -28,13 +28,13 @@ def image_number(filename: str) -> int | None:
 
 
 def image_directories(clevr_dir: Path) -> dict[str, Path]:
-    """Split -> directory of its images; train, val and test first. Empty when `clevr_dir` has no `images`."""
+    """Split -> directory of its images; those of train, val and test first. Empty when `clevr_dir` has no `images`."""
     root = clevr_dir / "images"
     return _in_order({path.name: path for path in root.iterdir() if path.is_dir()} if root.is_dir() else {})
 
 
 def question_files(clevr_dir: Path) -> dict[str, Path]:
-    """Split -> question file, of CLEVR or CLEVR-Humans; train, val and test first."""
+    """Split -> question file, of CLEVR or CLEVR-Humans; those of train, val and test first."""
     found = {}
     for folder, pattern in _QUESTION_FILES:
         directory = clevr_dir / folder
@@ -46,8 +46,10 @@ def question_files(clevr_dir: Path) -> dict[str, Path]:
 
 
 def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
-    known = [split for split in _ORDER if split in by_split]
-    return {split: by_split[split] for split in (*known, *sorted(set(by_split) - set(known)))}
+    def place(split: str) -> tuple[int, str]:
+        return next((i for i, kind in enumerate(_ORDER) if split.startswith(kind)), len(_ORDER)), split
+
+    return {split: by_split[split] for split in sorted(by_split, key=place)}
 
 
 def count_images(directory: Path) -> int:
