@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# The published recipe on CLEVR v1.0 (Johnson et al. 2017, section 4.1): 18,000 programs for the program generator, its
+# The published recipe on CLEVR v1.0 (Johnson et al. 2017, section 4.1): a few programs for the program generator, its
 # predicted programs for the execution engine, then both jointly from answers alone.
 #
-#   scripts/train_clevr.sh CLEVR_v1.0 [OUT]        (default: data/clevr)
+#   [PROGRAMS=9000|18000|700000] scripts/train_clevr.sh CLEVR_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/clevr)
 #
-# CLEVR_v1.0 is the unpacked download. Every step goes on from what stands in OUT. One GPU of 16 GB is enough; the
-# features of all 100,000 images take 40 GB of disk in float16, as here (80 GB in float32).
-set -euo pipefail
-cd "$(dirname "$0")/.."
-if [ $# -lt 1 ] || [ $# -gt 2 ]; then
-    echo "usage: $0 CLEVR_v1.0 [OUT]" >&2
-    exit 2
-fi
-CLEVR=$1
-OUT=${2:-data/clevr}
+# PROGRAMS is how many the generator sees, 18,000 unless given. With 700,000, all of them, the engine too is trained on true
+# programs, and nothing is left for joint training. CLEVR_v1.0 is the unpacked download; settings after it, such as
+# batch_size=32, hold for all steps. Every step goes on from what stands in OUT. One GPU of 16 GB is enough; the features
+# of all 100,000 images take 40 GB of disk in float16, as here (80 GB in float32).
+source "$(dirname "$0")/recipe.sh"
+expect 1 2
+CLEVR=${PLACES[0]}
+OUT=${PLACES[1]:-data/clevr}
+PROGRAMS=${PROGRAMS:-18000}
+RUNS=$OUT/runs/$PROGRAMS
 
-iep-preprocess "$CLEVR" --out "$OUT" --backbone resnet101 --dtype float16
-iep-train --config configs/clevr/pg.yaml --data "$OUT" --out "$OUT/runs/pg" --resume
-iep-train --config configs/clevr/ee.yaml --data "$OUT" --pg "$OUT/runs/pg" --out "$OUT/runs/ee" --resume
-iep-train --config configs/clevr/joint.yaml --data "$OUT" --pg "$OUT/runs/pg" --ee "$OUT/runs/ee" \
-    --out "$OUT/runs/joint" --resume
-iep-eval --pg "$OUT/runs/joint" --ee "$OUT/runs/joint" --data "$OUT" --split val --out "$OUT/runs/joint/val"
-iep-eval --pg "$OUT/runs/joint" --ee "$OUT/runs/joint" --data "$OUT" --split test --out "$OUT/runs/joint/test"
+iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
+if [ "$PROGRAMS" -ge 699989 ]; then # as many as CLEVR has
+    train "$RUNS/pg" --config "$CONFIGS/clevr/pg_all.yaml" --data "$OUT"
+    train "$RUNS/ee" --config "$CONFIGS/clevr/ee_all.yaml" --data "$OUT"
+    PG=$RUNS/pg EE=$RUNS/ee
+else
+    train "$RUNS/pg" --config "$CONFIGS/clevr/pg.yaml" --data "$OUT" --num-train-samples "$PROGRAMS"
+    train "$RUNS/ee" --config "$CONFIGS/clevr/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
+    train "$RUNS/joint" --config "$CONFIGS/clevr/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
+    PG=$RUNS/joint EE=$RUNS/joint
+fi
+iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split val --name "$PROGRAMS programs" --out "$RUNS/eval/val"
+iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split test --name "$PROGRAMS programs" --out "$RUNS/eval/test"

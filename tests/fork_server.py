@@ -65,14 +65,17 @@ class Server:
         after: Sequence[float] = (),
         number: int = signal.SIGKILL,
         setup: str | None = None,
+        cwd: Path | None = None,
     ) -> Ended:
-        """Run `iep-COMMAND`; send it the signal at each of the moments `after`, in seconds from its start."""
+        """Run `iep-COMMAND` in the directory `cwd`; send it the signal at each of the moments `after`, in seconds from
+        its start."""
         request = {
             "command": command,
             "arguments": list(map(str, arguments)),
             "after": list(after),
             "number": number,
             "setup": setup,
+            "cwd": str(cwd or Path.cwd()),
             "log": str(self._log),
         }
         print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -121,6 +124,7 @@ def _become(request: dict) -> NoReturn:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(request["cwd"])
     quit_on_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     if request["setup"] is not None:

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# CLEVR-CoGenT, new combinations of shape and colour (Johnson et al. 2017, section 4.3): train on condition A, evaluate on A
+# and B, fine-tune on a little of B from answers alone, evaluate on A and on the rest of B.
+#
+#   scripts/train_cogent.sh CLEVR_CoGenT_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/cogent)
+#
+# CLEVR_CoGenT_v1.0 is the unpacked download. B has no training split: the first QUESTIONS_OF_B (30000, about 3,000 images)
+# of valB are fine-tuned on, the others evaluated on, before and after. PROGRAMS (18000) of trainA are for the generator.
+# Every step goes on from what stands in OUT.
+source "$(dirname "$0")/recipe.sh"
+expect 1 2
+CLEVR=${PLACES[0]}
+OUT=${PLACES[1]:-data/cogent}
+RUNS=$OUT/runs
+PROGRAMS=${PROGRAMS:-18000}
+QUESTIONS_OF_B=${QUESTIONS_OF_B:-30000}
+
+# evaluate NAME RUN: on A and on the part of B that nothing is fine-tuned on.
+evaluate() {
+    iep-eval --pg "$2" --ee "$2" --data "$OUT" --split valA --name "$1, A" --out "$RUNS/eval/$1/A"
+    iep-eval --pg "$2" --ee "$2" --data "$OUT" --split valB --skip-samples "$QUESTIONS_OF_B" --name "$1, B" \
+        --against "$1, A" "$RUNS/eval/$1/A" --out "$RUNS/eval/$1/B"
+}
+
+iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
+train "$RUNS/pg" --config "$CONFIGS/cogent/pg.yaml" --data "$OUT" --num-train-samples "$PROGRAMS"
+train "$RUNS/ee" --config "$CONFIGS/cogent/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
+train "$RUNS/joint" --config "$CONFIGS/cogent/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
+evaluate trained "$RUNS/joint"
+train "$RUNS/joint_on_b" --config "$CONFIGS/cogent/joint_on_b.yaml" --data "$OUT" --pg "$RUNS/joint" --ee "$RUNS/joint" \
+    --num-train-samples "$QUESTIONS_OF_B" "skip_val_samples=$QUESTIONS_OF_B"
+evaluate "fine-tuned" "$RUNS/joint_on_b"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# New kinds of questions (Johnson et al. 2017, section 4.4): train generator and engine on the question families with short
+# programs, evaluate on short and long ones; then fine-tune jointly on the questions of both, without programs, and
+# evaluate again.
+#
+#   scripts/train_short_long.sh CLEVR_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/clevr)
+#
+# CLEVR_v1.0 is the unpacked download; what train_clevr.sh made of it in OUT is used. Short are the families whose programs
+# have fewer than 16 functions on average. PROGRAMS (25000) of short families are for the generator. Every step goes on
+# from what stands in OUT.
+source "$(dirname "$0")/recipe.sh"
+expect 1 2
+CLEVR=${PLACES[0]}
+OUT=${PLACES[1]:-data/clevr}
+RUNS=$OUT/runs/short_long
+PROGRAMS=${PROGRAMS:-25000}
+
+# evaluate NAME PG EE: on short families and on long ones.
+evaluate() {
+    iep-eval --pg "$2" --ee "$3" --data "$OUT" --families short --name "$1, short" --out "$RUNS/eval/$1/short"
+    iep-eval --pg "$2" --ee "$3" --data "$OUT" --families long --name "$1, long" \
+        --against "$1, short" "$RUNS/eval/$1/short" --out "$RUNS/eval/$1/long"
+}
+
+iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
+train "$RUNS/pg" --config "$CONFIGS/short_long/pg.yaml" --data "$OUT" --num-train-samples "$PROGRAMS"
+train "$RUNS/ee" --config "$CONFIGS/short_long/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
+evaluate trained "$RUNS/pg" "$RUNS/ee"
+train "$RUNS/joint" --config "$CONFIGS/short_long/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
+evaluate "fine-tuned" "$RUNS/joint" "$RUNS/joint"

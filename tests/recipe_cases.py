@@ -1,0 +1,137 @@
+"""What the recipes are run on, small data sets made by iep-synth in the layouts of CLEVR, CLEVR-CoGenT and
+CLEVR-Humans; and how they are run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+from fork_server import Server
+
+from iep.synth.dataset import synthesize
+from iep.synth.options import resolve
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+QUESTIONS_PER_IMAGE = 20
+NEW_WORDS = ("Excuse", "me", "pretty", "please")
+"""What people say in the questions of `write_humans` and CLEVR's templates do not."""
+RARE_WORD = "thingamajig"
+"""In one question only."""
+
+
+def write_clevr(out: Path, cogent: str | None = None, seed: int = 0, **images: int) -> Path:
+    """A directory in CLEVR's layout with so many images a split, two or three objects on each."""
+    options = resolve("mini", {"min_objects": None, "max_objects": None, "cogent": cogent}, seed=seed, **images)
+    synthesize(out, options, workers=1, force=False, progress=lambda split, count: None)
+    return out
+
+
+def write_cogent(out: Path, train: int, val: int, test: int) -> Path:
+    """A directory in CLEVR-CoGenT's layout: trainA, valA and testA of condition A, valB and testB of condition B."""
+    made = {
+        "A": write_clevr(out.with_name(f"{out.name}-A"), "A", seed=0, train=train, val=val, test=test),
+        "B": write_clevr(out.with_name(f"{out.name}-B"), "B", seed=1, train=0, val=val, test=test),
+    }
+    for condition, clevr in made.items():
+        for old in sorted((clevr / "images").iterdir()):
+            split = f"{old.name}{condition}"
+            (out / "images" / split).mkdir(parents=True)
+            for image in old.iterdir():
+                shutil.move(image, out / "images" / split / image.name.replace(old.name, split))
+            (out / "questions").mkdir(exist_ok=True)
+            questions = clevr / "questions" / f"CLEVR_{old.name}_questions.json"
+            shutil.move(questions, out / "questions" / f"CLEVR_{split}_questions.json")
+    return out
+
+
+def write_humans(out: Path, clevr: Path) -> Path:
+    """A directory in CLEVR-Humans' layout: questions about the images of `clevr` in other words, without programs."""
+    out.mkdir(parents=True)
+    for split in ("train", "val", "test"):
+        questions = json.loads((clevr / f"questions/CLEVR_{split}_questions.json").read_text())["questions"]
+        asked = [
+            {
+                "question": f"Excuse me, {question['question'].replace('?', '')} pretty please?",
+                "image_index": question["image_index"],
+                "image_filename": question["image_filename"],
+                "split": split,
+                **({"answer": question["answer"]} if "answer" in question else {}),
+            }
+            for question in questions[::5]
+        ]
+        asked[0]["question"] = f"What {RARE_WORD} is that?"
+        (out / f"CLEVR-Humans-{split}.json").write_text(json.dumps({"info": {}, "questions": asked}))
+    return out
+
+
+# Running a script
+
+COMMANDS = {"iep-train": "train", "iep-eval": "evaluate", "iep-preprocess": "preprocess"}
+CLIENT = """#!{python} -IS
+import os, sys
+from multiprocessing.connection import Client
+
+with Client({address!r}, "AF_UNIX") as connection:
+    connection.send(({name!r}, sys.argv[1:], os.getcwd()))
+    output, code = connection.recv()
+sys.stdout.write(output)
+sys.exit(code)
+"""
+
+
+class Recipes:
+    """The scripts, run as processes of their own; the commands in them are begun by a `fork_server.Server`."""
+
+    def __init__(self, server: Server, root: Path):
+        """`root` is a directory for what stands in for the commands."""
+        self._server, self._bin = server, root / "bin"
+        self._bin.mkdir()
+        self._listener = Listener(str(root / "socket"), "AF_UNIX")
+        for name in COMMANDS:
+            client = self._bin / name
+            client.write_text(CLIENT.format(python=sys.executable, address=self._listener.address, name=name))
+            client.chmod(0o755)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def run(
+        self, script: str, *arguments: object, kill: tuple[int, float] | None = None, **variables: object
+    ) -> "Recipe":
+        """Run `scripts/SCRIPT` with arguments and environment `variables`; `kill` is which of its commands gets SIGKILL
+        (0 for the first), and after how many seconds."""
+        self._commands: list[list[str]] = []
+        self._kill = kill
+        path = f"{self._bin}:{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path} | {name: str(value) for name, value in variables.items()}
+        done = subprocess.run(
+            ["bash", SCRIPTS / script, *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return Recipe(done.returncode, done.stdout, self._commands)
+
+    def _serve(self) -> None:
+        while True:
+            with self._listener.accept() as connection:
+                name, arguments, cwd = connection.recv()
+                after = [self._kill[1]] if self._kill and self._kill[0] == len(self._commands) else []
+                self._commands.append([name, *arguments])
+                ended = self._server.run(COMMANDS[name], arguments, after, cwd=Path(cwd))
+                connection.send((ended.output, ended.returncode % 256))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a script ended, what it and its commands wrote, and the commands that it ran."""
+
+    returncode: int
+    output: str
+    commands: list[list[str]]

@@ -1,0 +1,235 @@
+"""The recipes in `scripts/`, each run whole on small data: what stands at the end, and that a killed one goes on."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import Server
+from recipe_cases import (
+    NEW_WORDS,
+    QUESTIONS_PER_IMAGE,
+    RARE_WORD,
+    SCRIPTS,
+    Recipe,
+    Recipes,
+    write_clevr,
+    write_cogent,
+    write_humans,
+)
+
+from iep.config import Config, read_config
+from iep.evaluation.report import Report, read_report
+from iep.programs import json_to_prefix
+from iep.training.checkpoint import BEST, load_checkpoint
+from iep.vocab import Vocab
+
+SMALL = (
+    "iterations=2",
+    "validate_every=1",
+    "log_every=1",
+    "batch_size=8",
+    "workers=0",
+    "max_program_length=8",
+    "device=cpu",
+    "generator.embedding_dim=6",
+    "generator.hidden_dim=10",
+    "generator.num_layers=1",
+    "engine.module_dim=4",
+    "engine.stem_widths=[]",
+    "engine.classifier_projection=4",
+    "engine.classifier_hidden=[12]",
+)
+PREPROCESS = "--backbone patches --dtype float16"
+SIZES = {"train": 30, "val": 8, "test": 2}
+
+
+@pytest.fixture(scope="module")
+def recipes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Recipes:
+    return Recipes(server, tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture(scope="module")
+def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clevr(tmp_path_factory.mktemp("clevr") / "CLEVR", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def trained(recipes: Recipes, clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recipe]:
+    """Where `train_clevr.sh` has trained on few programs, and how it ended."""
+    out = tmp_path_factory.mktemp("trained") / "data"
+    return out, recipes.run("train_clevr.sh", clevr, out, *SMALL, PROGRAMS=200, PREPROCESS=PREPROCESS)
+
+
+def config(run: Path) -> Config:
+    return read_config(run / "config.yaml")
+
+
+def networks(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of a run's best checkpoint, by network."""
+    return {name: packed["weights"] for name, packed in load_checkpoint(run / BEST)["networks"].items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def report(directory: Path) -> Report:
+    return read_report(directory / "report.json")
+
+
+def predictions(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "predictions.jsonl").read_text().splitlines()]
+
+
+def questions(clevr: Path, split: str) -> list[dict[str, Any]]:
+    return json.loads((clevr / f"questions/CLEVR_{split}_questions.json").read_text())["questions"]
+
+
+# CLEVR
+
+
+def test_few_programs_train_the_generator_whose_programs_train_the_engine_then_both_learn_jointly(trained):
+    out, recipe = trained
+    assert recipe.returncode == 0, recipe.output
+    assert [command[0] for command in recipe.commands] == ["iep-preprocess", *["iep-train"] * 3, *["iep-eval"] * 2]
+    runs = out / "runs/200"
+    pg, ee, joint = (config(runs / name) for name in ("pg", "ee", "joint"))
+    assert (pg.model, pg.num_train_samples, pg.iterations) == ("pg", 200, 2)
+    assert (ee.model, ee.programs, ee.num_train_samples, ee.pg) == ("ee", "predicted", None, f"{runs}/pg")
+    assert (joint.model, joint.pg, joint.ee) == ("joint", f"{runs}/pg", f"{runs}/ee")
+    found = report(runs / "eval/val")
+    assert found.checkpoints == {"pg": f"{runs}/joint", "ee": f"{runs}/joint"}
+    assert (found.questions, found.programs) == (SIZES["val"] * QUESTIONS_PER_IMAGE, "predicted")
+    assert len((runs / "eval/test/answers.txt").read_text().splitlines()) == SIZES["test"] * QUESTIONS_PER_IMAGE
+
+
+def test_all_programs_train_generator_and_engine_apart(recipes: Recipes, clevr: Path, trained):
+    out, _ = trained
+    recipe = recipes.run("train_clevr.sh", clevr, out, *SMALL, PROGRAMS=700000, PREPROCESS=PREPROCESS)
+    assert recipe.returncode == 0, recipe.output
+    assert "train_questions.h5: already done" in recipe.output
+    runs = out / "runs/700000"
+    pg, ee = config(runs / "pg"), config(runs / "ee")
+    assert (pg.num_train_samples, ee.num_train_samples) == (None, None)
+    assert (ee.programs, ee.pg) == ("ground-truth", None)
+    assert not (runs / "joint").exists()
+    assert report(runs / "eval/val").checkpoints == {"pg": f"{runs}/pg", "ee": f"{runs}/ee"}
+
+
+def test_a_recipe_killed_in_any_step_goes_on_to_the_same_weights(
+    recipes: Recipes, clevr: Path, trained, tmp_path: Path
+):
+    again = (clevr, tmp_path / "data", *SMALL)
+    killed = 0
+    for kill in ((0, 0.3), (2, 0.4), (3, 0.4), None):
+        recipe = recipes.run("train_clevr.sh", *again, kill=kill, PROGRAMS=200, PREPROCESS=PREPROCESS)
+        killed += recipe.returncode != 0
+    assert killed >= 2
+    assert recipe.returncode == 0, recipe.output
+    for name in ("pg", "ee", "joint"):
+        whole, cut = (networks(out / "runs/200" / name) for out in (trained[0], tmp_path / "data"))
+        assert all(same(whole[network], cut[network]) for network in whole)
+    evaluated = [out / "runs/200/eval/val" for out in (trained[0], tmp_path / "data")]
+    assert report(evaluated[0]).accuracy == report(evaluated[1]).accuracy
+
+
+# CLEVR-Humans
+
+
+def test_the_generator_learns_peoples_words_while_the_engine_stays(
+    recipes: Recipes, clevr: Path, trained, tmp_path: Path
+):
+    humans, out = write_humans(tmp_path / "CLEVR-Humans", clevr), tmp_path / "data"
+    joint = trained[0] / "runs/200/joint"
+    recipe = recipes.run("train_humans.sh", humans, trained[0], joint, joint, out, *SMALL, UNK_THRESHOLD=2)
+    assert recipe.returncode == 0, recipe.output
+    known, expanded = Vocab.load(trained[0] / "vocab.json").question, Vocab.load(out / "vocab.json").question
+    assert expanded == (*known, *sorted({*NEW_WORDS, ","} - set(known)))
+    assert RARE_WORD not in expanded
+    assert f"{joint}: {len(expanded) - len(known)} new question words" in recipe.output
+    before, after = networks(joint), networks(out / "runs/joint")
+    assert same(before["engine"], after["engine"])
+    assert after["generator"]["encoder_embed.weight"].shape[0] == len(expanded)
+    assert not torch.equal(before["generator"]["decoder_linear.weight"], after["generator"]["decoder_linear.weight"])
+    for split in ("val", "test"):
+        reports = [report(out / "eval" / when / split) for when in ("before", "after")]
+        assert reports[0].questions == reports[1].questions == SIZES[split] * QUESTIONS_PER_IMAGE // 5
+    asked = [row["question"] for row in predictions(out / "eval/after/val")]
+    assert all(NEW_WORDS[0] in question for question in asked[1:])
+    assert "<UNK>" in asked[0]
+
+
+# CLEVR-CoGenT
+
+
+def test_cogent_is_trained_on_a_fine_tuned_on_a_part_of_b_and_evaluated_on_both(recipes: Recipes, tmp_path: Path):
+    cogent, out = write_cogent(tmp_path / "CoGenT", **SIZES), tmp_path / "data"
+    variables = {"PROGRAMS": 150, "QUESTIONS_OF_B": 60, "PREPROCESS": PREPROCESS}
+    recipe = recipes.run("train_cogent.sh", cogent, out, *SMALL, **variables)
+    assert recipe.returncode == 0, recipe.output
+    pg, on_b = config(out / "runs/pg"), config(out / "runs/joint_on_b")
+    assert (pg.train_split, pg.val_split, pg.num_train_samples) == ("trainA", "valA", 150)
+    assert (on_b.train_split, on_b.num_train_samples, on_b.val_split, on_b.skip_val_samples) == ("valB", 60, "valB", 60)
+    assert on_b.pg == on_b.ee == f"{out}/runs/joint"
+    count = SIZES["val"] * QUESTIONS_PER_IMAGE
+    for name, run in (("trained", "joint"), ("fine-tuned", "joint_on_b")):
+        a, b = (report(out / "runs/eval" / name / condition) for condition in "AB")
+        assert a.checkpoints["pg"] == b.checkpoints["pg"] == f"{out}/runs/{run}"
+        assert (a.split, a.questions, a.selection) == ("valA", count, "")
+        assert (b.split, b.questions, b.selection) == ("valB", count - 60, "without the first 60")
+        assert "commonest" in a.baselines
+    asked = [row["question_index"] for row in predictions(out / "runs/eval/fine-tuned/B")]
+    assert asked == [question["question_index"] for question in questions(cogent, "valB")][60:]
+
+
+# Short and long programs
+
+
+def test_short_families_train_and_long_ones_come_with_joint_training(
+    recipes: Recipes, clevr: Path, trained, tmp_path: Path
+):
+    out, _ = trained
+    recipe = recipes.run("train_short_long.sh", clevr, out, *SMALL, PROGRAMS=100, PREPROCESS=PREPROCESS)
+    assert recipe.returncode == 0, recipe.output
+    runs = out / "runs/short_long"
+    pg, ee, joint = (config(runs / name) for name in ("pg", "ee", "joint"))
+    assert (pg.families, pg.num_train_samples, ee.families, joint.families) == ("short", 100, "short", None)
+    lengths = {}
+    for question in questions(clevr, "train"):
+        lengths.setdefault(question["question_family_index"], []).append(len(json_to_prefix(question["program"])))
+    short = {family for family, found in lengths.items() if sum(found) / len(found) < 16}
+    for name, run in (("trained", "ee"), ("fine-tuned", "joint")):
+        rows = {families: predictions(runs / "eval" / name / families) for families in ("short", "long")}
+        assert {row["family"] for row in rows["short"]} & lengths.keys() <= short
+        assert not {row["family"] for row in rows["long"]} & short
+        assert sum(map(len, rows.values())) == SIZES["val"] * QUESTIONS_PER_IMAGE
+        assert report(runs / "eval" / name / "long").checkpoints["ee"] == f"{runs / run}"
+        assert report(runs / "eval" / name / "long").selection == "families long"
+
+
+# How they are called
+
+RECIPES = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if "recipe.sh" in path.read_text())
+
+
+@pytest.mark.parametrize("script", RECIPES)
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("a", "b", "c", "d", "e", "f")])
+def test_a_recipe_called_otherwise_shows_its_usage(recipes: Recipes, script: str, arguments: tuple[str, ...]):
+    recipe = recipes.run(script, *arguments)
+    assert recipe.returncode == 2
+    assert re.fullmatch(rf"usage: .*scripts/{script} \S.*\n", recipe.output)
+    assert recipe.commands == []
+
+
+def test_recipes_use_the_configs_that_there_are_and_all_of_them():
+    folders = ("clevr", "cogent", "humans", "short_long")
+    there = {
+        f"{path.parent.name}/{path.name}" for name in folders for path in (SCRIPTS.parent / f"configs/{name}").iterdir()
+    }
+    used = set(re.findall(r"\$CONFIGS/([\w/]+\.yaml)", "".join((SCRIPTS / name).read_text() for name in RECIPES)))
+    assert used <= there
+    alone = {f"clevr/{name}.yaml" for name in ("lstm", "cnn-lstm", "cnn-lstm-sa", "tbd")}
+    assert there - used <= alone
