@@ -2,7 +2,7 @@
 
 `Server` is the tests' end; run as a program, this file is the server. A request is a command's name and arguments, and
 after how many seconds which signal is sent; the answer says how the process ended and what it wrote. `setup` names a
-function of `SETUPS` that the process calls first, to make flushing frequent or a mistake on purpose.
+function of `SETUPS` that the process calls first: flushing made frequent, a kill in the midst, a mistake on purpose.
 """
 
 import importlib
@@ -149,6 +149,19 @@ def _flush_often() -> None:
     features.preprocess_features = lambda *args, **kwargs: preprocess(*args, **kwargs, flush_seconds=0)
 
 
+def _be_killed() -> None:
+    """The process is killed when its third file has taken its place: in the midst of its work on any machine."""
+    replace, left = os.replace, [3]
+
+    def replace_and_die(*arguments: object) -> None:
+        replace(*arguments)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_and_die
+
+
 def _write_in_place() -> None:
     """A mistake: checkpoints are written where they stand, a little at a time."""
     from iep.training import checkpoint
@@ -201,6 +214,7 @@ def _answer_with_a_traceback() -> None:
 
 SETUPS = {
     "flush often": _flush_often,
+    "be killed": _be_killed,
     "write in place": _write_in_place,
     "forget the optimizer": _forget_the_optimizer,
     "leave a temporary file": _leave_a_temporary_file,

@@ -98,11 +98,9 @@ class Recipes:
             client.chmod(0o755)
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def run(
-        self, script: str, *arguments: object, kill: tuple[int, float] | None = None, **variables: object
-    ) -> "Recipe":
-        """Run `scripts/SCRIPT` with arguments and environment `variables`; `kill` is which of its commands gets SIGKILL
-        (0 for the first), and after how many seconds."""
+    def run(self, script: str, *arguments: object, kill: int | None = None, **variables: object) -> "Recipe":
+        """Run `scripts/SCRIPT` with arguments and environment `variables`; `kill` says which of its commands, counted
+        from 0, gets SIGKILL in the midst of its work."""
         self._commands: list[list[str]] = []
         self._kill = kill
         path = f"{self._bin}:{os.environ['PATH']}"
@@ -122,9 +120,9 @@ class Recipes:
         while True:
             with self._listener.accept() as connection:
                 name, arguments, cwd = connection.recv()
-                after = [self._kill[1]] if self._kill and self._kill[0] == len(self._commands) else []
+                setup = "be killed" if self._kill == len(self._commands) else None
                 self._commands.append([name, *arguments])
-                ended = self._server.run(COMMANDS[name], arguments, after, cwd=Path(cwd))
+                ended = self._server.run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))
                 connection.send((ended.output, ended.returncode % 256))
 
 
