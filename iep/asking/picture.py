@@ -37,6 +37,8 @@ MOST_NODES = 200
 """Functions of a program that is drawn: more is nothing that can be looked at."""
 PIXELS = 2**25
 """At most of a picture; where it would have more, its points are larger."""
+MARGIN = 0.05
+"""Around everything, in inches, for lines' own width."""
 HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
@@ -79,9 +81,10 @@ def _draw(
     labels = [_label(node) for node in answer.tree.nodes]
     ranked = answer.ranked[:top]
     arrangement = arrange(answer.tree, labels, _measure(LABEL), image.size, len(question), len(ranked), len(notes))
-    figure = Figure(figsize=(arrangement.width, arrangement.height))
+    width, height = arrangement.width + 2 * MARGIN, arrangement.height + 2 * MARGIN
+    figure = Figure(figsize=(width, height))
     axis = figure.add_axes((0, 0, 1, 1))
-    axis.set(xlim=(0, arrangement.width), ylim=(arrangement.height, 0), autoscale_on=False)
+    axis.set(xlim=(-MARGIN, width - MARGIN), ylim=(height - MARGIN, -MARGIN), autoscale_on=False)
     axis.set_axis_off()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a language that the font lacks
@@ -90,8 +93,7 @@ def _draw(
         _draw_answers(axis, arrangement.answers, ranked)
         _write(axis, arrangement.notes, notes, NOTE)
         _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 240), maps)
-        dpi = min(DPI, (PIXELS / (arrangement.width * arrangement.height)) ** 0.5)
-        save(figure, path, dpi)
+        save(figure, path, min(DPI, (PIXELS / (width * height)) ** 0.5))
 
 
 def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
@@ -100,7 +102,7 @@ def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
     size = (image.height, image.width)
     heat_11HW = functional.interpolate(map_HW[None, None].float(), size, mode="bicubic", align_corners=False)
     heat_HW = heat_11HW[0, 0].clamp(0, 1).numpy()
-    strength_HW1 = 0.8 * heat_HW[:, :, None]
+    strength_HW1 = 0.65 * heat_HW[:, :, None]
     return (1 - strength_HW1) * 0.75 * grey_HW1 + strength_HW1 * HEAT(0.25 + 0.75 * heat_HW)[:, :, :3]
 
 
