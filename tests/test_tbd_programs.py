@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from tbd_cases import INDEX, TOKENS, features, programs, tbd_engine
+from batching_cases import quick
+from hypothesis import given, settings
+from tbd_cases import INDEX, TOKENS, any_programs, features, programs, tbd_engine
 
+from iep.asking.looks import look_maps
 from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.plans import plan_programs
+from iep.execution_engine.trace import trace
 
 
 def plan_of(*texts, **kwargs):
@@ -159,3 +163,29 @@ def test_plans_for_other_modules_or_of_attentions_that_are_none_are_refused():
 def test_tokens_are_checked_as_ever():
     with pytest.raises(ValueError, match=f"token {len(TOKENS)}, expected 0 to {len(TOKENS) - 1}"):
         plan_programs(np.array([[INDEX["count"], len(TOKENS)]]), TOKENS, modules="tbd")
+
+
+@given(programs_BL=any_programs)
+@settings(quick, max_examples=15)
+def test_a_traced_program_gives_the_references_answer_and_an_output_for_every_function(programs_BL):
+    engine = tbd_engine()
+    for program_L in programs_BL:
+        traced = trace(engine, features(1), program_L.tolist())
+        assert traced.logits.equal(engine.reference(features(1), program_L[None]))
+        for look in ("norm", "gradient"):
+            assert len(look_maps(traced, look)) == len(traced.tree.nodes)
+
+
+def test_a_trace_shows_where_each_function_looked():
+    engine = tbd_engine()
+    traced = trace(engine, features(1), programs("count unique filter_color[red] scene")[0].tolist())
+    count, unique, red, scene = traced.outputs
+    assert scene.equal(torch.ones(1, 1, 3, 4).double())
+    stem = engine.stem(features(1))
+    assert red.equal(engine.get_submodule("filter_color[red]")(stem, scene))
+    assert unique is red
+    assert count.equal(engine.get_submodule("count")(stem, red))
+    assert look_maps(traced, "norm")[2].allclose(red[0, 0].float())
+    gradients = look_maps(traced, "gradient")
+    assert gradients[2].any()
+    assert not gradients[3].any()
