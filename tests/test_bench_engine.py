@@ -326,10 +326,12 @@ def test_peak_memory_is_the_most_held_at_once() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["vanilla", "improved+sharing+defer", "improved+bfloat16"])
-def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool) -> None:
+@pytest.mark.parametrize("modules", ["iep", "tbd"])
+def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, modules: str) -> None:
     (strategy,) = parse_strategies(name)
     vocab = clevr_vocab()
-    engine = ExecutionEngine(vocab.program, len(vocab.answer), 3, 3, 3, module_dim=2, stem_widths=()).train(training)
+    size = {"modules": modules, "module_dim": 2, "stem_widths": ()}
+    engine = ExecutionEngine(vocab.program, len(vocab.answer), 3, 3, 3, **size).train(training)
     minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6)
     case = Case(Setting(engine, training, CPU), strategy.in_phase("train" if training else "inference"), minibatch)
     seen: list[tuple[str, tuple, torch.dtype]] = []

@@ -87,6 +87,20 @@ def test_scene_may_be_the_stems_output() -> None:
     assert calls_of(result.stdout)["vanilla"] == [("filter_color[red]", 1, ["0.1"]), ("count", 1, ["0.0"])]
 
 
+def test_programs_of_attention_modules_are_shown_as_what_runs() -> None:
+    programs = ["exist same_size unique filter_color[red] scene", "greater_than count scene count relate[left] scene"]
+    given = ["--program", programs[0], "--program", programs[1], "--program", programs[1], "--questions-per-image", 3]
+    result = iep_bench("plan", "--modules", "tbd", *given)
+    assert result.exit_code == 0, result.output
+    assert "example 0: exist same_size filter_color[red] scene\n" in result.stdout
+    assert "example 2: greater_than count scene count relate[left] scene\n" in result.stdout
+    (calls,) = calls_of(result.stdout).values()
+    nodes = {node for _, _, nodes in calls for node in nodes}
+    assert nodes == {"0.0", "0.1", "0.2", "1.0", "1.1", "1.3", "1.4"}, "those of the third are the second's"
+    placed = iep_bench("plan", "--modules", "tbd", *given, "--placement", "round-robin", "--devices", "cpu,cpu")
+    assert "attentions of 784 bytes" in placed.stdout
+
+
 def test_start_and_end_may_stand_around_a_program_and_ends_that_are_missing_are_scenes() -> None:
     plain = iep_bench("plan", "--program", COUNT)
     assert iep_bench("plan", "--program", f"<START> {COUNT} <END>").stdout == plain.stdout
@@ -139,6 +153,7 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]) ->
         ),
         (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
         (["--program", ""], ["program 0", "empty"]),
+        (["--program", COUNT, "--modules", "tbd", "--scene", "stem"], ["scene is 'stem'", "modules iep"]),
     ],
 )
 def test_what_cannot_be_planned_is_named_in_one_line(arguments: list[str], words: list[str]) -> None:

@@ -4,11 +4,12 @@ Each method makes ready what its part needs and returns the part as a callable, 
 parts are not cut out of a running step but run alone, on tensors of the shapes, types and memory format that they meet
 in the step; so they need no timers inside the engine, and may add up to a little more or less than the step.
 
-Shapes: B questions, N inputs of the graph, G rows of a call, L program tokens, C H W maps of the modules.
+Shapes: B questions, N stems, G rows of a call, L program tokens, C H W maps of the modules.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from iep.bench.strategy import Strategy
 from iep.bench.workload import Minibatch
 from iep.devices import autocast
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.families import family
+from iep.execution_engine.family import MAP, as_column
 from iep.execution_engine.placement import CLASSIFIER, STEM
 from iep.execution_engine.plans import Plan
-from iep.programs import arity as token_arity
 
 Run = Callable[[], Any]
 Calls = Sequence[tuple[int, int]]
@@ -120,13 +122,18 @@ class Case:
 
     def _gather_scatter(self) -> Run:
         """The step's moves: `execute` with modules that hand on what they are given."""
-        inputs_NCHW = self._ready(self.plan.graph.num_inputs, STEM)
-        modules = dict.fromkeys((op for op, _ in self.calls), _HandOn.apply if self.setting.training else _first)
+        own, tokens = family(self.engine.family_name), self.engine.program_tokens
+        stems_NCHW = self._ready(len(self.features), STEM)
+        same = {op: own.takes(tokens[op]).index(own.makes(tokens[op])) for op, _ in self.calls}
+        modules = {
+            op: partial(_HandOn.apply if self.setting.training else _chosen, which) for op, which in same.items()
+        }
 
         def run() -> None:
             with self._mode():
-                maps_BCHW = execute(self.plan.layout, modules, inputs_NCHW)
+                found = execute(self.plan.layout, modules, own.inputs(stems_NCHW))
             if self.setting.training:
+                maps_BCHW = found if isinstance(found, Tensor) else found[0]
                 maps_BCHW.backward(self._ready(len(maps_BCHW), CLASSIFIER).detach())
 
         return run
@@ -175,16 +182,17 @@ class Limit:
 
 def run_calls(case: Case, calls: Calls, defer: bool) -> Run:
     """Module calls one after the other, no two on the same ready-made arguments; in training the way back too."""
-    engine, training = case.engine, case.setting.training
-    modules = {op: getattr(engine, engine.program_tokens[op]) for op, _ in calls}
-    arity = {op: max(1, token_arity(engine.program_tokens[op])) for op, _ in calls}  # leaves take an input
+    engine, training, own = case.engine, case.setting.training, family(case.engine.family_name)
+    tokens = {op: engine.program_tokens[op] for op, _ in calls}
+    modules = {op: getattr(engine, token) for op, token in tokens.items()}
+    takes = {op: own.takes(token) for op, token in tokens.items()}
     home = case.setting.home
-    ready = case._ready(sum(rows * arity[op] for op, rows in calls), STEM).detach()
-    pieces = iter(ready.split([rows for op, rows in calls for _ in range(arity[op])]))
+    ready = case._ready(sum(rows * len(takes[op]) for op, rows in calls), STEM).detach()
+    pieces = iter(ready.split([rows for op, rows in calls for _ in takes[op]]))
     arguments = [
-        [next(pieces).detach().to(home(op)).requires_grad_(training) for _ in range(arity[op])] for op, _ in calls
+        [_apart(column, next(pieces)).to(home(op)).requires_grad_(training) for column in takes[op]] for op, _ in calls
     ]
-    gradients = [ready[:rows].to(home(op)) for op, rows in calls] if training else []
+    gradients = [_apart(own.makes(tokens[op]), ready[:rows]).to(home(op)) for op, rows in calls] if training else []
 
     def run() -> None:
         deferred = DeferredWeightGrads() if training and defer else nullcontext()
@@ -200,18 +208,23 @@ def run_calls(case: Case, calls: Calls, defer: bool) -> Run:
     return run
 
 
-def _first(first: Tensor, *_: Tensor) -> Tensor:
-    return first
+def _apart(column: int, maps: Tensor) -> Tensor:
+    """A tensor of its own: these maps, or attentions made of them, which lie in memory as a network's would."""
+    return maps.detach() if column == MAP else as_column(column, maps).detach().contiguous()
+
+
+def _chosen(which: int, *arguments: Tensor) -> Tensor:
+    return arguments[which]
 
 
 class _HandOn(Function):
-    """A module that computes nothing: its first argument; on the way back its gradient to all."""
+    """A module that computes nothing: one of its arguments; on the way back its gradient to all that are like it."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
-        ctx.arity = len(arguments)
-        return arguments[0].view_as(arguments[0])
+    def forward(ctx: Any, which: int, *arguments: Tensor) -> Tensor:
+        ctx.alike = [argument.shape == arguments[which].shape for argument in arguments]
+        return arguments[which].view_as(arguments[which])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return (gradient,) * ctx.arity
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(gradient if alike else None for alike in ctx.alike)

@@ -43,6 +43,7 @@ class PlanRequest:
     num_samples: int = 8
     questions_per_image: int = 1
     sharing: bool = True
+    modules: str = "iep"
     scene: str = "module"
     placement: str = "none"
     devices: tuple[str, ...] = ()
@@ -53,8 +54,8 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
     name where there are several.
 
     Raises:
-        InputError: a token is unknown (the nearest is suggested), the split is not there or has no programs, or a
-            placement does not fit.
+        InputError: a token is unknown (the nearest is suggested), the split is not there or has no programs, a
+            placement does not fit, or the modules cannot run these functions or this setting of scene.
     """
     check_options(request.placement, request.devices)
     pictures = dict.fromkeys(request.batching, out)
@@ -68,9 +69,12 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
         say(f"{describe_placement(request.placement, placement, costs.work)}\n")
     _, image_rows_B = np.unique(image_idxs_B, return_inverse=True)
     for number, batching in enumerate(request.batching):
-        how = (request.scene, batching, request.sharing, placement)
-        plan = plan_programs(programs_BL, vocab.program, image_rows_B, *how)
-        examples = walk(plan.graph, vocab.program)
+        how = (request.scene, batching, request.sharing, placement, request.modules)
+        try:
+            plan = plan_programs(programs_BL, vocab.program, image_rows_B, *how)
+        except ValueError as error:  # the vocabulary or the setting of scene is none that the modules know
+            raise InputError(f"these programs cannot be planned: {error}") from None
+        examples = walk(plan)
         if number == 0:
             say(describe_programs(examples))
         text = describe_schedule(batching, plan, examples)
@@ -85,7 +89,9 @@ def show_plans(request: PlanRequest, out: Path | None = None, say: Callable[[str
 def _placement(request: PlanRequest, vocab: Vocab, sample: Sample) -> tuple[Placement, Costs]:
     """The placement of an engine of full size, and what its parts cost."""
     with torch.device("meta"):
-        engine = build("engine", engine_kwargs(EngineConfig(scene=request.scene), vocab, FULL_SIZE))
+        engine = build(
+            "engine", engine_kwargs(EngineConfig(modules=request.modules, scene=request.scene), vocab, FULL_SIZE)
+        )
     costs = costs_of(engine, sample)
     return make_placement(request.placement, request.devices, engine.parts, costs.work, sample.source), costs
 

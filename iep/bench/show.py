@@ -12,8 +12,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from iep.batching.graph import Graph
 from iep.batching.schedulers import Schedule, lower_bound
+from iep.execution_engine.families import family
 from iep.execution_engine.plans import Plan
 from iep.pictures import save
 from iep.programs import SCENE, arity
@@ -43,8 +43,9 @@ class Place:
         return f"{self.example}.{self.position}"
 
 
-def walk(graph: Graph, program_tokens: Sequence[str]) -> list[list[Place]]:
+def walk(plan: Plan) -> list[list[Place]]:
     """Every example's tokens in prefix order, whether or not their nodes are shared."""
+    graph, takes = plan.graph, family(plan.modules).takes
     met: set[int] = set()
     examples = []
     for example, root in enumerate(graph.roots.tolist()):
@@ -53,12 +54,15 @@ def walk(graph: Graph, program_tokens: Sequence[str]) -> list[list[Place]]:
         while waiting:
             slot, depth, parent = waiting.pop()
             node = slot - graph.num_inputs if slot >= graph.num_inputs else None
-            token = SCENE if node is None else program_tokens[graph.op[node]]
+            token = SCENE if node is None else plan.program_tokens[graph.op[node]]
             position = len(places)
             places.append(Place(example, position, token, depth, parent, node, node is not None and node not in met))
             met.add(node)
-            arguments = graph.args[node][: arity(token)].tolist()[::-1] if node is not None else []
-            waiting += [(argument, depth + 1, position) for argument in arguments]
+            if node is not None:
+                # The function's arguments come last of what its module takes.
+                taken = graph.args[node][: len(takes(token))].tolist()
+                arguments = taken[len(taken) - arity(token) :]
+                waiting += [(argument, depth + 1, position) for argument in reversed(arguments)]
         examples.append(places)
     return examples
 

@@ -11,7 +11,7 @@ from iep.cli.bench_moe import moe
 from iep.cli.bench_trees import tagger, tree_fc, tree_lstm
 from iep.cli.common import Command, Group
 from iep.cli.options import CommaList, PicturePath, RecordedCommand, parsed, placement_options, where
-from iep.config import BATCHING, Config, EngineConfig, read_config
+from iep.config import BATCHING, MODULES, Config, EngineConfig, read_config
 from iep.errors import InputError, nearest
 
 
@@ -63,6 +63,7 @@ def main() -> None:
     help="Of the data made.  [default: 1024 14 14]",
 )
 @click.option("--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="YAML: its engine part.")
+@click.option("--modules", type=click.Choice(MODULES), help="engine.modules: residual blocks, or attentions.")
 @click.option("--repeat", type=click.IntRange(min=1), default=10, show_default=True, help="Rounds of measuring.")
 @click.option(
     "--max-seconds",
@@ -98,6 +99,7 @@ def engine(
     config_file: Path | None,
     settings: tuple[str, ...],
     out: Path | None,
+    modules: str | None,
     **options: Any,
 ) -> None:
     """Time the execution engine under every strategy, and its limit.
@@ -111,7 +113,8 @@ def engine(
     _refuse_without(given, "data", ("split",))
     parsed("--precision", lambda: parse_strategies(ALL, precisions=precision))
     strategies = parsed("--batching", lambda: parse_strategies(batching, sharing, defer, precision))
-    size = read_config(config_file, map(_engine_setting, settings)).engine
+    overrides = {"engine": {"modules": modules}} if modules else {}
+    size = read_config(config_file, map(_engine_setting, settings), overrides).engine
     # Imported late: `--help` should not wait for torch.
     from iep.bench.measure import Effort
     from iep.bench.run import EngineBenchmark, run_engine_benchmark
@@ -151,6 +154,13 @@ def engine(
 )
 @click.option("--batching", default=BEST, show_default=True, help="Comma list of schedulers, or all.")
 @click.option("--sharing/--no-sharing", default=True, show_default=True, help="Run what is equal once.")
+@click.option(
+    "--modules",
+    type=click.Choice(MODULES),
+    default=EngineConfig.modules,
+    show_default=True,
+    help="Family of modules: residual blocks, or attentions.",
+)
 @click.option(
     "--scene",
     type=click.Choice(["module", "stem"]),
