@@ -1,7 +1,8 @@
 """Where things lie in the picture of an answer."""
 
 import hypothesis.strategies as st
-from hypothesis import example, given
+from batching_cases import quick
+from hypothesis import example, given, settings
 
 from iep.asking.arrangement import LEFT, arrange, wrapped
 from iep.asking.layout import tidy_columns
@@ -27,6 +28,7 @@ def assert_apart(boxes):
 @given(programs, st.integers(1, 800), st.integers(1, 800), st.integers(0, 5), st.integers(1, 9), st.integers(1, 6))
 @example(["count"] * 60, 480, 320, 4, 3, 2)
 @example(["union"] * 60, 128, 128, 4, 3, 2)
+@settings(quick)
 def test_no_two_boxes_overlap_and_all_lie_in_the_picture(tokens, across, down, question, answers, notes):
     tree = program_tree(tokens)
     labels = [[node.token, "(filled in)"] for node in tree.nodes]
@@ -40,6 +42,7 @@ def test_no_two_boxes_overlap_and_all_lie_in_the_picture(tokens, across, down, q
 
 
 @given(programs)
+@settings(quick)
 def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
     tree = program_tree(tokens)
     columns = tidy_columns([node.arguments for node in tree.nodes])
@@ -61,6 +64,7 @@ def test_a_deep_subtree_reaches_under_a_short_one():
 
 
 @given(st.text(alphabet="ab ", max_size=80), st.floats(0.2, 3.0))
+@settings(quick)
 def test_wrapped_lines_fit_and_hold_every_letter(text, most):
     lines = wrapped(text, most, width)
     assert all(width(line) <= most for line in lines)

@@ -1,5 +1,8 @@
 """The picture that `iep-ask --draw` writes."""
 
+import os
+import signal
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
 from clevr_files import write_images
+from matplotlib.figure import Figure
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
@@ -115,6 +119,23 @@ def test_a_picture_that_cannot_be_written_whole_leaves_what_stood_there(asked, t
     with files_no_larger_than(3000):
         result = iep_ask(*asked, "--program", "count scene", "--draw", path)
     assert_one_error(result, str(path))
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_signal_amid_the_writing_leaves_what_stood_there(asked, tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_text("before")
+
+    def half(figure: Figure, target: Path, **options: object) -> None:
+        target.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    result = iep_ask(*asked, "--program", "count scene", "--draw", path)
+    assert result.exit_code == 143
+    assert "Stopped by SIGTERM" in result.stderr
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 

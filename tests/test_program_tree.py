@@ -1,7 +1,8 @@
 """Program tokens, well-formed or not, as the tree that runs; and that tree as text."""
 
 import hypothesis.strategies as st
-from hypothesis import example, given
+from batching_cases import quick
+from hypothesis import example, given, settings
 
 from iep.batching.reference import run_prefix
 from iep.program_tree import named, program_tree, tree_lines
@@ -15,6 +16,7 @@ SCENE = TOKENS.index("scene")
 @given(st.lists(st.sampled_from(TOKENS), max_size=12))
 @example([])
 @example(["<START>", "union", "<END>", "<NULL>", "<NULL>"])
+@settings(quick)
 def test_the_tree_is_the_one_that_the_engine_walks(tokens):
     def nested(number):
         return tree.nodes[number].token, *map(nested, tree.nodes[number].arguments)
@@ -29,6 +31,7 @@ def test_the_tree_is_the_one_that_the_engine_walks(tokens):
 
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=12))
+@settings(quick)
 def test_nodes_are_in_prefix_order_and_post_order_has_arguments_first(tokens):
     tree = program_tree(tokens)
     for number, node in enumerate(tree.nodes):
