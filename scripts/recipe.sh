@@ -32,3 +32,21 @@ train() {
     shift
     iep-train "$@" --out "$run" --resume "${SETTINGS[@]}"
 }
+
+# evaluate NAME DIR OPTION...: evaluate into DIR; the table has a column NAME beside those of earlier calls.
+AGAINST=()
+evaluate() {
+    local name=$1 out=$2
+    shift 2
+    iep-eval "$@" --name "$name" "${AGAINST[@]}" --out "$out"
+    AGAINST+=(--against "$name" "$out")
+}
+
+# splits DATA SPLIT...: those of the splits that DATA has questions of; the public sets lack none, small ones may.
+splits() {
+    local data=$1 split
+    shift
+    for split in "$@"; do
+        if [ -e "$data/${split}_questions.h5" ]; then echo "$split"; fi
+    done
+}

@@ -26,5 +26,6 @@ else
     train "$RUNS/joint" --config "$CONFIGS/clevr/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
     PG=$RUNS/joint EE=$RUNS/joint
 fi
-iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split val --name "$PROGRAMS programs" --out "$RUNS/eval/val"
-iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split test --name "$PROGRAMS programs" --out "$RUNS/eval/test"
+for split in $(splits "$OUT" val test); do
+    iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --name "$PROGRAMS programs" --out "$RUNS/eval/$split"
+done

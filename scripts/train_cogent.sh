@@ -15,18 +15,17 @@ RUNS=$OUT/runs
 PROGRAMS=${PROGRAMS:-18000}
 QUESTIONS_OF_B=${QUESTIONS_OF_B:-30000}
 
-# evaluate NAME RUN: on A and on the part of B that nothing is fine-tuned on.
-evaluate() {
-    iep-eval --pg "$2" --ee "$2" --data "$OUT" --split valA --name "$1, A" --out "$RUNS/eval/$1/A"
-    iep-eval --pg "$2" --ee "$2" --data "$OUT" --split valB --skip-samples "$QUESTIONS_OF_B" --name "$1, B" \
-        --against "$1, A" "$RUNS/eval/$1/A" --out "$RUNS/eval/$1/B"
+# on_both NAME RUN: evaluate on A and on the part of B that nothing is fine-tuned on.
+on_both() {
+    evaluate "$1, A" "$RUNS/eval/$1/A" --pg "$2" --ee "$2" --data "$OUT" --split valA
+    evaluate "$1, B" "$RUNS/eval/$1/B" --pg "$2" --ee "$2" --data "$OUT" --split valB --skip-samples "$QUESTIONS_OF_B"
 }
 
 iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
 train "$RUNS/pg" --config "$CONFIGS/cogent/pg.yaml" --data "$OUT" --num-train-samples "$PROGRAMS"
 train "$RUNS/ee" --config "$CONFIGS/cogent/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
 train "$RUNS/joint" --config "$CONFIGS/cogent/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
-evaluate trained "$RUNS/joint"
+on_both trained "$RUNS/joint"
 train "$RUNS/joint_on_b" --config "$CONFIGS/cogent/joint_on_b.yaml" --data "$OUT" --pg "$RUNS/joint" --ee "$RUNS/joint" \
     --num-train-samples "$QUESTIONS_OF_B" "skip_val_samples=$QUESTIONS_OF_B"
-evaluate "fine-tuned" "$RUNS/joint_on_b"
+on_both "fine-tuned" "$RUNS/joint_on_b"

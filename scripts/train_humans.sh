@@ -25,8 +25,9 @@ for features in "$DATA"/*_features.h5; do
 done
 
 train "$OUT/runs/joint" --config "$CONFIGS/humans/joint.yaml" --data "$OUT" --pg "$PG" --ee "$EE"
-for split in val test; do
-    iep-eval --pg "$PG" --ee "$EE" --data "$OUT/clevr_words" --split $split --name before --out "$OUT/eval/before/$split"
-    iep-eval --pg "$OUT/runs/joint" --ee "$EE" --data "$OUT" --split $split --name after \
+for split in $(splits "$OUT" val test); do
+    iep-eval --pg "$PG" --ee "$EE" --data "$OUT/clevr_words" --split "$split" --name before \
+        --out "$OUT/eval/before/$split"
+    iep-eval --pg "$OUT/runs/joint" --ee "$EE" --data "$OUT" --split "$split" --name after \
         --against before "$OUT/eval/before/$split" --out "$OUT/eval/after/$split"
 done

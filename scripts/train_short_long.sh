@@ -15,16 +15,17 @@ OUT=${PLACES[1]:-data/clevr}
 RUNS=$OUT/runs/short_long
 PROGRAMS=${PROGRAMS:-25000}
 
-# evaluate NAME PG EE: on short families and on long ones.
-evaluate() {
-    iep-eval --pg "$2" --ee "$3" --data "$OUT" --families short --name "$1, short" --out "$RUNS/eval/$1/short"
-    iep-eval --pg "$2" --ee "$3" --data "$OUT" --families long --name "$1, long" \
-        --against "$1, short" "$RUNS/eval/$1/short" --out "$RUNS/eval/$1/long"
+# on_both NAME PG EE: evaluate on short families and on long ones.
+on_both() {
+    local families
+    for families in short long; do
+        evaluate "$1, $families" "$RUNS/eval/$1/$families" --pg "$2" --ee "$3" --data "$OUT" --families "$families"
+    done
 }
 
 iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
 train "$RUNS/pg" --config "$CONFIGS/short_long/pg.yaml" --data "$OUT" --num-train-samples "$PROGRAMS"
 train "$RUNS/ee" --config "$CONFIGS/short_long/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
-evaluate trained "$RUNS/pg" "$RUNS/ee"
+on_both trained "$RUNS/pg" "$RUNS/ee"
 train "$RUNS/joint" --config "$CONFIGS/short_long/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
-evaluate "fine-tuned" "$RUNS/joint" "$RUNS/joint"
+on_both "fine-tuned" "$RUNS/joint" "$RUNS/joint"

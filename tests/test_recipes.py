@@ -124,7 +124,7 @@ def test_a_recipe_killed_in_its_steps_goes_on_to_the_same_weights(
     recipes: Recipes, clevr: Path, trained, tmp_path: Path
 ):
     again = (clevr, tmp_path / "data", *SMALL)
-    for kill in (0, 2, 3, 4):
+    for kill in (0, 2, 3):
         recipe = recipes.run("train_clevr.sh", *again, kill=kill, PROGRAMS=200, PREPROCESS=PREPROCESS)
         assert recipe.returncode == -SIGKILL % 256, recipe.output
         assert len(recipe.commands) == kill + 1
@@ -182,6 +182,9 @@ def test_cogent_is_trained_on_a_fine_tuned_on_a_part_of_b_and_evaluated_on_both(
         assert (a.split, a.questions, a.selection) == ("valA", count, "")
         assert (b.split, b.questions, b.selection) == ("valB", count - 60, "without the first 60")
         assert "commonest" in a.baselines
+    assert re.search(
+        r"trained, A +questions +trained, B +questions +fine-tuned, A +questions +fine-tuned, B", recipe.output
+    )
     asked = [row["question_index"] for row in predictions(out / "runs/eval/fine-tuned/B")]
     assert asked == [question["question_index"] for question in questions(cogent, "valB")][60:]
 

@@ -1,0 +1,69 @@
+"""The README and the documents beside it name files that are there, and their tables hold together."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "benchmarks/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+RESULTS = (ROOT / "docs/results.md").read_text()
+
+
+def by_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link to a part of the document may name: its headings as GitHub turns them into anchors."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_links_lead_to_files_and_headings_that_there_are(document: Path):
+    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", document.read_text())
+    for link in links:
+        name, _, part = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), link
+        assert not part or part in anchors(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+def test_scripts_and_configs_that_are_named_are_there(document: Path):
+    named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", document.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of every table of a document, row by row."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks]
+
+
+def test_the_tables_of_results_are_whole_and_their_cells_percent_or_visibly_empty():
+    found = tables(RESULTS)
+    assert len(found) == 6
+    for table in found:
+        assert {len(row) for row in table} == {len(table[0])}
+        cells = [cell for row in table[2:] if row[0] for cell in row[1:]]
+        numbers = [float(cell) for cell in cells if cell not in ("—", "")]
+        assert all(0 < number < 100 for number in numbers)
+
+
+def test_published_numbers_by_type_agree_with_those_by_kind():
+    """Means over the types of a kind lie near the published number of the kind; the types are of unequal size."""
+    by_type, _, by_kind = tables(RESULTS)[:3]
+    kinds = {"exist": (2, 3), "count": (3, 4), "compare numbers": (4, 7), "query attribute": (7, 11)}
+    rows = {row[0]: row for row in by_kind}
+    compared = 0
+    for row in by_type[2:]:
+        if row[0] in ("Human", "IEP, 9K programs", "IEP, 700K programs"):
+            for kind, (first, end) in kinds.items():
+                cells = [float(cell) for cell in row[first:end]]
+                published = float(rows[row[0]][by_kind[0].index(kind)])
+                assert sum(cells) / len(cells) == pytest.approx(published, abs=1), (row[0], kind)
+                compared += 1
+    assert compared == 12
