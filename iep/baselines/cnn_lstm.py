@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from iep.baselines.parts import QuestionEncoder, make_cnn, make_mlp
+from iep.baselines.parts import QuestionEncoder, make_cnn, make_mlp, of_questions
 
 
 class CNNLSTMBaseline(nn.Module):
@@ -85,7 +85,5 @@ class CNNLSTMBaseline(nn.Module):
             features_NCHW: features of the distinct images.
             image_rows_B: the row of each question's image in the features; None where question b is about image b.
         """
-        maps_ND = self.cnn(features_NCHW).flatten(1)
-        if image_rows_B is not None:
-            maps_ND = maps_ND.index_select(0, torch.as_tensor(image_rows_B, device=maps_ND.device))
-        return self.classifier(torch.cat([self.rnn(questions_BT), maps_ND], dim=1))
+        maps_BD = of_questions(self.cnn(features_NCHW).flatten(1), image_rows_B)
+        return self.classifier(torch.cat([self.rnn(questions_BT), maps_BD], dim=1))

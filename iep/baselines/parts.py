@@ -8,6 +8,8 @@ Legend: B examples, N images, T question tokens, H hidden units, C H W feature m
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from iep.execution_engine.modules import UnaryModule
@@ -91,3 +93,14 @@ def make_cnn(
     if not height * width:
         raise ValueError(f"cnn_pooling maxpool2 leaves nothing of a grid of {feature_shape[1]}x{feature_shape[2]}")
     return nn.Sequential(*layers), (channels, height, width)
+
+
+def of_questions(values_ND: Tensor, image_rows_B: Tensor | np.ndarray | Sequence[int] | None) -> Tensor:
+    """(B, ...) what (N, ...) holds of the image of each question, by its row; as it is where question b has row b.
+
+    Flat rows, because the gradients of others are summed up many times more slowly.
+    """
+    if image_rows_B is None:
+        return values_ND
+    rows_B = torch.as_tensor(image_rows_B, device=values_ND.device)
+    return values_ND.flatten(1).index_select(0, rows_B).unflatten(1, values_ND.shape[1:])

@@ -10,10 +10,17 @@ P = H * W places, A answers.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from iep.baselines.parts import QuestionEncoder, make_mlp
+from iep.baselines.parts import QuestionEncoder, make_mlp, of_questions
+
+Rows = Tensor | np.ndarray | None
+
+
+def by_places(maps_NDHW: Tensor) -> Tensor:
+    """(N, P, D), a view where the maps have their channels last."""
+    return maps_NDHW.flatten(2).transpose(1, 2)
 
 
 class StackedAttention(nn.Module):
@@ -33,12 +40,19 @@ class StackedAttention(nn.Module):
         self.Wu = nn.Linear(dim, hidden_dim)
         self.Wp = nn.Conv2d(hidden_dim, 1, kernel_size=1)
 
-    def forward(self, maps_NDHW: Tensor, image_rows_B: Tensor, query_BD: Tensor) -> Tensor:
-        """(B, D) the next query; `image_rows_B` is the row of each question's image in the maps."""
-        hidden_BKHW = torch.tanh(self.Wv(maps_NDHW).index_select(0, image_rows_B) + self.Wu(query_BD)[:, :, None, None])
-        attention_BP = self.Wp(hidden_BKHW).flatten(1).softmax(1)
-        maps_BDP = maps_NDHW.flatten(2).index_select(0, image_rows_B)
-        return query_BD + torch.einsum("bp,bdp->bd", attention_BP.to(maps_BDP.dtype), maps_BDP)
+    def forward(self, maps_NDHW: Tensor, places_BPD: Tensor, image_rows_B: Rows, query_BD: Tensor) -> Tensor:
+        """(B, D) the next query.
+
+        Args:
+            maps_NDHW: maps of the distinct images.
+            places_BPD: of each question's image, place by place.
+            image_rows_B: the row of each question's image in the maps; None where question b is about image b.
+            query_BD: what is looked for.
+        """
+        hidden_BPK = of_questions(by_places(self.Wv(maps_NDHW)), image_rows_B) + self.Wu(query_BD)[:, None]
+        scores_BP1 = functional.linear(hidden_BPK.tanh(), self.Wp.weight.flatten(1), self.Wp.bias)
+        attention_B1P = scores_BP1.softmax(1).transpose(1, 2).to(places_BPD.dtype)
+        return query_BD + (attention_B1P @ places_BPD)[:, 0]
 
 
 class StackedAttentionBaseline(nn.Module):
@@ -87,9 +101,7 @@ class StackedAttentionBaseline(nn.Module):
             self.add_module(name, StackedAttention(hidden_dim, attention_dim))
         self.classifier = make_mlp(hidden_dim, classifier_dims, num_answers, classifier_norm, classifier_dropout)
 
-    def forward(
-        self, questions_BT: Tensor, features_NCHW: Tensor, image_rows_B: Tensor | np.ndarray | None = None
-    ) -> Tensor:
+    def forward(self, questions_BT: Tensor, features_NCHW: Tensor, image_rows_B: Rows = None) -> Tensor:
         """(B, A) answer logits.
 
         Args:
@@ -98,9 +110,8 @@ class StackedAttentionBaseline(nn.Module):
             image_rows_B: the row of each question's image in the features; None where question b is about image b.
         """
         maps_NDHW = self.image_proj(features_NCHW)
-        rows = range(len(questions_BT)) if image_rows_B is None else image_rows_B
-        rows_B = torch.as_tensor(rows, device=maps_NDHW.device)
+        places_BPD = of_questions(by_places(maps_NDHW), image_rows_B)
         query_BD = self.rnn(questions_BT)
         for name in self._steps:
-            query_BD = getattr(self, name)(maps_NDHW, rows_B, query_BD)
+            query_BD = getattr(self, name)(maps_NDHW, places_BPD, image_rows_B, query_BD)
         return self.classifier(query_BD)
