@@ -38,5 +38,6 @@ step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs predicted 
     --out "$OUT/eval/end_to_end" --name "end to end"
 step iep-eval --pg "$OUT/joint" --ee "$OUT/joint" --data "$DATA" --programs predicted \
     --against lstm "$OUT/eval/lstm" --against "true programs" "$OUT/eval/true_programs" \
-    --against "end to end" "$OUT/eval/end_to_end" --out "$OUT/eval/joint" --name joint
+    --against "end to end" "$OUT/eval/end_to_end" --out "$OUT/eval/joint" --name joint \
+    --report "$OUT/eval/joint" --images "$OUT/clevr"
 printf '\nDone in %d:%02d. Checkpoints, metrics and reports: %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$OUT"

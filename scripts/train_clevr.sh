@@ -27,5 +27,6 @@ else
     PG=$RUNS/joint EE=$RUNS/joint
 fi
 for split in $(splits "$OUT" val test); do
-    iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --name "$PROGRAMS programs" --out "$RUNS/eval/$split"
+    iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --name "$PROGRAMS programs" \
+        --out "$RUNS/eval/$split" --report "$RUNS/eval/$split" --images "$CLEVR"
 done

@@ -19,7 +19,7 @@ from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_tha
 from iep.data_files import Questions
 from iep.errors import InputError
 from iep.evaluation.curves import CHARTS, MOST_POINTS, thinned, training_runs
-from iep.evaluation.html_report import PAGE, SCRIPTS, render
+from iep.evaluation.html_report import PAGE, SCRIPTS, STYLES, render
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_images import WIDTH, Pictures, data_uri
 from iep.evaluation.page_questions import choose, question_objects
@@ -187,7 +187,8 @@ def test_the_page_needs_no_other_file_and_allows_none():
     assert re.fullmatch(r"default-src 'none'; img-src data:; style-src 'sha256-\S+'; script-src 'sha256-\S+'", policy)
     assert not re.search(r"(src|href)=\"(?!#)", page)
     folder = Path(__file__).parents[1] / "iep" / "evaluation" / "html"
-    assert sorted(SCRIPTS) == sorted(path.name for path in folder.glob("*.js"))
+    for names, kind in ((SCRIPTS, "js"), (STYLES, "css")):
+        assert sorted(names) == sorted(path.name for path in folder.glob(f"*.{kind}"))
     assert "@" not in re.sub(r"@(media|[a-z-]+ )", "", page)
 
 

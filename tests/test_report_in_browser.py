@@ -355,6 +355,12 @@ def _change_vocab(checkpoint: Path, target: Path, vocab: dict[str, Any]) -> None
     torch.save(content | {"vocab": vocab}, target)
 
 
+def test_without_a_browser_the_tests_are_skipped_and_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"), chromium():
+        pass
+
+
 # How it looks
 
 
@@ -382,3 +388,9 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert listed[0] == worst["question_index"]
         shown.page.locator("table.by-type .link", has_text="exist").click()
         assert shown.found().endswith(" of 2 in the split")
+        shown.page.locator(".chip", has_text="all filters").click()
+        shown.page.select_option("#filter-answer", "wrong")
+        wrong = sum(not row["correct"] for row in rows)
+        assert shown.found().endswith(f" of {wrong} in the split")
+        shown.page.select_option("#filter-program", "right")
+        assert "in the split" not in shown.found()

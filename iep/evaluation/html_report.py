@@ -1,7 +1,7 @@
 """An evaluation's outcome -> one HTML file that opens from disk, with everything that it needs inside.
 
-The page is `html/report.html` with its style sheet and scripts, which draw what the data in it say; here those data are
-put together and laid in. Nothing of the data is ever read as HTML: they are JSON with every `<` escaped, which the
+The page is `html/report.html` with its style sheets and scripts, which draw what the data in it say; here those data
+are put together and laid in. Nothing of the data is ever read as HTML: they are JSON with every `<` escaped, which the
 scripts show as text, and a content security policy lets no other script run and no address be fetched.
 
 Shapes: N questions, R of them listed.
@@ -33,6 +33,7 @@ from iep.files import write_bytes
 from iep.programs import QUESTION_TYPES
 
 PAGE = "report.html"
+STYLES = ("page.css", "statistics.css", "questions.css", "curves.css", "narrow.css")
 SCRIPTS = ("page.js", "statistics.js", "confusion.js", "programs.js", "questions.js", "curves.js", "start.js")
 
 
@@ -80,14 +81,16 @@ def write_page(
 
 
 def render(title: str, data: Mapping[str, Any]) -> str:
-    """The page as text: template, style sheet and scripts with `data` laid in.
+    """The page as text: template, style sheets and scripts with `data` laid in.
 
     Raises:
         ValueError: `data` holds a number that is not finite.
     """
     folder = files("iep.evaluation") / "html"
-    text, style = ((folder / name).read_text(encoding="utf-8") for name in ("report.html", "report.css"))
-    script = '"use strict";\n' + "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style, script = (
+        "\n".join((folder / name).read_text(encoding="utf-8") for name in names) for names in (STYLES, SCRIPTS)
+    )
+    text = (folder / "report.html").read_text(encoding="utf-8")
     policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(script)}"
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for mark in "<>&":
@@ -121,6 +124,7 @@ def page_data(
         "summary": _summary(outcome, report),
         "byType": _by_type(page, outcome, report),
         "byFamily": _by_family(outcome),
+        "lengthsOf": "true" if outcome.questions.programs is not None else "predicted",
         "byLength": [] if lengths_N is None else _groups(outcome, lengths_N),
         "confusion": _confusion(outcome),
         "questions": questions,

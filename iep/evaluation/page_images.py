@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from iep.errors import InputError
-from iep.preprocess.clevr_files import image_directories, image_number
+from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 
 WIDTH = 320
@@ -30,7 +30,7 @@ class Pictures:
             found = f", found images of {', '.join(directories)}" if directories else ""
             raise InputError(f"{clevr_dir / 'images' / split}: no such directory, expected the split's images{found}")
         self.directory = directories[split]
-        self._paths = {image_number(path.name): path for path in sorted(self.directory.glob("*.png"))}
+        self._paths = {image_number(path.name): path for path in sorted(png_files(self.directory))}
         self.by_key: dict[int, str] = {}
         """Data URIs by image index."""
         self.problems: dict[int, str] = {}

@@ -54,10 +54,10 @@ def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
 
 def count_images(directory: Path) -> int:
     """How many PNG files `directory` holds, whatever their names."""
-    return sum(1 for _ in _pictures(directory))
+    return sum(1 for _ in png_files(directory))
 
 
-def _pictures(directory: Path) -> Iterator[Path]:
+def png_files(directory: Path) -> Iterator[Path]:
     """The PNG files of `directory`, but for hidden ones: some systems leave them beside what they copy."""
     return (path for path in directory.glob("*.png") if not path.name.startswith("."))
 
@@ -69,7 +69,7 @@ def image_paths(directory: Path) -> list[Path]:
         InputError: there is none, one has no number in its name, two share an index, or an index is missing.
     """
     by_index: dict[int, Path] = {}
-    for path in sorted(_pictures(directory)):
+    for path in sorted(png_files(directory)):
         index = image_number(path.name)
         if index is None:
             raise InputError(f"{path}: no image index in the name, expected a name like CLEVR_train_000000.png")

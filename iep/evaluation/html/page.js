@@ -1,3 +1,5 @@
+"use strict";
+
 // What every part of the page uses: the data, elements, numbers as text. Data become text nodes, never HTML.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";

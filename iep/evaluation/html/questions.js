@@ -151,8 +151,14 @@ function inSplit(filters) {
     type: () => DATA.byType.rows.find((one) => one.types.join(",") === filters.type),
     family: () => DATA.byFamily.find((one) => String(one.key) === filters.family),
     length: () => DATA.byLength.find((one) => String(one.key) === filters.length),
+    answer: () => part(filters.answer, DATA.summary.right),
+    program: () => part(filters.program, DATA.summary.exact),
   }[set[0]]?.();
   return row?.questions ?? null;
+
+  function part(wanted, good) {
+    return { questions: wanted === "right" ? good : DATA.summary.questions - good };
+  }
 }
 
 function refresh() {

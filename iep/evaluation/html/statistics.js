@@ -148,5 +148,5 @@ function drawByLength() {
     cell: (row) => listingButton(String(row.key), { length: String(row.key) }),
     kind: "text",
   };
-  place.append(sortable("By length of the program, “scene” not counted", [name, questionsColumn(), ...goodColumns()], DATA.byLength, "by-length"));
+  place.append(sortable(`By length of the ${DATA.lengthsOf} program, “scene” not counted`, [name, questionsColumn(), ...goodColumns()], DATA.byLength, "by-length"));
 }
