@@ -110,7 +110,7 @@ def test_validation_features_of_another_shape_are_named(tmp_path: Path):
             ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],
             "freeze: rnn, classifier have all the weights of the model; nothing is left to train",
         ),
-        ("lstm", ["batch_size=1", "lstm.classifier_norm=true"], "a minibatch of 1 question, expected 2 at least for the"),
+        ("lstm", ["batch_size=1", "lstm.classifier_norm=true"], "a minibatch of 1 question, expected 2 at least"),
         ("ee", ["data=null"], "no data: give --data DIR"),
         ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
         ("ee", ["device=quantum"], "device 'quantum': not available here"),
