@@ -55,7 +55,7 @@ def test_the_tables_of_results_are_whole_and_their_cells_percent_or_visibly_empt
 
 
 def test_published_rows_agree_with_their_overall_accuracy():
-    """It is the mean over kinds of questions, weighted by shares that are the same in every row; the types of a kind are
+    """It is the mean over kinds of questions, weighted by shares that are the same in each row; the types of a kind are
     taken to be equally many, which is near enough."""
     by_type, _, by_kind = tables(RESULTS)[:3]
     overall, kinds = np.split(np.array([[float(cell) for cell in row[1:7]] for row in by_kind[2:]]), [1], axis=1)
