@@ -19,9 +19,9 @@ def chromium() -> Iterator[Browser]:
     executable = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if executable is None:
         pytest.skip("no Chromium or Chrome found; install one, on Debian: apt-get install chromium")
-    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    options = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]  # for containers, for root
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, headless=True, args=as_root)
+        browser = playwright.chromium.launch(executable_path=executable, headless=True, args=options)
         try:
             yield browser
         finally:
