@@ -97,6 +97,7 @@ def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: li
         (["--modules", "tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
         (["--modules", "tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
         (["attention_penalty=1"], "attention_penalty is 1.0, but the engine's modules iep make no attentions"),
+        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use"),
         (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use"),
     ],
 )

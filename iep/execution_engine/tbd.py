@@ -97,7 +97,7 @@ def _typed(plain: Graph, roles: _Roles, stem_B: np.ndarray) -> Graph:
     stands = np.append(np.arange(stems + count), NONE)
     idle = np.flatnonzero(makes_N == NONE)
     stands[stems + idle] = plain.args[idle, 0]
-    while (further := stands[stands]).tolist() != stands.tolist():
+    while not np.array_equal(further := stands[stands], stands):
         stands = further
     found = np.concatenate([np.full(stems, NONE), makes_N, [NONE]])
 

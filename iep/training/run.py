@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.config import BASELINES, CONFIG, Config, to_dict, to_yaml, update
+from iep.config import BASELINES, CONFIG, Config, EngineConfig, to_dict, to_yaml, update
 from iep.data_files import Questions, Split, open_split, split_files
 from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_size
@@ -204,8 +204,14 @@ def _refuse_unused(config: Config) -> None:
         if getattr(config, key) is not None and key not in used:
             hint = "; --programs predicted runs its programs" if (config.model, key) == ("ee", "pg") else ""
             raise InputError(f"{key} is {getattr(config, key)}, which training {config.model} does not use{hint}")
-    if config.attention_penalty and config.model not in ("ee", "joint"):
-        raise InputError(f"attention_penalty is {config.attention_penalty}, which training {config.model} does not use")
+    if config.model not in ("ee", "joint"):
+        penalty, modules = config.attention_penalty, config.engine.modules
+        for key, value, default in (
+            ("attention_penalty", penalty, Config.attention_penalty),
+            ("engine.modules", modules, EngineConfig.modules),
+        ):
+            if value != default:
+                raise InputError(f"{key} is {value}, which training {config.model} does not use")
 
 
 def _start_of(name: str, config: Config) -> str | None:
