@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from fork_server import Server
@@ -96,7 +96,15 @@ class Recipes:
             client = self._bin / name
             client.write_text(CLIENT.format(python=sys.executable, address=self._listener.address, name=name))
             client.chmod(0o755)
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more commands."""
+        with Client(self._listener.address, "AF_UNIX") as connection:
+            connection.send(None)
+        self._thread.join()
+        self._listener.close()
 
     def run(self, script: str, *arguments: object, kill: int | None = None, **variables: object) -> "Recipe":
         """Run `scripts/SCRIPT` with arguments and environment `variables`; `kill` says which of its commands, counted
@@ -119,7 +127,9 @@ class Recipes:
     def _serve(self) -> None:
         while True:
             with self._listener.accept() as connection:
-                name, arguments, cwd = connection.recv()
+                if (request := connection.recv()) is None:
+                    return
+                name, arguments, cwd = request
                 setup = "be killed" if self._kill == len(self._commands) else None
                 self._commands.append([name, *arguments])
                 ended = self._server.run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -48,8 +50,9 @@ SIZES = {"train": 30, "val": 8, "test": 2}
 
 
 @pytest.fixture(scope="module")
-def recipes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Recipes:
-    return Recipes(server, tmp_path_factory.mktemp("recipes"))
+def recipes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
+    with closing(Recipes(server, tmp_path_factory.mktemp("recipes"))) as recipes:
+        yield recipes
 
 
 @pytest.fixture(scope="module")
