@@ -66,7 +66,7 @@ class EngineConfig:
     module_residual: bool = True
     module_norm: str = setting("none", choices=("none", "batch", "example"))
     scene: str = setting("module", choices=("module", "stem"))
-    stem: str = setting("conv", choices=("conv", "pixels"))
+    stem: str = setting("conv", choices=("conv", "pixels", "none"))
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     stem_stride: int = setting(1, minimum=1)
     stem_pixels: int = setting(1, minimum=1)

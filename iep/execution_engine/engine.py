@@ -21,9 +21,9 @@ from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.plans import DEFAULT_SCHEDULER, Plan, Planner, plan_programs
-from iep.execution_engine.stems import make_conv_stem, make_pixel_stem
+from iep.execution_engine.stems import make_conv_stem, make_no_stem, make_pixel_stem
 
-STEMS = ("conv", "pixels")
+STEMS = ("conv", "pixels", "none")
 INITIALIZATIONS = ("kaiming", "torch")
 NOT_ROW_BY_ROW = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 """Layers that, in training, draw random numbers or look at their whole batch."""
@@ -47,7 +47,8 @@ class ExecutionEngine(nn.Module):
         module_norm: of the family `iep`: 'none', or after every convolution of a block 'batch', over all rows of a
             call, or 'example', over each row by itself, as if examples ran one at a time.
         scene: of the family `iep`, as in `plan_programs`.
-        stem: 'conv', or 'pixels' for features that are patches of pixels.
+        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none', features are maps already, of
+            `module_dim` channels.
         stem_widths: channels of the stem's convolutions before the last, which gives `module_dim`.
         stem_stride: how many times smaller than the features' the modules' grid is along each side.
         stem_pixels: for a stem of pixels, the side of the little patches that its first convolution reads.
@@ -64,7 +65,7 @@ class ExecutionEngine(nn.Module):
 
     Raises:
         ValueError: a choice is unknown, the vocabulary lacks `scene`, a token cannot name a module, the family does not
-            have what is asked for, or the features do not fit a stem of pixels.
+            have what is asked for, the features do not fit the stem, or a norm the grid.
     """
 
     def __init__(
@@ -99,9 +100,14 @@ class ExecutionEngine(nn.Module):
         self.program_tokens = tuple(program_tokens)
         self.family_name = modules
         self.scene_kind = scene
-        make, pixels = (make_pixel_stem, (stem_pixels,)) if stem == "pixels" else (make_conv_stem, ())
-        self.stem = make(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, *pixels)
+        if stem == "none":
+            self.stem, stem_stride = make_no_stem(feature_dim, module_dim), 1
+        else:
+            make, pixels = (make_pixel_stem, (stem_pixels,)) if stem == "pixels" else (make_conv_stem, ())
+            self.stem = make(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, *pixels)
         height, width = (-(-side // stem_stride) for side in (feature_height, feature_width))
+        if module_norm != "none" and height * width == 1:
+            raise ValueError(f"module_norm {module_norm} needs maps of more than one place, and the grid is 1x1")
         pool = {"pool": classifier_pool, "pool_rest": classifier_pool_rest}
         regular = {"norm": classifier_norm, "dropout": classifier_dropout}
         self.classifier = make_classifier(

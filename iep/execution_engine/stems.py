@@ -88,3 +88,16 @@ def make_pixel_stem(
     first_kernel = 1 if pixels > 1 else 3
     convolutions = make_stem(3 * pixels * pixels, widths, out_dim, strides, norm, bias, first_kernel)
     return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
+
+
+def make_no_stem(feature_dim: int, out_dim: int) -> nn.Sequential:
+    """(B, C, H, W) features as they are: the original toolkit's stem of no layer.
+
+    Raises:
+        ValueError: the features do not have the modules' channels.
+    """
+    if feature_dim != out_dim:
+        raise ValueError(
+            f"features of {feature_dim} channels for modules of {out_dim}, which takes a stem between them"
+        )
+    return nn.Sequential()

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from iep.datasets import Batch
 from iep.distributed import total, world_size
 from iep.signals import SIGNALS, Stopped, asked
+from iep.training.module_norms import JoinedStatistics, parts_that_all_call
 from iep.training.sync_norm import synchronize_norms
 from iep.training.tasks import Metrics
 
@@ -49,8 +50,10 @@ class Replicas:
             return
         norms = dist.new_group()  # of their own: DDP's messages may come between theirs in any order
         for network in task.networks.values():
-            synchronize_norms(network, norms)
+            for part in parts_that_all_call(network):
+                synchronize_norms(part, norms)
         self._step = DistributedDataParallel(_Step(task, parameters), gradient_as_bucket_view=True)
+        self._statistics = JoinedStatistics(list(task.networks.values()))
         self._is_used = torch.zeros(len(parameters), dtype=torch.int32)
         for number, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._mark, number))
@@ -68,7 +71,8 @@ class Replicas:
         return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Leave the gradients of the whole minibatch's loss; None for what no process has used."""
+        """Leave the gradients of the whole minibatch's loss; None for what no process has used. Norms whose rows are
+        examples of some processes have seen those of all then."""
         if world_size() == 1:
             loss.backward()
             return
@@ -77,6 +81,7 @@ class Replicas:
         for parameter, used in zip(self._parameters, total(self._is_used).tolist(), strict=True):
             if not used:
                 parameter.grad = None
+        self._statistics.join()
 
     def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
         """The metrics of the whole minibatch."""

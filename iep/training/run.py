@@ -43,6 +43,7 @@ from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import Trainer
+from iep.training.module_norms import check_module_norm
 from iep.training.tasks import BaselineTask, EngineTask, Execution, GeneratorTask, JointTask
 from iep.vocab import Vocab
 
@@ -116,6 +117,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
     config = _with_networks_settings(config, task.networks, resumed=start is not None)
+    if (warning := check_module_norm(task.networks, config.batching, config.sharing)) is not None:
+        tqdm.write(warning)
     recipe = {} if training.features is None else training.features.recipe
     trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs, recipe)
     if start is not None:

@@ -1,0 +1,223 @@
+"""Norms, dropout and plain blocks in the engine: what batched execution computes, against one example at a time."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, matrix, quick, results, token_matrices
+from hypothesis import given, settings
+from torch import nn
+
+from iep.batching.schedulers import SCHEDULERS
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.modules import BinaryModule, UnaryModule
+from iep.execution_engine.norms import ExampleNorm, make_norm
+from iep.vocab import END, START, index_tokens
+
+TOKENS = index_tokens(["count", "exist", "scene", "union"])
+INDEX = {token: index for index, token in enumerate(TOKENS)}
+UNARY, BINARY = [INDEX["count"], INDEX["exist"]], [INDEX["union"]]
+programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=5, wide=6)
+PROGRAMS_BL = matrix(
+    [
+        [START, INDEX["union"], INDEX["count"], INDEX["scene"], INDEX["count"], INDEX["count"], INDEX["scene"], END],
+        [START, INDEX["count"], INDEX["scene"], END],
+        [START, INDEX["exist"], INDEX["count"], INDEX["scene"], END],
+    ]
+)
+
+
+def small_engine(dtype=torch.float64, **kwargs):
+    torch.manual_seed(0)
+    settings = {"feature_dim": 3, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": ()}
+    settings |= {"classifier_projection": 4, "classifier_hidden": (5,)}
+    engine = ExecutionEngine(TOKENS, num_answers=4, **(settings | kwargs)).to(dtype)
+    draw_norms(engine)
+    return engine
+
+
+def draw_norms(network):
+    """Weights, biases and running statistics of norms, which would begin as ones and zeros."""
+    for layer in network.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.2)
+            layer.running_mean.normal_(0.0, 0.3)
+            layer.running_var.uniform_(0.5, 2.0)
+
+
+def statistics(network):
+    return {name: value.clone() for name, value in network.named_buffers()}
+
+
+def features(count, channels=3):
+    return torch.randn(count, channels, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+# Norms of the modules
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@given(programs_BL=programs)
+@settings(quick, max_examples=10)
+def test_example_norm_batched_is_batch_norm_one_example_at_a_time(residual, programs_BL):
+    one = small_engine(module_norm="batch", module_residual=residual)
+    x_BCHW = features(len(programs_BL))
+    before = statistics(one)
+    expected = results(lambda x: one.reference(x, programs_BL), one, x_BCHW)
+    after = statistics(one)
+    for name, defer in itertools.product(SCHEDULERS, (False, True)):
+        batched = small_engine(module_norm="example", module_residual=residual)
+        batched.load_state_dict({**one.state_dict(), **before})
+        plan = batched.plan(programs_BL, batching=name)
+        actual = results(lambda x, e=batched, p=plan, d=defer: e(x, p, d), batched, x_BCHW)
+        assert_same(actual, expected, 1e-9)
+        found = statistics(batched)
+        for key, value in after.items():
+            if key.endswith("num_batches_tracked") or name == "vanilla":
+                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@given(programs_BL=programs)
+@settings(quick, max_examples=10)
+def test_batch_norm_in_vanilla_order_without_sharing_is_one_example_at_a_time_to_the_last_statistic(programs_BL):
+    one, batched = small_engine(module_norm="batch"), small_engine(module_norm="batch")
+    x_BCHW = features(len(programs_BL))
+    expected = results(lambda x: one.reference(x, programs_BL), one, x_BCHW)
+    plan = batched.plan(programs_BL, batching="vanilla", sharing=False)
+    actual = results(lambda x: batched(x, plan), batched, x_BCHW)
+    assert_same(actual, expected, 1e-9)
+    for key, value in statistics(one).items():
+        torch.testing.assert_close(statistics(batched)[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_batch_norm_batched_normalises_over_other_sets():
+    one, batched = small_engine(module_norm="batch"), small_engine(module_norm="batch")
+    x_BCHW = features(3)
+    assert not torch.allclose(one.reference(x_BCHW, PROGRAMS_BL), batched(x_BCHW, batched.plan(PROGRAMS_BL)), rtol=0.01)
+
+
+@pytest.mark.parametrize("norm", ["batch", "example"])
+@given(programs_BL=programs)
+@settings(quick, max_examples=8)
+def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_without_sharing(norm, programs_BL):
+    engine = small_engine(module_norm=norm, stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
+    rows_B = np.arange(len(programs_BL)) // 2
+    x_NCHW = features(rows_B[-1] + 1)
+    before = statistics(engine)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, x_NCHW)
+    for name, sharing in itertools.product(SCHEDULERS, (False, True)):
+        plan = engine.plan(programs_BL, rows_B, name, sharing)
+        assert_same(results(lambda x, plan=plan: engine(x, plan), engine, x_NCHW), expected, 1e-9)
+    assert all(torch.equal(value, before[key]) for key, value in statistics(engine).items())
+
+
+def test_weights_of_one_norm_load_into_the_other():
+    batch, example = small_engine(module_norm="batch"), small_engine(module_norm="example")
+    nn.init.normal_(batch.get_submodule("count").bn2.weight)
+    assert example.load_state_dict(batch.state_dict()).missing_keys == []
+    x_BCHW = features(3)
+    logits = [engine.eval()(x_BCHW, engine.plan(PROGRAMS_BL)) for engine in (batch, example)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+def test_example_norm_goes_on_by_one_step_a_row(rows, momentum):
+    torch.manual_seed(0)
+    mine, theirs = ExampleNorm(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    x_GCHW = torch.randn(rows, 3, 4, 5) + 2
+    expected = torch.cat([theirs(row) for row in x_GCHW.split(1)])
+    torch.testing.assert_close(mine(x_GCHW), expected, rtol=1e-5, atol=1e-5)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_in_bfloat16_example_norm_keeps_precise_statistics():
+    torch.manual_seed(0)
+    engine = small_engine(torch.float32, module_norm="example")
+    precise = copy.deepcopy(engine)
+    x_BCHW = features(3).float()
+    expected = precise(x_BCHW, precise.plan(PROGRAMS_BL))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = engine(x_BCHW, engine.plan(PROGRAMS_BL))
+    logits.sum().backward()
+    torch.testing.assert_close(logits.float(), expected, rtol=0.1, atol=0.1)
+    for name, value in statistics(precise).items():
+        assert statistics(engine)[name].dtype == value.dtype
+        torch.testing.assert_close(statistics(engine)[name], value, rtol=0.05, atol=0.02)
+
+
+def test_left_to_itself_an_engine_with_norms_in_its_modules_does_not_share_in_training():
+    for norm, nodes in (("none", 2), ("batch", 4), ("example", 4)):
+        engine = small_engine(module_norm=norm)
+        assert engine.plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == nodes
+        assert engine.eval().plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == 2
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_blocks_compute_what_their_settings_say(residual, norm):
+    torch.manual_seed(0)
+    unary, binary = UnaryModule(3, residual, norm).double().eval(), BinaryModule(3, residual, norm).double().eval()
+    draw_norms(unary)
+    draw_norms(binary)
+    x, y = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
+
+    def block(part, x):
+        norms = (part.bn1, part.bn2) if norm == "batch" else (lambda x: x, lambda x: x)
+        inner = norms[1](part.conv2(torch.relu(norms[0](part.conv1(x)))))
+        return torch.relu(x + inner) if residual else torch.relu(inner)
+
+    torch.testing.assert_close(unary(x), block(unary, x))
+    joined = torch.relu(binary.proj(torch.cat([x, y], dim=1)))
+    torch.testing.assert_close(binary(x, y), block(binary.res_block, joined))
+
+
+# Stem and classifier
+
+
+def test_without_a_stem_modules_read_the_features():
+    engine = small_engine(stem="none")
+    x_BCHW = features(3)
+    assert not list(engine.stem.parameters())
+    expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, x_BCHW)
+    assert_same(results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, x_BCHW), expected, 1e-9)
+    assert engine.stem(x_BCHW).equal(x_BCHW)
+
+
+def test_a_classifier_drops_in_training_alone():
+    engine = small_engine(classifier_dropout=0.5, classifier_hidden=(64,))
+    x_BCHW, plan = features(3), engine.plan(PROGRAMS_BL)
+    assert not engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
+    engine.eval()
+    assert engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
+        ({"stem": "none", "module_dim": 5}, "features of 3 channels for modules of 5"),
+        (
+            {"classifier_pool": 4, "classifier_pool_rest": False},
+            "a pooling window of 4 leaves nothing of a grid of 3x4",
+        ),
+        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one place, and the grid is 1x1"),
+    ],
+)
+def test_settings_that_make_no_engine_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small_engine(**kwargs)
+
+
+def test_a_norm_has_the_names_and_numbers_of_batch_norm():
+    names = set(nn.BatchNorm2d(3).state_dict())
+    assert make_norm("none", 3) is None
+    for kind in ("batch", "example"):
+        assert set(make_norm(kind, 3).state_dict()) == names
