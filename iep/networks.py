@@ -8,6 +8,7 @@ settings in a config; `NETWORKS` says which a model has.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     try:
         network.load_state_dict(packed[name]["weights"])
     except RuntimeError as error:
-        what = " ".join(str(error).split())
+        what = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
         raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
     return network
 
@@ -157,6 +158,16 @@ def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Mo
     if name is None:
         raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with a baseline")
     return _from_checkpoint(checkpoint, path, name, vocab, device)
+
+
+def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
+    """An engine with the same weights and `norm` in its modules, where it has the other of 'batch' and 'example'; the
+    engine itself where it has none, or that one, or `norm` is 'none'."""
+    if {norm, engine.kwargs.get("module_norm")} != {"batch", "example"}:
+        return engine
+    other = build("engine", engine.kwargs | {"module_norm": norm})
+    other.load_state_dict(engine.state_dict())
+    return other
 
 
 def _from_checkpoint(

@@ -30,8 +30,12 @@ class ExampleNorm(nn.BatchNorm2d):
         """
         if not self.training:
             return super().forward(x_GCHW)
+        if x_GCHW.shape[2:].numel() == 1:
+            raise ValueError(f"maps of a single place, {tuple(x_GCHW.shape)}, cannot be normalised each by itself")
         self._go_on(x_GCHW.detach())
-        return functional.instance_norm(x_GCHW, weight=self.weight, bias=self.bias, eps=self.eps)
+        # Groups of one channel. On a CPU instance_norm has wrong gradients for a single row where its output's gradient
+        # is channels last (PyTorch 2.8 to 2.15).
+        return functional.group_norm(x_GCHW, self.num_features, self.weight, self.bias, self.eps)
 
     @torch.no_grad()
     def _go_on(self, x_GCHW: Tensor) -> None:

@@ -3,7 +3,8 @@
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
 step, resolved config, vocabulary, and how the features that it was trained on were made of images. Random states are
 none of it: a step's chance is a function of the seed and its number. A run keeps its newest checkpoints by number, and
-the best. Building networks from one is `networks.py`.
+the best. Building networks from one is `networks.py`. Checkpoints of the original toolkit load as well, to start from
+or to evaluate.
 """
 
 import io
@@ -22,6 +23,7 @@ import torch
 
 from iep.errors import InputError
 from iep.files import write_bytes
+from iep.original import from_original, is_original, safe_globals
 
 FORMAT = "iep-checkpoint-1"
 PARTS_OF_A_MODEL = {"networks": dict, "vocab": dict}
@@ -35,6 +37,8 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
     "config": dict,
 }
 BEST = "best.pt"
+_BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+"""How torch's files began until version 1.6, which made them zip archives."""
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -74,22 +78,41 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint,
-    or else its newest.
+    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else its
+    newest. Of a checkpoint of the original toolkit, what `iep.original.from_original` makes of it.
 
     `parts` are the keys that it must have and the kinds of their values.
 
     Raises:
-        InputError: the file is missing, truncated, not a checkpoint of this toolkit, or holds more than plain data.
+        InputError: the file is missing, truncated, no checkpoint, or holds more than plain data.
     """
     path = Path(path)
     if path.is_dir():
         return _load_best(path, parts)
     if not path.is_file():
         raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
-    _check_archive(path)
+    content = _read(path)
+    if is_original(content):
+        if "step" in (parts or {}):
+            raise InputError(f"{path}: of the original toolkit; a run can start from it, but not go on from it")
+        return from_original(content, path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
+    for part, kind in (parts or {}).items():
+        if not isinstance(content.get(part), kind):
+            raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
+    return content
+
+
+def _read(path: Path) -> Any:
+    """What a torch file holds, whoever wrote it; nothing in it is executed."""
+    with open(path, "rb") as file:
+        is_old = file.read(len(_BEFORE_ARCHIVES)) == _BEFORE_ARCHIVES
+    if not is_old:
+        _check_archive(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(safe_globals()):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))
         what = f" ({found[0]})" if found else ""
@@ -97,14 +120,8 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
             f"{path}: holds more than plain tensors; not loaded, for that could execute code{what}"
         ) from None
     except Exception as error:
-        # An archive that is damaged outside of what its checksums cover can make torch fail in any way.
+        # A file that is damaged outside of what checksums cover can make torch fail in any way.
         raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
-    for part, kind in (parts or {}).items():
-        if not isinstance(content.get(part), kind):
-            raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
-    return content
 
 
 def _load_best(out: Path, parts: Mapping[str, type] | None) -> dict[str, Any]:

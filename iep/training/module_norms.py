@@ -101,4 +101,3 @@ def _module_norms(network: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
         return []
     modules = [getattr(network, part) for part in network.parts[1:-1]]
     return [layer for module in modules for layer in module.modules() if type(layer) is kind]
-

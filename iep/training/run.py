@@ -34,6 +34,7 @@ from iep.networks import (
     looks,
     place,
     unpack,
+    with_module_norm,
 )
 from iep.new_words import PARTS_WITH_WORDS, add_words
 from iep.ordering import Order, make_order, program_lengths
@@ -302,6 +303,8 @@ def _make_task(
         else:
             learn = None if name == "engine" else partial(_learn_words, config, name, start)
             made = load_network(start, name, vocab, torch.device("cpu"), learn)
+            if name == "engine":
+                made = with_module_norm(made, config.engine.module_norm)
         if name in FEATURE_SIDES:
             check_features(made, feature_shape, resumed.path if resumed else start or training.features.path)
         return place(made, device)

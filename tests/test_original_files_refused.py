@@ -1,0 +1,313 @@
+"""Files of the original toolkit that are not what they should be, or hold more than they should: one line each."""
+
+import argparse
+import collections
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from evaluate_cases import evaluate, iep_eval
+from original_cases import baseline_file, engine_file, generator_file, vocab, write
+from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny_config
+
+from iep.errors import InputError
+from iep.networks import load_network
+from iep.training.checkpoint import load_checkpoint
+from iep.training.run import train
+
+CPU = torch.device("cpu")
+SMALL = {"feature_dim": (CHANNELS, GRID, GRID)}
+
+
+def joint() -> dict[str, Any]:
+    return generator_file() | engine_file(**SMALL)
+
+
+def refusal(path: Path) -> str:
+    """What is said of the file: one line that begins with its name."""
+    with pytest.raises(InputError) as caught:
+        load_checkpoint(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# What old files hold
+
+
+HARMLESS: dict[str, Any] = {
+    "args as a namespace": {"args": argparse.Namespace(model_type="PG", num_val_samples=None, lr=5e-4)},
+    "numpy numbers": {
+        "val_accs": [np.float64(0.5), np.float32(0.25), np.float16(0.5)],
+        "model_t": np.int64(3),
+        "flags": [np.bool_(True), np.int32(7), np.uint8(1)],
+        "kind": np.dtype("float32"),
+    },
+    "an ordered dictionary": {"best": collections.OrderedDict(a=1)},
+    "sizes, devices and dtypes": {
+        "shape": torch.Size([1, 2]),
+        "device": torch.device("cuda:0"),
+        "dtype": torch.float16,
+    },
+    "tensors among the statistics": {"train_rewards": [torch.tensor(0.5)], "weight": torch.nn.Parameter(torch.ones(2))},
+    "bytes and sets": {"digest": b"\x00\xff", "seen": {1, 2}},
+}
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
+def test_what_old_files_hold_besides_tensors_loads(more: dict[str, Any], archive: bool, tmp_path: Path):
+    path = write(tmp_path / "old.pt", joint() | more, _use_new_zipfile_serialization=archive)
+    assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
+
+
+@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+def test_numpy_numbers_load_by_the_paths_of_every_version(core: bytes, archive: bool, tmp_path: Path):
+    content = joint() | {"val_accs": [np.float64(0.5), np.int64(3)]}
+    path = write(tmp_path / "old.pt", content, _use_new_zipfile_serialization=archive)
+
+    def renamed(raw: bytes) -> bytes:
+        changed = re.sub(rb"numpy\._?core\.multiarray", core + b".multiarray", raw)
+        assert core + b".multiarray\nscalar" in changed
+        return changed
+
+    if archive:
+        with zipfile.ZipFile(path) as old:
+            parts = {name: old.read(name) for name in old.namelist()}
+        with zipfile.ZipFile(path, "w") as new:
+            for name, raw in parts.items():
+                new.writestr(name, renamed(raw) if name.endswith("data.pkl") else raw)
+    else:
+        path.write_bytes(renamed(path.read_bytes()))
+    assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
+
+
+def test_a_file_of_before_archives_is_evaluated(data: Path, tmp_path: Path):
+    old = write(tmp_path / "old.pt", joint(), _use_new_zipfile_serialization=False)
+    assert old.read_bytes()[:2] == b"\x80\x02"
+    new = write(tmp_path / "new.pt", joint())
+    rows = [
+        evaluate(tmp_path / path.stem, "--pg", path, "--ee", path, "--data", data, "--workers", 0)[1]
+        for path in (old, new)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_of_before_archives_is_refused(keep: float, tmp_path: Path):
+    path = write(tmp_path / "old.pt", joint(), _use_new_zipfile_serialization=False)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(keep * len(raw))])
+    assert refusal(path)
+
+
+# What would execute
+
+
+class Trap:
+    """Unpickled, it would run a function."""
+
+    def __init__(self, function: Callable, *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@pytest.mark.parametrize("how", ["path", "system", "eval", "namespace", "weights"])
+def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: str, archive: bool, tmp_path: Path):
+    victim = tmp_path / "executed"
+    by_shell, by_eval = Trap(os.system, f"touch {victim}"), Trap(eval, f"open({str(victim)!r}, 'w')")
+    content = {
+        "path": {"args": Trap(Path.touch, victim)},
+        "system": {"args": by_shell},
+        "eval": {"vocab": by_eval},
+        "namespace": {"args": argparse.Namespace(seed=by_eval)},
+        "weights": {"program_generator_state": {"encoder_embed.weight": by_shell}},
+    }[how]
+    path = write(tmp_path / "old.pt", joint() | content, _use_new_zipfile_serialization=archive)
+    message = refusal(path)
+    assert not victim.exists()
+    assert "holds more than plain tensors; not loaded, for that could execute code (GLOBAL " in message
+    torch.load(path, weights_only=False)
+    assert victim.exists(), "the trap would not have sprung"
+
+
+def test_what_may_be_loaded_is_allowed_for_the_file_alone(tmp_path: Path):
+    before = torch.serialization.get_safe_globals()
+    load_checkpoint(write(tmp_path / "old.pt", joint()))
+    assert torch.serialization.get_safe_globals() == before
+
+
+# What does not fit
+
+
+def _changed(file: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
+    return file | {part: file[part] | changes}
+
+
+def _without(file: dict[str, Any], part: str, name: str) -> dict[str, Any]:
+    return file | {part: {key: value for key, value in file[part].items() if key != name}}
+
+
+EE, PG = engine_file(**SMALL), generator_file()
+STATE, KWARGS = "execution_engine_state", "execution_engine_kwargs"
+SHORT = vocab()
+SHORT["answer_token_to_idx"] = dict(list(SHORT["answer_token_to_idx"].items())[:-1])
+MISMATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a weight missing": (
+        "engine",
+        _without(EE, STATE, "scene.conv2.bias"),
+        'Missing key(s) in state_dict: "scene.conv2.bias"',
+    ),
+    "all weights missing": (
+        "engine",
+        EE | {STATE: None},
+        "execution_engine_state: None, expected the network's weights",
+    ),
+    "options missing": ("engine", EE | {KWARGS: None}, "execution_engine_kwargs: None, expected the network's options"),
+    "a weight of another shape": (
+        "engine",
+        _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}),
+        "size mismatch for stem.0.bias",
+    ),
+    "an idle weight of another shape": (
+        "engine",
+        _changed(EE, STATE, **{"<NULL>.conv1.bias": torch.zeros(9)}),
+        "execution_engine_state: the weights of <NULL> are not of the same shapes as those of <END>",
+    ),
+    "an idle weight missing": (
+        "engine",
+        _without(EE, STATE, "<START>.conv1.bias"),
+        "the weights of <START> are not of",
+    ),
+    "a weight that is none": (
+        "engine",
+        _changed(EE, STATE, **{"stem.0.bias": [1, 2]}),
+        "stem.0.bias is a list, expected a tensor",
+    ),
+    "a weight too many": (
+        "engine",
+        _changed(EE, STATE, extra=torch.ones(1)),
+        'Unexpected key(s) in state_dict: "extra"',
+    ),
+    "an unknown option": (
+        "engine",
+        _changed(EE, KWARGS, module_depth=3),
+        "execution_engine_kwargs: unknown option 'module_depth'",
+    ),
+    "an unknown pooling": (
+        "engine",
+        _changed(EE, KWARGS, classifier_downsample="maxpool3"),
+        "classifier_downsample is 'maxpool3', expected one of none, maxpool2, maxpool4; did you mean",
+    ),
+    "a width that is no number": (
+        "engine",
+        _changed(EE, KWARGS, module_dim="4"),
+        "module_dim is '4', expected a whole number from 1 on",
+    ),
+    "a width of nothing": (
+        "engine",
+        _changed(EE, KWARGS, module_dim=0),
+        "module_dim is 0, expected a whole number from 1 on",
+    ),
+    "a flag that is none": (
+        "engine",
+        _changed(EE, KWARGS, module_residual=2),
+        "module_residual is 2, expected true or false",
+    ),
+    "a certain dropout": (
+        "engine",
+        _changed(EE, KWARGS, classifier_dropout=1.5),
+        "classifier_dropout is 1.5, expected a probability",
+    ),
+    "two sides": (
+        "engine",
+        _changed(EE, KWARGS, feature_dim=(3, 4)),
+        "feature_dim is (3, 4), expected 3 whole numbers from 1 on",
+    ),
+    "another width than the weights'": ("engine", _changed(EE, KWARGS, module_dim=5), "size mismatch"),
+    "nothing left of the grid": (
+        "engine",
+        _changed(EE, KWARGS, feature_dim=(CHANNELS, 3, 3), classifier_downsample="maxpool4"),
+        "a pooling window of 4 leaves nothing of a grid of 3x3",
+    ),
+    "another vocabulary within": (
+        "engine",
+        _changed(EE, KWARGS, vocab=SHORT),
+        "execution_engine_kwargs: vocab has other answer tokens than the checkpoint's own vocab",
+    ),
+    "a vocabulary of another size": (
+        "engine",
+        _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT),
+        "size mismatch for classifier",
+    ),
+    "no vocabulary": ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
+    "no network": ("engine", {}, "a checkpoint of the original toolkit without any network"),
+    "another network": ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
+    "another number of words": (
+        "generator",
+        _changed(PG, "program_generator_kwargs", encoder_vocab_size=7),
+        f"encoder_vocab_size is 7, expected {len(VOCAB.question)}, as many as there are question tokens in vocab",
+    ),
+    "another end": ("generator", _changed(PG, "program_generator_kwargs", end_token=5), "end_token is 5, expected 2"),
+    "an LSTM without layers": (
+        "generator",
+        _changed(PG, "program_generator_kwargs", rnn_num_layers=0),
+        "rnn_num_layers is 0",
+    ),
+    "a baseline of no kind": (
+        "lstm",
+        baseline_file("LSTM") | {"baseline_type": "GRU"},
+        "baseline_type is 'GRU', expected one of LSTM, CNN+LSTM, CNN+LSTM+SA",
+    ),
+    "a baseline of another kind": (
+        "lstm",
+        baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"},
+        "holds a CNN+LSTM, expected",
+    ),
+    "a baseline without a kind": (
+        "lstm",
+        baseline_file("LSTM") | {"baseline_type": None},
+        "baseline_type is None, expected",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
+    path = write(tmp_path / "old.pt", content)
+    with pytest.raises(InputError) as caught:
+        load_network(path, name, VOCAB, CPU)
+    message = str(caught.value)
+    assert problem in message
+    assert "\n" not in message
+    assert len(message) < 700
+
+
+def test_a_file_for_another_vocabulary_or_other_features_is_one_line_of_the_command(data: Path, tmp_path: Path):
+    held = vocab()
+    index = held["question_token_to_idx"]
+    held["question_token_to_idx"] = {word.replace("red", "crimson"): place for word, place in index.items()}
+    path = write(tmp_path / "old.pt", generator_file() | {"vocab": held})
+    result = iep_eval("--pg", path, "--data", data, "--workers", 0)
+    assert_one_error(
+        result, f"{path}: trained with another vocabulary: question token", "'crimson' there and 'red' in the data"
+    )
+    wide = write(tmp_path / "wide.pt", engine_file(feature_dim=(CHANNELS, 6, 6)))
+    assert_one_error(iep_eval("--ee", wide, "--data", data, "--workers", 0), "the engine is made for (3, 6, 6)")
+
+
+def test_a_run_cannot_go_on_from_a_file_of_the_originals(data: Path, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run" / "step-4.pt", generator_file())
+    with pytest.raises(InputError, match=r"step-4.pt: of the original toolkit; a run can start from it, but not go on"):
+        train(tiny_config(data, "pg"), tmp_path / "run", resume=True)

@@ -1,0 +1,135 @@
+"""Training that starts from checkpoints of the original toolkit, and what it makes of their settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from original_cases import baseline_file, engine_file, generator_file, write
+from test_original_checkpoints import BASELINES, ENGINES
+from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, newest
+
+from iep.cli.train import main
+from iep.networks import load_baseline, load_network
+from iep.training.checkpoint import load_checkpoint
+
+CPU = torch.device("cpu")
+SIDES = {"feature_dim": (CHANNELS, GRID, GRID)}
+PLAIN = [
+    "workers=0",
+    "batch_size=8",
+    "iterations=1",
+    "validate_every=1",
+    "log_every=1",
+    "device=cpu",
+    "num_val_samples=4",
+]
+
+
+def iep_train(model: str, data: Path, out: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(
+        main, [str(part) for part in ("--model", model, "--data", data, "--out", out, *PLAIN, *arguments)]
+    )
+
+
+def weights(out: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_checkpoint(newest(out))["networks"][name]["weights"]
+
+
+def engine_options() -> dict[str, dict[str, Any]]:
+    """Those whose engine takes the tiny data's features, which are of 4x4."""
+    return {name: options for name, options in ENGINES.items() if "feature_dim" not in options}
+
+
+@pytest.mark.parametrize("options", engine_options().values(), ids=engine_options())
+def test_an_engine_with_each_option_is_trained_further(options: dict[str, Any], data: Path, tmp_path: Path):
+    file = engine_file(**SIDES, **options)
+    path = write(tmp_path / "ee.pt", file)
+    result = iep_train("ee", data, tmp_path / "run", "--ee", path, "learning_rate=0")
+    assert result.exit_code == 0, result.output
+    assert "normalises over all examples" not in result.output
+    for name, value in weights(tmp_path / "run", "engine").items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(value, file["execution_engine_state"][name]), name
+    result = iep_train("ee", data, tmp_path / "further", "--ee", path, "learning_rate=0.01")
+    assert result.exit_code == 0, result.output
+    loaded = load_network(tmp_path / "further", "engine", VOCAB, CPU)
+    assert not torch.equal(
+        loaded.state_dict()["scene.conv1.weight"], file["execution_engine_state"]["scene.conv1.weight"]
+    )
+    again = iep_train("ee", data, tmp_path / "further", "--resume", "iterations=2")
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize(("kind", "options"), BASELINES.values(), ids=BASELINES)
+def test_a_baseline_with_each_option_is_trained_further(kind: str, options: dict[str, Any], data: Path, tmp_path: Path):
+    sides = {} if kind == "LSTM" else {"cnn_feat_dim": (CHANNELS, GRID, GRID)}
+    file = baseline_file(kind, **(sides | options))
+    path, model = write(tmp_path / "baseline.pt", file), kind.lower().replace("+", "-")
+    result = iep_train(model, data, tmp_path / "run", "--baseline", path, "learning_rate=0.01")
+    assert result.exit_code == 0, result.output
+    loaded = load_baseline(tmp_path / "run", VOCAB, CPU).state_dict()
+    assert set(loaded) == set(file["baseline_state"])
+    assert not torch.equal(loaded["rnn.embed.weight"], file["baseline_state"]["rnn.embed.weight"])
+
+
+def test_a_generator_is_trained_further(data: Path, tmp_path: Path):
+    file = generator_file(rnn_num_layers=1)
+    result = iep_train("pg", data, tmp_path / "run", "--pg", write(tmp_path / "pg.pt", file), "learning_rate=0.01")
+    assert result.exit_code == 0, result.output
+    found, begun = weights(tmp_path / "run", "generator"), file["program_generator_state"]
+    assert set(found) == set(begun)
+    assert not torch.equal(found["decoder_linear.weight"], begun["decoder_linear.weight"])
+
+
+def test_joint_training_starts_from_a_joint_file_and_from_two(data: Path, tmp_path: Path):
+    both = write(tmp_path / "joint.pt", generator_file() | engine_file(**SIDES))
+    pg, ee = write(tmp_path / "pg.pt", generator_file()), write(tmp_path / "ee.pt", engine_file(**SIDES))
+    for out, parts in (("one", (both, both)), ("two", (pg, ee))):
+        result = iep_train("joint", data, tmp_path / out, "--pg", parts[0], "--ee", parts[1])
+        assert result.exit_code == 0, result.output
+    for name in ("generator", "engine"):
+        one, two = weights(tmp_path / "one", name), weights(tmp_path / "two", name)
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_an_engine_is_trained_on_the_programs_of_an_original_generator(data: Path, tmp_path: Path):
+    path = write(tmp_path / "pg.pt", generator_file())
+    result = iep_train("ee", data, tmp_path / "run", "--pg", path, "--programs", "predicted", *TINY, "iterations=1")
+    assert result.exit_code == 0, result.output
+    assert load_checkpoint(newest(tmp_path / "run"))["step"] == 1
+
+
+@pytest.mark.parametrize(("asked", "norm"), [("example", "example"), ("batch", "batch"), (None, "example")])
+def test_module_batch_norm_is_per_example_unless_asked_otherwise(
+    asked: str | None, norm: str, data: Path, tmp_path: Path
+):
+    path = write(tmp_path / "ee.pt", engine_file(**SIDES, module_batchnorm=True))
+    settings = [] if asked is None else [f"engine.module_norm={asked}"]
+    result = iep_train("ee", data, tmp_path / "run", "--ee", path, *settings)
+    assert result.exit_code == 0, result.output
+    assert ("normalises over all examples of a call" in result.output) == (norm == "batch")
+    held = load_checkpoint(newest(tmp_path / "run"))
+    assert held["networks"]["engine"]["kwargs"]["module_norm"] == held["config"]["engine"]["module_norm"] == norm
+
+
+def test_vanilla_batching_with_batch_norm_trains_as_the_per_example_norm_does(data: Path, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SIDES, module_batchnorm=True))
+    exact = ["engine.module_norm=batch", "--batching", "vanilla", "--no-sharing"]
+    for out, settings in (("vanilla", exact), ("example", ["--batching", "vanilla"]), ("batched", [])):
+        result = iep_train("ee", data, tmp_path / out, "--ee", path, *settings)
+        assert result.exit_code == 0, result.output
+    vanilla, example, batched = (weights(tmp_path / out, "engine") for out in ("vanilla", "example", "batched"))
+    for name, value in vanilla.items():
+        torch.testing.assert_close(example[name], value, rtol=1e-4, atol=1e-5)
+        if "running" not in name:  # batched, the rows come in another order
+            torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-4)
+
+
+def test_another_setting_than_the_files_is_refused(data: Path, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SIDES))
+    result = iep_train("ee", data, tmp_path / "run", "--ee", path, "engine.module_dim=9")
+    assert_one_error(result, f"{path}: was trained with engine.module_dim 4, cannot start with 9")
+    result = iep_train("ee", data, tmp_path / "run", "--ee", path, "engine.module_norm=example")
+    assert_one_error(result, f"{path}: was trained with engine.module_norm none, cannot start with example")
