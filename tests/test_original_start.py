@@ -122,9 +122,11 @@ def test_vanilla_batching_with_batch_norm_trains_as_the_per_example_norm_does(da
         assert result.exit_code == 0, result.output
     vanilla, example, batched = (weights(tmp_path / out, "engine") for out in ("vanilla", "example", "batched"))
     for name, value in vanilla.items():
+        if name.endswith(("conv1.bias", "conv2.bias")):
+            continue  # a norm follows: without a gradient but for rounding, of which Adam makes a whole step
         torch.testing.assert_close(example[name], value, rtol=1e-4, atol=1e-5)
         if "running" not in name:  # batched, the rows come in another order
-            torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=2e-4)
+            torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_another_setting_than_the_files_is_refused(data: Path, tmp_path: Path):

@@ -1,0 +1,309 @@
+"""Data files: the original toolkit's are read unchanged, ours hold what its loader reads and what its scripts write."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from batching_cases import quick
+from clevr_files import write_clevr
+from click.testing import CliRunner
+from evaluate_cases import evaluate
+from hypothesis import example, given, settings
+from tiny_data import CHANNELS, GRID, TEST, TINY, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config
+
+from iep.cli.preprocess import main as preprocess_main
+from iep.cli.train import main as train_main
+from iep.preprocess.questions import build_vocab, encode, expand_vocab, load_questions
+from iep.training.checkpoint import load_checkpoint
+from iep.training.run import train
+from iep.vocab import Vocab
+
+# Its files, read by us
+
+
+def write_as_the_original(out: Path, families: bool = True) -> Path:
+    """The tiny data set as the original's scripts write it: bare data sets, tokens in int32, all else in int64."""
+    out.mkdir(parents=True)
+    (out / "vocab.json").write_text(json.dumps(VOCAB.to_json()))
+    for seed, (split, count) in enumerate((("train", TRAIN), ("val", VAL), ("test", TEST))):
+        held = arrays(count)
+        with h5py.File(out / f"{split}_questions.h5", "w") as file:
+            file.create_dataset("questions", data=held["questions"])
+            file.create_dataset("image_idxs", data=held["image_idxs"].astype(np.int64))
+            file.create_dataset("orig_idxs", data=held["orig_idxs"].astype(np.int64))
+            if split != "test":
+                file.create_dataset("programs", data=held["programs"])
+                if families:
+                    file.create_dataset("question_families", data=held["question_families"].astype(np.int64))
+                file.create_dataset("answers", data=held["answers"].astype(np.int64))
+        rows = features(seed)
+        with h5py.File(out / f"{split}_features.h5", "w") as file:
+            dataset = file.create_dataset("features", rows.shape, dtype=np.float32)
+            for start in range(0, len(rows), 2):  # batch by batch
+                dataset[start : start + 2] = rows[start : start + 2]
+    return out
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_as_the_original(tmp_path_factory.mktemp("original") / "data", families=False)
+
+
+@pytest.mark.parametrize("model", ["pg", "ee", "lstm", "cnn-lstm-sa"])
+def test_a_run_on_the_originals_files_is_that_on_ours(model: str, original: Path, data: Path, tmp_path: Path):
+    for name, where in (("theirs", original), ("ours", data)):
+        assert train(tiny_config(where, model, "iterations=2"), tmp_path / name, resume=False)
+    theirs, ours = (load_checkpoint(newest(tmp_path / name))["networks"] for name in ("theirs", "ours"))
+    for name, network in ours.items():
+        for key, value in network["weights"].items():
+            assert torch.equal(theirs[name]["weights"][key], value)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_an_evaluation_of_the_originals_files_is_that_of_ours(
+    split: str, in_memory: bool, original: Path, data: Path, run: dict[str, Path], tmp_path: Path
+):
+    options = ["--pg", run["pg"], "--ee", run["ee"], "--split", split, "--workers", 0]
+    options += ["--features-in-memory"] if in_memory else []
+    reports, rows = [], []
+    for name, where in (("theirs", original), ("ours", data)):
+        report, predictions, _ = evaluate(tmp_path / name, *options, "--data", where)
+        reports.append((report["accuracy"], report["program_exact_match"]))
+        rows.append([{key: value for key, value in row.items() if key != "family"} for row in predictions])
+    assert reports[0] == reports[1]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == {"val": VAL, "test": TEST}[split]
+
+
+def test_the_commands_take_a_directory_of_the_originals(original: Path, tmp_path: Path):
+    arguments = ["--model", "ee", "--data", original, "--out", tmp_path / "run", *TINY, "iterations=1"]
+    result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    report, _, _ = evaluate(tmp_path / "out", "--ee", tmp_path / "run", "--data", original, "--workers", 0)
+    assert report["questions"] == VAL
+
+
+# Our files, read as it reads them
+
+
+def as_the_original_reads(data: Path, split: str) -> list[tuple]:
+    """For each question: tokens, features of its image in float32, answer, program tokens, program as calls by tree."""
+    vocab = json.loads((data / "vocab.json").read_text())
+    for name in ("question", "program", "answer"):
+        table = vocab[f"{name}_token_to_idx"]
+        assert (table["<NULL>"], table["<START>"], table["<END>"]) == (0, 1, 2)
+    program_tokens = {index: token for token, index in vocab["program_token_to_idx"].items()}
+    rows = []
+    with h5py.File(data / f"{split}_questions.h5", "r") as file, h5py.File(data / f"{split}_features.h5", "r") as seen:
+        held = {name: np.asarray(file[name], dtype=np.int64) for name in file}
+        for number, question_T in enumerate(held["questions"]):
+            image = held["image_idxs"][number]
+            feats = np.asarray(seen["features"][image], dtype=np.float32)
+            program = held["programs"][number] if "programs" in held else None
+            calls = None
+            if program is not None:
+                words = [program_tokens[index] for index in program.tolist()]
+                calls = _calls(iter([word for word in words if word not in ("<START>", "<END>", "<NULL>")]))
+            answer = held["answers"][number] if "answers" in held else None
+            rows.append((question_T, feats, answer, program, calls))
+    return rows
+
+
+def _calls(words: Any) -> dict:
+    word = next(words)
+    function, _, value = word.partition("[")
+    arguments = 2 if "equal" in function or function in ("union", "intersect", "less_than", "greater_than") else 1
+    arguments = 0 if function == "scene" else arguments
+    inputs = [_calls(words) for _ in range(arguments)]
+    return {"function": function, "value_inputs": [value.rstrip("]")] if value else [], "inputs": inputs}
+
+
+def _tree(program: list[dict], at: int) -> dict:
+    """The JSON program's call `at` with its arguments within."""
+    call = program[at]
+    inputs = [_tree(program, source) for source in call["inputs"]]
+    return {"function": call["function"], "value_inputs": call["value_inputs"], "inputs": inputs}
+
+
+def test_the_originals_loader_reads_our_files(tmp_path: Path):
+    clevr, out = write_clevr(tmp_path / "CLEVR"), tmp_path / "data"
+    arguments = [clevr, "--out", out, "--backbone", "patches", "--patch-size", "2", "--dtype", "float32"]
+    result = CliRunner().invoke(preprocess_main, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    for split in ("train", "val", "test"):
+        questions = json.loads((clevr / "questions" / f"CLEVR_{split}_questions.json").read_text())["questions"]
+        rows = as_the_original_reads(out, split)
+        assert len(rows) == len(questions)
+        with h5py.File(out / f"{split}_features.h5") as file:
+            assert file["features"].dtype == np.float32
+            images = file["features"][()]
+        vocab = Vocab.load(out / "vocab.json")
+        for question, (tokens_T, feats, answer, _, calls) in zip(questions, rows, strict=True):
+            words = question["question"].replace("?", "").split(" ")
+            assert [vocab.question[index] for index in tokens_T if index] == ["<START>", *words, "<END>"]
+            assert np.array_equal(feats, images[question["image_index"]])
+            assert (answer is None) == (split == "test")
+            if split != "test":
+                assert vocab.answer[answer] == question["answer"]
+                assert calls == _tree(question["program"], -1)
+
+
+# The same JSON, the same vocabulary and arrays: the rules once more
+
+
+def words_of(text: str) -> list[str]:
+    """Single spaces part words; ; and , are words that begin with what stands before them ending; ? and . go."""
+    spaced = "".join(f" {letter}" if letter in ";," else "" if letter in "?." else letter for letter in text)
+    return spaced.split(" ")
+
+
+def table_of(words: Counter, threshold: int = 1) -> dict[str, int]:
+    kept = sorted(word for word, count in words.items() if count >= threshold)
+    return {word: index for index, word in enumerate(["<NULL>", "<START>", "<END>", "<UNK>", *kept])}
+
+
+def prefix(program: list[dict], at: int = -1) -> list[str]:
+    call = program[at]
+    name = call["function"] + (f"[{call['value_inputs'][0]}]" if call["value_inputs"] else "")
+    return [name, *(word for source in call["inputs"] for word in prefix(program, source))]
+
+
+def rows_of(sequences: list[list[str]], table: dict[str, int], unknown: bool = False) -> np.ndarray:
+    rows = [[1, *(table[word] if word in table or not unknown else 3 for word in words), 2] for words in sequences]
+    width = max(map(len, rows))
+    return np.array([row + [0] * (width - len(row)) for row in rows])
+
+
+def by_the_rules(questions: list[dict], vocab: dict | None, expand: bool, threshold: int, unknown: bool) -> tuple:
+    """vocab.json and the arrays of a questions file."""
+    texts = [words_of(question["question"]) for question in questions]
+    programs = [prefix(question["program"]) for question in questions if "program" in question]
+    answers = [question["answer"] for question in questions if "answer" in question]
+    new = {
+        "question_token_to_idx": table_of(Counter(word for words in texts for word in words), threshold),
+        "program_token_to_idx": table_of(Counter(word for words in programs for word in words)),
+        "answer_token_to_idx": table_of(Counter(answers)),
+    }
+    if vocab is None:
+        vocab = new
+    elif expand:
+        vocab = {name: dict(table) for name, table in vocab.items()}
+        for word in new["question_token_to_idx"]:
+            vocab["question_token_to_idx"].setdefault(word, len(vocab["question_token_to_idx"]))
+    found = {"questions": rows_of(texts, vocab["question_token_to_idx"], unknown)}
+    found["image_idxs"] = np.array([question["image_index"] for question in questions])
+    found["orig_idxs"] = np.arange(len(questions))
+    if programs:
+        found["programs"] = rows_of(programs, vocab["program_token_to_idx"])
+    if answers:
+        found["answers"] = np.array([vocab["answer_token_to_idx"][answer] for answer in answers])
+    if "question_family_index" in questions[0]:
+        found["question_families"] = np.array([question["question_family_index"] for question in questions])
+    return vocab, found
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[dict]:
+    """CLEVR's JSON: calls, arguments before those that use them."""
+    calls: list[dict] = []
+
+    def add(depth: int) -> int:
+        function = (
+            draw(st.sampled_from(["scene", "filter_color", "count", "union", "equal_size"])) if depth else "scene"
+        )
+        inputs = [add(depth - 1) for _ in range({"scene": 0, "union": 2, "equal_size": 2}.get(function, 1))]
+        values = [draw(st.sampled_from(["red", "blue"]))] if function == "filter_color" else []
+        calls.append({"function": function, "inputs": inputs, "value_inputs": values})
+        return len(calls) - 1
+
+    add(draw(st.integers(0, 4)))
+    return calls
+
+
+TEXTS = st.one_of(
+    st.text(alphabet="ab ;,?.Aé", max_size=20),
+    st.lists(st.sampled_from(["red", "Red", "red;", "red,", "", "größer", "物", "a.b", "what?", "\t", "\u00a0"])).map(
+        " ".join
+    ),
+)
+
+
+@st.composite
+def question_files(draw: st.DrawFn) -> list[dict]:
+    """Questions that all have a part or all have not."""
+    with_program, with_answer, with_family = (draw(st.booleans()) for _ in range(3))
+    questions = []
+    for number in range(draw(st.integers(1, 6))):
+        question: dict[str, Any] = {"question": draw(TEXTS), "image_index": draw(st.integers(0, 9))}
+        question |= {"question_index": number} if draw(st.booleans()) else {}
+        question |= {"program": draw(programs())} if with_program else {}
+        question |= {"answer": draw(st.sampled_from(["yes", "no", "3", "metal"]))} if with_answer else {}
+        question |= {"question_family_index": draw(st.integers(0, 89))} if with_family else {}
+        questions.append(question)
+    return questions
+
+
+def assert_same_files(
+    questions: list[dict], given_vocab: dict | None, expand: bool, threshold: int, unknown: bool, path: Path
+):
+    """The vocabulary, order of its entries included, and every array, of the rules and of ours."""
+    path.write_text(json.dumps({"questions": questions}))
+    loaded = load_questions(path)
+    mine = None if given_vocab is None else Vocab.from_json(given_vocab, "given")
+    if mine is None:
+        mine = build_vocab(loaded, threshold)
+    elif expand:
+        mine = expand_vocab(mine, loaded, threshold)
+    try:
+        vocab, expected = by_the_rules(questions, given_vocab, expand, threshold, unknown)
+    except KeyError:  # a word that the vocabulary lacks
+        with pytest.raises(ValueError, match="is not in the vocabulary"):
+            encode(loaded, mine, "vocab.json", unknown)
+        return
+    assert json.dumps(mine.to_json()) == json.dumps(vocab)
+    found = encode(loaded, mine, "vocab.json", unknown)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+        assert found[name].dtype == np.int32
+
+
+@given(questions=question_files(), threshold=st.integers(1, 3), unknown=st.booleans())
+@example([{"question": "a  b; c, d?  . ", "image_index": 0}], 1, False)
+@settings(quick, max_examples=150)
+def test_the_same_questions_give_the_same_vocabulary_and_arrays(tmp_path_factory, questions, threshold, unknown):
+    assert_same_files(questions, None, False, threshold, unknown, tmp_path_factory.getbasetemp() / "q.json")
+
+
+@given(
+    known=question_files(),
+    questions=question_files(),
+    threshold=st.integers(1, 3),
+    unknown=st.booleans(),
+    expand=st.booleans(),
+)
+@settings(quick, max_examples=150)
+def test_a_given_vocabulary_is_used_and_expanded_by_the_same_rules(
+    tmp_path_factory, known, questions, threshold, unknown, expand
+):
+    given_vocab, _ = by_the_rules(known, None, False, 1, False)
+    assert_same_files(questions, given_vocab, expand, threshold, unknown, tmp_path_factory.getbasetemp() / "q.json")
+
+
+def test_double_spaces_give_an_empty_word_at_index_four(tmp_path: Path):
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps({"questions": [{"question": "is  it red?", "image_index": 0}]}))
+    assert build_vocab(load_questions(path), 1).question[3:6] == ("<UNK>", "", "is")
+
+
+def test_the_tiny_data_have_the_shapes_that_its_networks_expect(original: Path):
+    rows = as_the_original_reads(original, "val")
+    assert rows[0][1].shape == (CHANNELS, GRID, GRID)
+    assert len(rows) == VAL
