@@ -246,6 +246,7 @@ def test_a_classifier_drops_in_training_alone():
     [
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
         ({"stem": "none", "module_dim": 5}, "features of 3 channels for modules of 5"),
+        ({"stem": "none", "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
         (
             {"classifier_pool": 4, "classifier_pool_rest": False},
             "a pooling window of 4 leaves nothing of a grid of 3x4",

@@ -101,7 +101,7 @@ class ExecutionEngine(nn.Module):
         self.family_name = modules
         self.scene_kind = scene
         if stem == "none":
-            self.stem, stem_stride = make_no_stem(feature_dim, module_dim), 1
+            self.stem = make_no_stem(feature_dim, module_dim, stem_stride)
         else:
             make, pixels = (make_pixel_stem, (stem_pixels,)) if stem == "pixels" else (make_conv_stem, ())
             self.stem = make(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, *pixels)

@@ -90,14 +90,14 @@ def make_pixel_stem(
     return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
 
 
-def make_no_stem(feature_dim: int, out_dim: int) -> nn.Sequential:
+def make_no_stem(feature_dim: int, out_dim: int, stride: int = 1) -> nn.Sequential:
     """(B, C, H, W) features as they are: the original toolkit's stem of no layer.
 
     Raises:
-        ValueError: the features do not have the modules' channels.
+        ValueError: the features do not have the modules' channels, or are to be strided.
     """
     if feature_dim != out_dim:
-        raise ValueError(
-            f"features of {feature_dim} channels for modules of {out_dim}, which takes a stem between them"
-        )
+        raise ValueError(f"features of {feature_dim} channels for modules of {out_dim}, which takes a stem between them")
+    if stride != 1:
+        raise ValueError(f"stem_stride is {stride}, and there is no stem")
     return nn.Sequential()
