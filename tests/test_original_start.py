@@ -1,17 +1,22 @@
 """Training that starts from checkpoints of the original toolkit, and what it makes of their settings."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ask_cases import IMAGE, answered
 from click.testing import CliRunner, Result
-from original_cases import baseline_file, engine_file, generator_file, write
+from original_cases import baseline_file, decode, engine_file, engine_logits, generator_file, write
 from test_original_checkpoints import BASELINES, ENGINES
 from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, newest
 
 from iep.cli.train import main
 from iep.networks import load_baseline, load_network
+from iep.preprocess.backbones import Patches
+from iep.preprocess.features import image_features
 from iep.training.checkpoint import load_checkpoint
 
 CPU = torch.device("cpu")
@@ -127,6 +132,35 @@ def test_vanilla_batching_with_batch_norm_trains_as_the_per_example_norm_does(da
         torch.testing.assert_close(example[name], value, rtol=1e-4, atol=1e-5)
         if "running" not in name:  # batched, the rows come in another order
             torch.testing.assert_close(batched[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_training_from_an_original_generator_learns_new_words(data: Path, tmp_path: Path):
+    old = replace(VOCAB, question=VOCAB.question[:-2])
+    file = generator_file()
+    state = file["program_generator_state"]
+    state["encoder_embed.weight"] = state["encoder_embed.weight"][:-2]
+    file["program_generator_kwargs"]["encoder_vocab_size"] -= 2
+    path = write(tmp_path / "pg.pt", file | {"vocab": old.to_json()})
+    result = iep_train("pg", data, tmp_path / "run", "--pg", path, "learning_rate=0")
+    assert result.exit_code == 0, result.output
+    words = weights(tmp_path / "run", "generator")["encoder_embed.weight"]
+    assert len(words) == len(VOCAB.question)
+    assert torch.equal(words[:-2], state["encoder_embed.weight"])
+
+
+def test_a_question_is_answered_by_an_original_checkpoint(tmp_path: Path):
+    file = generator_file(seed=3) | engine_file(feature_dim=(12, 14, 14))
+    path = write(tmp_path / "joint.pt", file)
+    said = json.loads(
+        answered("--pg", path, "--ee", path, "--image", IMAGE, "--question", "Are there any red cubes?", "--json")
+    )
+    words = ["<START>", "Are", "there", "any", "red", "cubes", "<END>"]
+    program = decode(file, [VOCAB.question_index[word] for word in words], 30)
+    assert said["program"] == [VOCAB.program[token] for token in program if token > 2]
+    features_1CHW = image_features(IMAGE, Patches(2))
+    probability_A = engine_logits(file, features_1CHW, [program])[0].softmax(0)
+    assert said["answers"][0]["answer"] == VOCAB.answer[int(probability_A.argmax())]
+    assert said["answers"][0]["probability"] == pytest.approx(float(probability_A.max()), abs=1e-5)
 
 
 def test_another_setting_than_the_files_is_refused(data: Path, tmp_path: Path):

@@ -97,7 +97,9 @@ def make_no_stem(feature_dim: int, out_dim: int, stride: int = 1) -> nn.Sequenti
         ValueError: the features do not have the modules' channels, or are to be strided.
     """
     if feature_dim != out_dim:
-        raise ValueError(f"features of {feature_dim} channels for modules of {out_dim}, which takes a stem between them")
+        raise ValueError(
+            f"features of {feature_dim} channels for modules of {out_dim}, which takes a stem between them"
+        )
     if stride != 1:
         raise ValueError(f"stem_stride is {stride}, and there is no stem")
     return nn.Sequential()
