@@ -3,10 +3,12 @@
 import argparse
 import collections
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,46 @@ def test_a_file_of_before_archives_is_evaluated(data: Path, tmp_path: Path):
         for path in (old, new)
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+def test_a_file_of_a_gpu_loads_on_a_cpu(archive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+    path, file = tmp_path / "old.pt", joint()
+    write(path, file, _use_new_zipfile_serialization=archive)
+    if not archive:
+        raw = path.read_bytes()
+        assert b"ctorch\nFloatStorage" in raw
+        path.write_bytes(raw.replace(b"ctorch\nFloatStorage", b"ctorch.cuda\nFloatStorage"))
+    assert b"cuda:1" in path.read_bytes()
+    monkeypatch.undo()
+    weights = load_checkpoint(path)["networks"]["generator"]["weights"]
+    for name, value in file["program_generator_state"].items():
+        assert torch.equal(weights[name], value)
+        assert weights[name].device == CPU
+
+
+class OldPickler(pickle.Pickler):
+    """Writes tensors as PyTorch 0.1 to 0.3 did."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        return torch._utils._rebuild_tensor, (
+            value._typed_storage(),
+            value.storage_offset(),
+            tuple(value.size()),
+            value.stride(),
+        )
+
+
+def test_a_file_of_the_first_pytorch_loads(tmp_path: Path):
+    module, file = SimpleNamespace(__name__="old", Pickler=OldPickler, dump=pickle.dump), joint()
+    path = write(tmp_path / "old.pt", file, _use_new_zipfile_serialization=False, pickle_module=module)
+    assert b"_rebuild_tensor\n" in path.read_bytes()
+    networks = load_checkpoint(path)["networks"]
+    for name, value in networks["engine"]["weights"].items():
+        assert torch.equal(value, file["execution_engine_state"][name])
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
