@@ -65,6 +65,8 @@ class EngineConfig:
     module_dim: int = setting(128, minimum=1)
     module_residual: bool = True
     module_norm: str = setting("none", choices=("none", "batch", "example"))
+    """Batch norm after every convolution of a block: over a call's examples, or over each example by itself, as where
+    examples run one at a time."""
     scene: str = setting("module", choices=("module", "stem"))
     stem: str = setting("conv", choices=("conv", "pixels", "none"))
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)

@@ -25,9 +25,12 @@ _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
 def safe_globals() -> list[Any]:
     """What the original's files may hold besides plain containers and tensors: things that are made without running
     anything. For `torch.serialization.safe_globals`."""
-    scalar, dtypes = np.float64(0).__reduce__()[0], {type(np.dtype(code)) for code in "?bhilqBHILQefdSU"}
-    paths = [f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")]
-    return [argparse.Namespace, np.dtype, *dtypes, *((scalar, path) for path in paths)]
+    made_by = {"scalar": np.float64(0).__reduce__()[0], "_reconstruct": np.empty(0).__reduce__()[0]}
+    by_name = [
+        (made, f"numpy.{core}.multiarray.{name}") for name, made in made_by.items() for core in ("core", "_core")
+    ]
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdSU"}  # none that holds objects
+    return [argparse.Namespace, np.dtype, np.ndarray, *dtypes, *by_name]
 
 
 def is_original(content: object) -> bool:

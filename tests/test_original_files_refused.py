@@ -51,6 +51,7 @@ HARMLESS: dict[str, Any] = {
         "flags": [np.bool_(True), np.int32(7), np.uint8(1)],
         "kind": np.dtype("float32"),
     },
+    "numpy arrays": {"confusion": np.arange(6).reshape(2, 3), "names": np.array(["yes", "no"])},
     "an ordered dictionary": {"best": collections.OrderedDict(a=1)},
     "sizes, devices and dtypes": {
         "shape": torch.Size([1, 2]),
@@ -181,6 +182,15 @@ def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: 
     assert "holds more than plain tensors; not loaded, for that could execute code (GLOBAL " in message
     torch.load(path, weights_only=False)
     assert victim.exists(), "the trap would not have sprung"
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+def test_an_array_of_objects_is_refused(archive: bool, tmp_path: Path):
+    victim = tmp_path / "executed"
+    content = joint() | {"confusion": np.array([Trap(Path.touch, victim)], dtype=object)}
+    message = refusal(write(tmp_path / "old.pt", content, _use_new_zipfile_serialization=archive))
+    assert "holds more than plain tensors; not loaded" in message
+    assert not victim.exists()
 
 
 def test_what_may_be_loaded_is_allowed_for_the_file_alone(tmp_path: Path):
