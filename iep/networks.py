@@ -21,6 +21,7 @@ from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement
+from iep.features import Features
 from iep.new_words import count_new_words
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
@@ -93,7 +94,8 @@ def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The network `name` with new weights, its constructor arguments kept as `kwargs` for its checkpoints.
+    """The network `name` with new weights, its constructor arguments kept as `kwargs` for its checkpoints. Its `recipe`, how
+    the features that it was trained on were made, is empty.
 
     Raises:
         InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
@@ -103,6 +105,7 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     except (TypeError, ValueError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
     network.kwargs = dict(kwargs)
+    network.recipe = {}
     return network
 
 
@@ -112,7 +115,7 @@ def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Module:
-    """The network `name` of a loaded checkpoint.
+    """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
 
     Raises:
         InputError: the checkpoint holds other networks, or weights that do not fit its own arguments.
@@ -126,6 +129,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     except RuntimeError as error:
         what = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
         raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
+    network.recipe = checkpoint.get("features") or {}
     return network
 
 
@@ -167,6 +171,7 @@ def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
         return engine
     other = build("engine", engine.kwargs | {"module_norm": norm})
     other.load_state_dict(engine.state_dict())
+    other.recipe = engine.recipe
     return other
 
 
@@ -243,6 +248,17 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
     if made_for != tuple(feature_shape)[: len(made_for)]:
         what = DESCRIPTIONS[_name(network)].split(" ")[-1]
         raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
+
+
+def describe_other_features(network: nn.Module, features: Features) -> str | None:
+    """A line where the features were made otherwise than those that the network, one that looks, was trained on, as far
+    as both are recorded; the dtype in which they are stored does not count."""
+    both = sorted(network.recipe.keys() & features.recipe.keys() - {"dtype"})
+    others = [key for key in both if network.recipe[key] != features.recipe[key]]
+    if not others:
+        return None
+    parts = ", ".join(f"{key} {features.recipe[key]} instead of {network.recipe[key]}" for key in others)
+    return f"{features.path}: made otherwise than the features that {DESCRIPTIONS[_name(network)]} learnt on: {parts}"
 
 
 def features_shape(network: nn.Module) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
 """How features were made: recorded in their file, kept in checkpoints, and enough to make the same features again."""
 
 import re
+import shutil
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from clevr_files import write_images
+from evaluate_cases import iep_eval
 from features_cases import PATCHES, RESNET, features, run
 from tiny_data import arrays, newest, tiny_config, write_data, write_h5
 
@@ -126,3 +129,22 @@ def test_attributes_that_are_no_recipe_are_left_out(tmp_path):
         file["features"].attrs["stage"] = 2
         file["features"].attrs["list"] = np.arange(3)
     assert Features(path).recipe == {"stage": 2}
+
+
+def test_features_made_otherwise_than_those_learnt_on_are_told_of_in_evaluation_and_training(
+    patches_data, tmp_path, capsys
+):
+    train(tiny_config(patches_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    other = tmp_path / "other"
+    shutil.copytree(patches_data, other)
+    for split in ("train", "val"):
+        with h5py.File(other / f"{split}_features.h5", "a") as file:
+            file["features"].attrs["normalisation"] = np.bytes_("another")
+    capsys.readouterr()
+    told = "than the features that an execution engine learnt on: normalisation another instead of x / 127.5 - 1"
+    for data, count in ((patches_data, 0), (other, 1)):
+        result = iep_eval("--ee", tmp_path / "ee", "--data", data, "--programs", "ground-truth")
+        assert result.output.count(told) == count
+        config = tiny_config(data, "ee", "iterations=1", f"ee={tmp_path / 'ee'}")
+        train(config, tmp_path / f"from-{count}", resume=False)
+        assert capsys.readouterr().out.count(told) == count

@@ -12,7 +12,7 @@ from iep.config import Config
 from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.datasets import ClevrDataset
 from iep.devices import peak_memory
-from iep.distributed import gather
+from iep.distributed import gather, is_main
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
@@ -24,7 +24,7 @@ from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
 from iep.files import check_writable
 from iep.loader import Loading
-from iep.networks import check_features, load_baseline, load_network
+from iep.networks import check_features, describe_other_features, load_baseline, load_network
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
@@ -200,6 +200,8 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
     if split.features is not None:
         answers = networks["engine"] if baseline is None else baseline
         check_features(answers, split.features.shape[1:], split.features.path)
+        if is_main() and (warning := describe_other_features(answers, split.features)) is not None:
+            tqdm.write(warning)
     if settings.ee is not None and settings.placement != NONE:
         tqdm.write(_place(networks["engine"], settings, split.questions))
     return Predictor(

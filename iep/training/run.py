@@ -28,6 +28,7 @@ from iep.networks import (
     build,
     check_features,
     check_vocab,
+    describe_other_features,
     engine_kwargs,
     generator_kwargs,
     load_network,
@@ -307,6 +308,8 @@ def _make_task(
                 made = with_module_norm(made, config.engine.module_norm)
         if name in FEATURE_SIDES:
             check_features(made, feature_shape, resumed.path if resumed else start or training.features.path)
+            if is_main() and (warning := describe_other_features(made, training.features)) is not None:
+                tqdm.write(warning)
         return place(made, device)
 
     def generator() -> nn.Module:
