@@ -94,8 +94,8 @@ def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The network `name` with new weights, its constructor arguments kept as `kwargs` for its checkpoints. Its `recipe`, how
-    the features that it was trained on were made, is empty.
+    """The network `name` with new weights. It keeps its constructor arguments, `kwargs`, for its checkpoints, and its
+    `recipe`: how the features were made that it was trained on, none so far.
 
     Raises:
         InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
