@@ -7,6 +7,7 @@ mean there is written down here; reading the file safely is `training/checkpoint
 """
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +23,49 @@ PARTS = ("program_generator", "execution_engine", "baseline")
 _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
 
 
+_NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
+"""Codes of numpy's dtypes that are numbers."""
+
+
+class _Dtype:
+    """Stands for one of numpy's dtypes in the original's files: its code and byte order alone."""
+
+    def __init__(self, code: object, *_: object):
+        self.code = code if isinstance(code, str) else ""
+
+    def __setstate__(self, state: object) -> None:
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 else ""
+        self.code = f"{order}{self.code}" if isinstance(order, str) else ""
+
+
+class _Ignored:
+    """Stands for one of numpy's arrays: nothing of it is kept."""
+
+    def __init__(self, *_: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        """Keep nothing."""
+
+
+def _number(dtype: object = None, content: object = b"") -> object:
+    """One of numpy's numbers as Python's; anything else that is said to be one is ignored."""
+    if isinstance(dtype, _Dtype) and _NUMBER.fullmatch(dtype.code) and isinstance(content, bytes):
+        values = np.frombuffer(content, dtype=dtype.code) if len(content) == int(dtype.code[-1]) else ()
+        return values[0].item() if len(values) else _Ignored()
+    return _Ignored()
+
+
 def safe_globals() -> list[Any]:
-    """What the original's files may hold besides plain containers and tensors: things that are made without running
-    anything. For `torch.serialization.safe_globals`."""
-    made_by = {"scalar": np.float64(0).__reduce__()[0], "_reconstruct": np.empty(0).__reduce__()[0]}
-    by_name = [
-        (made, f"numpy.{core}.multiarray.{name}") for name, made in made_by.items() for core in ("core", "_core")
-    ]
-    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdSU"}  # none that holds objects
-    return [argparse.Namespace, np.dtype, np.ndarray, *dtypes, *by_name]
+    """What the original's files may hold besides plain containers and tensors, for `torch.serialization.safe_globals`.
+
+    Nothing of numpy's is made, which would trust what the file says of bytes: its numbers are read here, its arrays,
+    which only statistics hold, are passed over.
+    """
+    inert = [(_Dtype, "numpy.dtype"), (_Ignored, "numpy.ndarray")]
+    for core in ("core", "_core"):
+        inert += [(_number, f"numpy.{core}.multiarray.scalar"), (_Ignored, f"numpy.{core}.multiarray._reconstruct")]
+    return [argparse.Namespace, *inert]
 
 
 def is_original(content: object) -> bool:
@@ -83,17 +118,13 @@ class Options:
         self.source = source
         self._values = dict(values)
 
-    def _take(self, name: str, default: Any) -> Any:
-        value = self._values.pop(name, default)
-        return value.item() if isinstance(value, np.generic) else value
-
     def _check(self, fits: bool, name: str, value: Any, expected: str) -> None:
         if not fits:
             raise InputError(f"{self.source}: {name} is {_said(value)}, expected {expected}")
 
     def whole(self, name: str, default: int | None, minimum: int = 0) -> int:
         """A whole number; None stands for 0."""
-        value = self._take(name, default)
+        value = self._values.pop(name, default)
         value = 0 if value is None else value
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
         self._check(fits, name, value, f"a whole number from {minimum} on")
@@ -101,7 +132,7 @@ class Options:
 
     def wholes(self, name: str, default: Sequence[int], count: int | None = None) -> list[int]:
         """Whole numbers from 1 on, so many."""
-        values = self._take(name, default)
+        values = self._values.pop(name, default)
         fits = isinstance(values, (tuple, list)) and all(type(value) is int and value > 0 for value in values)
         expected = "whole numbers from 1 on" if count is None else f"{count} whole numbers from 1 on"
         self._check(fits and count in (None, len(values)), name, values, expected)
@@ -109,20 +140,20 @@ class Options:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false, also as 1 or 0."""
-        value = self._take(name, default)
+        value = self._values.pop(name, default)
         self._check(isinstance(value, int) and value in (0, 1), name, value, "true or false")
         return bool(value)
 
     def share(self, name: str) -> float:
         """A probability, 0 unless given."""
-        value = self._take(name, 0)
+        value = self._values.pop(name, 0)
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
         self._check(fits, name, value, "a probability from 0 to below 1")
         return float(value)
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
         """What `choices` has for the value."""
-        value = self._take(name, default)
+        value = self._values.pop(name, default)
         known = isinstance(value, str) and value in choices
         hint = "" if known else nearest(str(value), choices)
         self._check(known, name, value, f"one of {', '.join(choices)}{hint}")
@@ -130,12 +161,12 @@ class Options:
 
     def must_be(self, name: str, expected: int, why: str) -> None:
         """A number that is as expected, if it is given."""
-        value = self._take(name, expected)
+        value = self._values.pop(name, expected)
         self._check(type(value) is int and value == expected, name, value, f"{expected}, {why}")
 
     def vocab(self, vocab: Vocab, kinds: Sequence[str]) -> None:
         """The network's own vocabulary, if it has one: in the kinds that it uses that of the checkpoint."""
-        value = self._take("vocab", None)
+        value = self._values.pop("vocab", None)
         own = vocab if value is None else Vocab.from_json(value, f"{self.source}: vocab")
         for kind in kinds:
             if getattr(own, kind) != getattr(vocab, kind):

@@ -92,6 +92,37 @@ def test_numpy_numbers_load_by_the_paths_of_every_version(core: bytes, archive: 
     assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
 
 
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+def test_options_that_are_numpy_numbers_are_read(archive: bool, tmp_path: Path):
+    file = engine_file(**SMALL)
+    wanted = file["execution_engine_kwargs"]["module_dim"]
+    file["execution_engine_kwargs"] |= {"module_dim": np.int64(wanted), "classifier_dropout": np.float32(0.25)}
+    path = write(tmp_path / "old.pt", file, _use_new_zipfile_serialization=archive)
+    kwargs = load_checkpoint(path)["networks"]["engine"]["kwargs"]
+    assert (kwargs["module_dim"], kwargs["classifier_dropout"]) == (wanted, 0.25)
+    assert type(kwargs["module_dim"]) is int
+
+
+class Made:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("kind", [[("a", "O")], "O", "O8", "V8", "f8x", "M8"])
+def test_bytes_that_a_file_calls_objects_are_passed_over(kind: Any, tmp_path: Path):
+    """As numpy itself would make them, they would be taken for addresses of objects."""
+    scalar = np.float64(0).__reduce__()[0]
+    content = np.array([0x4141414141414141]).tobytes()
+    told = [Made(scalar, Made(np.dtype, kind), content), Made(scalar, Made(np.dtype, "f8"), content + b"A")]
+    path = write(tmp_path / "old.pt", joint() | {"told": told})
+    assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
+
+
 def test_a_file_of_before_archives_is_evaluated(data: Path, tmp_path: Path):
     old = write(tmp_path / "old.pt", joint(), _use_new_zipfile_serialization=False)
     assert old.read_bytes()[:2] == b"\x80\x02"
