@@ -147,8 +147,9 @@ class Config:
     """Validate on so many questions, the first after those skipped."""
     curriculum: tuple[tuple[int, int], ...] = ()
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
-    max_program_length: int = setting(30, minimum=2, maximum=1000)
-    """Tokens after which decoding stops, <START> and <END> included; CLEVR's longest program has 27."""
+    max_program_length: int = setting(31, minimum=2, maximum=1000)
+    """Tokens after which decoding stops, <START> and <END> included: as the original toolkit, 30 after <START>. CLEVR's
+    longest program has 27."""
     questions_per_image: int = setting(1, minimum=1)
     """Questions about the same image that are drawn together; above 1, with sharing, the stem sees fewer images."""
     workers: int = setting(1, minimum=0)

@@ -202,15 +202,15 @@ def _last_state(weights: Weights, embed: str, rnn: str, layers: int, hidden: int
     return encoding
 
 
-def decode(file: dict[str, Any], question_T: Sequence[int], max_length: int) -> list[int]:
-    """The likeliest tokens one by one, until <END> or `max_length`, <START> included. Any token may come, <NULL> too,
-    and is what the decoder reads next."""
+def decode(file: dict[str, Any], question_T: Sequence[int]) -> list[int]:
+    """<START>, then the likeliest tokens one by one, until <END> or 30 of them. Any token may come, <NULL> too, and is
+    what the decoder reads next."""
     options = file["program_generator_kwargs"]
     weights = {name: value.double() for name, value in file["program_generator_state"].items()}
     layers, hidden = options["rnn_num_layers"], options["hidden_dim"]
     encoding = _last_state(weights, "encoder_embed", "encoder_rnn", layers, hidden, question_T)
     states, program = _zeros(layers, hidden), [1]
-    while len(program) < max_length and program[-1] != 2:
+    while len(program) <= 30 and program[-1] != 2:
         read = torch.cat([encoding, weights["decoder_embed.weight"][program[-1]]])
         top = _lstm(weights, "decoder_rnn", layers, read, states)
         logits = weights["decoder_linear.weight"] @ top + weights["decoder_linear.bias"]

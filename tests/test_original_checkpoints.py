@@ -22,10 +22,11 @@ from original_cases import (
 from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, write_h5
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.config import BATCHING
+from iep.config import BATCHING, Config
 from iep.evaluation.predict import Predictor
 from iep.networks import load_baseline, load_network
 from iep.program_generator.decode import greedy
+from iep.vocab import END
 
 CPU = torch.device("cpu")
 COUNT = 16
@@ -164,7 +165,7 @@ def test_the_command_evaluates_end_to_end_with_every_batching(batching: str, wid
     where = ["--pg", path, "--ee", path, "--data", wide[GRID], "--workers", 0, "--batching", batching]
     report, rows, _ = evaluate(tmp_path / "out", *where)
     assert report["questions"] == len(rows) == VAL
-    programs = [decode(file, question_T, 30) for question_T in OF_VAL["questions"].tolist()]
+    programs = [decode(file, question_T) for question_T in OF_VAL["questions"].tolist()]
     for row, program in zip(rows, programs, strict=True):
         ended = program[1:-1] if program[-1] == 2 else program[1:]
         while ended and ended[-1] == 0:
@@ -179,11 +180,21 @@ def test_a_generator_with_each_size_decodes_the_originals_programs_token_for_tok
     file = generator_file(seed, **options)
     generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
     questions_BT = OF_VAL["questions"]
-    found = greedy(generator, torch.from_numpy(questions_BT).long(), 30).tolist()
-    expected = [decode(file, question_T, 30) for question_T in questions_BT.tolist()]
+    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
+    expected = [decode(file, question_T) for question_T in questions_BT.tolist()]
     assert len({tuple(program) for program in expected}) > 3
     for mine, program in zip(found, expected, strict=True):
         assert mine == program + [0] * (len(mine) - len(program))
+
+
+def test_a_program_that_does_not_end_has_as_many_tokens_as_the_originals(tmp_path: Path):
+    file = generator_file(seed=2)
+    file["program_generator_state"]["decoder_linear.bias"][END] -= 50
+    generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
+    questions_BT = OF_VAL["questions"][:COUNT]
+    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
+    assert found == [decode(file, question_T) for question_T in questions_BT.tolist()]
+    assert {len(program) for program in found} == {31}
 
 
 def test_a_null_within_a_program_is_fed_on(tmp_path: Path):
@@ -191,10 +202,10 @@ def test_a_null_within_a_program_is_fed_on(tmp_path: Path):
     file["program_generator_state"]["decoder_linear.bias"][0] += 1.5
     generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
     questions_BT = OF_VAL["questions"]
-    expected = [decode(file, question_T, 30) for question_T in questions_BT.tolist()]
+    expected = [decode(file, question_T) for question_T in questions_BT.tolist()]
     inside = [program for program in expected if any(a == 0 != b for a, b in pairwise(program))]
     assert inside
-    found = greedy(generator, torch.from_numpy(questions_BT).long(), 30).tolist()
+    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
     for mine, program in zip(found, expected, strict=True):
         assert mine == program + [0] * (len(mine) - len(program))
 

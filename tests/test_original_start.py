@@ -155,7 +155,7 @@ def test_a_question_is_answered_by_an_original_checkpoint(tmp_path: Path):
         answered("--pg", path, "--ee", path, "--image", IMAGE, "--question", "Are there any red cubes?", "--json")
     )
     words = ["<START>", "Are", "there", "any", "red", "cubes", "<END>"]
-    program = decode(file, [VOCAB.question_index[word] for word in words], 30)
+    program = decode(file, [VOCAB.question_index[word] for word in words])
     assert said["program"] == [VOCAB.program[token] for token in program if token > 2]
     features_1CHW = image_features(IMAGE, Patches(2))
     probability_A = engine_logits(file, features_1CHW, [program])[0].softmax(0)

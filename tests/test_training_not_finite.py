@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -141,3 +142,11 @@ def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, m
         train(tiny_config(data, "lstm", "iterations=9", "validate_every=1"), tmp_path / "run", resume=True)
     assert newest(tmp_path / "run").read_bytes() == Path(kept).read_bytes()
     assert [path.name for path in (tmp_path / "run").glob("*.pt")].count("step-3.pt") == 0
+
+
+def test_running_statistics_that_are_not_finite_are_never_saved(tmp_path):
+    data = write_data(tmp_path / "data")
+    write_h5(data / "train_features.h5", {"features": features(0) * np.float32(1e25)})  # their variance is infinite
+    with pytest.raises(InputError, match="weights are not finite after iteration 1"):
+        train(tiny_config(data, "ee", "engine.stem_norm=true", "iterations=1"), tmp_path / "run", resume=False)
+    assert not list((tmp_path / "run").glob("*.pt"))

@@ -274,7 +274,9 @@ class Trainer:
             )
 
     def _weights_are_finite(self) -> bool:
-        return all(bool(p.isfinite().all()) for net in self.task.networks.values() for p in net.parameters())
+        """Parameters, and the running statistics of norms."""
+        held = (tensor for net in self.task.networks.values() for tensor in net.state_dict().values())
+        return all(bool(tensor.isfinite().all()) for tensor in held)
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():
