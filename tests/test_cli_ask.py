@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -386,8 +387,15 @@ def test_at_a_terminal_questions_are_prompted_for_until_its_end_or_an_empty_line
         raise EOFError
 
     monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert [question for questions in typed_questions(True) for question in questions] == expected
     assert prompts == ["question: "] * (len(expected) + 1)
+
+
+def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", StringIO("a?\nb?\n\n"))
+    assert [text.strip() for texts in typed_questions(True) for text in texts] == ["a?", "b?"]
+    assert capsys.readouterr() == ("", "question: " * 3)
 
 
 def test_at_a_terminal_the_question_is_not_told_again(parts):

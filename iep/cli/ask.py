@@ -102,6 +102,7 @@ def main(
         rounds = iter([asker.run(programs, questions)])
     else:
         rounds = map(asker.ask, [questions] if questions else typed_questions(is_typed))
+    is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
     is_one = len(programs or questions) == 1
     for number, answer in enumerate(chain.from_iterable(rounds), start=1):
         picture = draw if draw is None or is_one else draw.with_stem(f"{draw.stem}-{number}")
@@ -112,7 +113,7 @@ def main(
         if as_json:
             click.echo(json.dumps(to_json(answer, top, asker.vocab.program, picture), ensure_ascii=False))
         else:
-            click.echo(describe(answer, top, picture, with_question=not is_typed) + "\n")
+            click.echo(describe(answer, top, picture, with_question=not is_echoed) + "\n")
 
 
 def _check_options(
@@ -139,12 +140,16 @@ def _check_options(
 
 
 def typed_questions(is_terminal: bool) -> Iterator[list[str]]:
-    """Questions from the standard input, a line each, until it ends or a line is empty."""
-    if is_terminal:
+    """Questions from the standard input, a line each, until it ends or a line is empty. At a terminal they are prompted
+    for; where the answers go elsewhere the prompt stays out of them."""
+    is_edited = is_terminal and sys.stdout.isatty()
+    if is_edited:
         import readline  # noqa: F401 - lines that can be edited
     while True:
+        if is_terminal and not is_edited:
+            click.echo("question: ", nl=False, err=True)
         try:
-            line = input("question: ") if is_terminal else sys.stdin.readline()
+            line = input("question: ") if is_edited else sys.stdin.readline()
         except EOFError:
             click.echo()
             return
