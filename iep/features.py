@@ -192,9 +192,12 @@ def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
 
 
 def _read_recipe(dataset: h5py.Dataset) -> dict[str, str | int]:
-    """As plain values, so that checkpoints can keep them."""
+    """As plain values, so that checkpoints can keep them. Without a backbone among them the attributes are others'."""
+    attributes = read_attributes(dataset)
+    if "backbone" not in attributes:
+        return {}
     recipe: dict[str, str | int] = {}
-    for name, value in read_attributes(dataset).items():
+    for name, value in attributes.items():
         if name not in (IMAGES, IMAGES_DIGEST) and isinstance(value, (str, int, np.integer)):
             recipe[name] = value if isinstance(value, str) else int(value)
     return recipe

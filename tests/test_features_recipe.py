@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from ask_cases import IMAGE, answered, iep_ask
 from clevr_files import write_images
 from evaluate_cases import iep_eval
 from features_cases import PATCHES, RESNET, features, run
@@ -122,13 +123,27 @@ def test_no_weights_are_taken_for_patches():
 
 
 def test_attributes_that_are_no_recipe_are_left_out(tmp_path):
-    import h5py
-
     path = write_h5(tmp_path / "features.h5", {"features": np.zeros((2, 3, 4, 4), "f4"), **arrays(2)})
     with h5py.File(path, "r+") as file:
-        file["features"].attrs["stage"] = 2
         file["features"].attrs["list"] = np.arange(3)
-    assert Features(path).recipe == {"stage": 2}
+        file["features"].attrs["backbone"] = "patches"
+    assert Features(path).recipe == {"backbone": "patches"}
+
+
+def test_attributes_that_name_no_backbone_are_no_recipe_and_iep_ask_goes_on(patches_data, tmp_path):
+    data = Path(shutil.copytree(patches_data, tmp_path / "data"))
+    with h5py.File(data / "train_features.h5", "r+") as file:
+        for name in list(file["features"].attrs):
+            del file["features"].attrs[name]
+        file["features"].attrs["author"], file["features"].attrs["version"] = "someone", 2
+    assert Features(data / "train_features.h5").recipe == {}
+    train(tiny_config(data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    image, program = IMAGE, "count scene"
+    result = iep_ask("--ee", tmp_path / "ee", "--image", image, "--program", program)
+    assert result.exit_code == 0, result.output
+    assert "taken for 14x14 patches of 2x2 pixels" in result.stderr
+    flags = ("--backbone", "patches", "--patch-size", 2)
+    assert answered("--ee", tmp_path / "ee", "--image", image, "--program", program, *flags) == result.stdout
 
 
 def test_features_made_otherwise_than_those_learnt_on_are_told_of_in_evaluation_and_training(
