@@ -123,6 +123,8 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: not usable JSON, it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise not_json(path, error) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{path}: not usable JSON ({str(error).partition(';')[0]})") from None
 
 
 def read_json_text(path: Path) -> str:

@@ -38,6 +38,8 @@ def test_where_nothing_can_be_written_nothing_is_evaluated(data, run, tmp_path: 
         (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range 2<=x<=1000", 2),
         (["--baseline", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
         (["--baseline", "{lstm}", "--out", "{lstm}"], "is a file", 2),
+        (["--baseline", "{lstm}", "--name", "a\udcff"], "--name: the name 'a\\udcff' is not UTF-8 text", 2),
+        (["--baseline", "{lstm}", "--against", "\udcff", "x"], "--against: the name '\\udcff' is not UTF-8 text", 2),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(data, run, tmp_path, arguments, problem: str, code: int):

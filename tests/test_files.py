@@ -114,6 +114,7 @@ def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path: Path):
     [
         (b"", r"not JSON \(line 1, column 1"),
         (b'{"a": 1,\n"b": }', r"not JSON \(line 2, column 6"),
+        (b"1" * 5000, "not usable JSON"),
         (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
     ],
 )

@@ -140,7 +140,8 @@ def test_a_run_is_read_once_whether_named_by_its_directory_or_a_checkpoint(tmp_p
 
 
 def test_what_is_no_finite_number_is_left_out_of_a_curve(tmp_path: Path):
-    lines = ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": "low"}', '{"step": 3, "loss": null}', "broken", "{"]
+    lines = ['{"step": 1, "loss": 1%s}' % ("0" * 400), '{"step": 1%s, "loss": 1}' % ("0" * 400)]
+    lines += ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": "low"}', '{"step": 3, "loss": null}', "broken", "{"]
     (found,) = training_runs({"ee": str(write_metrics(tmp_path / "ee", *lines, '{"step": 4, "loss": 0.5}'))})
     assert found.charts == {"Loss": {"loss": [(4, 0.5)]}}
     (empty,) = training_runs({"ee": str(tmp_path / "elsewhere" / "model.pt")})

@@ -66,7 +66,7 @@ from iep.locks import alone_in
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for report.json, predictions.jsonl, and answers.txt, as CLEVR's evaluation takes it.",
+    help="Directory for report.json, predictions.jsonl, answers.json, and answers.txt, as CLEVR's evaluation takes it.",
 )
 @click.option(
     "--report",
@@ -110,6 +110,9 @@ def main(
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report; give --report DIR too")
+    for flag, label in (("--name", name), *(("--against", label) for label, _ in others)):
+        if label.encode(errors="replace").decode() != label:
+            raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
     from iep.distributed import is_main, joined
     from iep.evaluation.html_report import PAGE, Page

@@ -1,6 +1,6 @@
 """The checkpoints of an evaluation -> the numbers that their runs recorded while training, short enough to be drawn."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,12 @@ def _read_run(parts: tuple[str, ...], directory: Path) -> TrainingRun:
 
 def _points(rows: list[dict[str, float]], name: str) -> Curve:
     """The finite values of one name; a row may hold anything, for the file may have been edited."""
-    values = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-    return [(step, float(value)) for step, value in values if math.isfinite(value)]
+    return [(row["step"], float(row[name])) for row in rows if _is_finite(row["step"]) and _is_finite(row.get(name))]
+
+
+def _is_finite(value: object) -> bool:
+    """A number that a float holds; Python reads whole ones from JSON that none does."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:

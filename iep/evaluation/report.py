@@ -3,10 +3,11 @@
 Covers neither the computing of scores (`metrics.py`) nor single answers (`prediction_file.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from iep.config import LARGEST
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.files import read_json, write_json
@@ -74,13 +75,12 @@ def read_report(path: Path) -> Report:
 
     for name in ("split", "selection", "device", "programs"):
         expect(name, isinstance(content[name], str), "text")
-    expect("questions", isinstance(content["questions"], int), "a whole number")
+    expect("questions", _is_count(content["questions"]), "a whole number")
     for name in ("questions_per_second", "peak_memory_gb"):
         expect(name, _is_number(content[name], or_none=True), "a number or null")
-    expect("questions_by_type", _is_table(content["questions_by_type"], int), "whole numbers by question type")
-    expect("checkpoints", _is_table(content["checkpoints"], str), "file names by part")
-    expect("baselines", _is_table(content["baselines"], dict), "scores by name")
-    expect("baselines", all(map(_is_scores, content["baselines"].values())), "scores by name")
+    expect("questions_by_type", _is_table(content["questions_by_type"], _is_count), "whole numbers by question type")
+    expect("checkpoints", _is_table(content["checkpoints"], lambda path: isinstance(path, str)), "file names by part")
+    expect("baselines", _is_table(content["baselines"], _is_scores), "scores by name")
     for name in ("accuracy", "program_exact_match"):
         expect(name, content[name] is None or _is_scores(content[name]), "scores or null")
         content[name] = content[name] and Scores(**content[name])
@@ -89,11 +89,16 @@ def read_report(path: Path) -> Report:
 
 
 def _is_number(value: object, or_none: bool = False) -> bool:
-    return isinstance(value, (int, float)) or (or_none and value is None)
+    """A finite one: JSON as Python reads it has NaN and Infinity too, and whole numbers beyond every float."""
+    return (isinstance(value, (int, float)) and abs(value) <= LARGEST) or (or_none and value is None)
 
 
-def _is_table(value: object, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, dict) and all(isinstance(entry, kind) for entry in value.values())
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= LARGEST
+
+
+def _is_table(value: object, is_entry: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(map(is_entry, value.values()))
 
 
 def _is_scores(value: object) -> bool:
@@ -101,7 +106,7 @@ def _is_scores(value: object) -> bool:
         isinstance(value, dict)
         and value.keys() == {"overall", "by_type"}
         and _is_number(value["overall"])
-        and _is_table(value["by_type"], (int, float))
+        and _is_table(value["by_type"], _is_number)
     )
 
 
