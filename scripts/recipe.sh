@@ -1,7 +1,7 @@
 # What the recipes train_clevr.sh, train_cogent.sh, train_humans.sh and train_short_long.sh share: sourced by them, not run.
 #
-# Their arguments are directories, in order, and KEY=VALUE settings, which every training step gets. PREPROCESS holds
-# options of iep-preprocess. For a small run on small data from iep-synth, say:
+# Their arguments are directories, in order, and KEY=VALUE settings, which every training step gets: what iep-train takes
+# so, no option of it. PREPROCESS holds options of iep-preprocess. For a small run on small data from iep-synth, say:
 #
 #   PREPROCESS='--backbone patches' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
 set -euo pipefail
@@ -9,9 +9,18 @@ shopt -s nullglob
 CONFIGS=$(realpath "$(dirname "$0")/../configs")
 PLACES=()
 SETTINGS=()
+
+usage() {
+    sed -n 's|^#   \(.*scripts/.*\)|usage: \1|p' "$0"
+}
+
 for argument in "$@"; do
     case $argument in
-    -h | --help) PLACES=() && break ;;
+    -h | --help) usage && exit 0 ;;
+    -*)
+        echo "$argument: settings of iep-train are given as KEY=VALUE, such as batch_size=32" >&2
+        exit 2
+        ;;
     *=*) SETTINGS+=("$argument") ;;
     *) PLACES+=("$argument") ;;
     esac
@@ -21,7 +30,7 @@ read -ra PREPROCESS <<<"${PREPROCESS---backbone resnet101 --dtype float16}"
 # expect LEAST MOST: print how the script is called and stop, unless it was given so many directories.
 expect() {
     if [ ${#PLACES[@]} -lt "$1" ] || [ ${#PLACES[@]} -gt "$2" ]; then
-        sed -n 's|^#   \(.*scripts/.*\)|usage: \1|p' "$0" >&2
+        usage >&2
         exit 2
     fi
 }

@@ -11,14 +11,15 @@ source "$(dirname "$0")/recipe.sh"
 expect 1 2
 CLEVR=${PLACES[0]}
 OUT=${PLACES[1]:-data/cogent}
-RUNS=$OUT/runs
 PROGRAMS=${PROGRAMS:-18000}
 QUESTIONS_OF_B=${QUESTIONS_OF_B:-30000}
+RUNS=$OUT/runs/$PROGRAMS
+ON_B=$RUNS/on_b/$QUESTIONS_OF_B
 
 # on_both NAME RUN: evaluate on A and on the part of B that nothing is fine-tuned on.
 on_both() {
-    evaluate "$1, A" "$RUNS/eval/$1/A" --pg "$2" --ee "$2" --data "$OUT" --split valA
-    evaluate "$1, B" "$RUNS/eval/$1/B" --pg "$2" --ee "$2" --data "$OUT" --split valB --skip-samples "$QUESTIONS_OF_B"
+    evaluate "$1, A" "$ON_B/eval/$1/A" --pg "$2" --ee "$2" --data "$OUT" --split valA
+    evaluate "$1, B" "$ON_B/eval/$1/B" --pg "$2" --ee "$2" --data "$OUT" --split valB --skip-samples "$QUESTIONS_OF_B"
 }
 
 iep-preprocess "$CLEVR" --out "$OUT" "${PREPROCESS[@]}"
@@ -26,6 +27,6 @@ train "$RUNS/pg" --config "$CONFIGS/cogent/pg.yaml" --data "$OUT" --num-train-sa
 train "$RUNS/ee" --config "$CONFIGS/cogent/ee.yaml" --data "$OUT" --pg "$RUNS/pg"
 train "$RUNS/joint" --config "$CONFIGS/cogent/joint.yaml" --data "$OUT" --pg "$RUNS/pg" --ee "$RUNS/ee"
 on_both trained "$RUNS/joint"
-train "$RUNS/joint_on_b" --config "$CONFIGS/cogent/joint_on_b.yaml" --data "$OUT" --pg "$RUNS/joint" --ee "$RUNS/joint" \
+train "$ON_B/joint" --config "$CONFIGS/cogent/joint_on_b.yaml" --data "$OUT" --pg "$RUNS/joint" --ee "$RUNS/joint" \
     --num-train-samples "$QUESTIONS_OF_B" "skip_val_samples=$QUESTIONS_OF_B"
-on_both "fine-tuned" "$RUNS/joint_on_b"
+on_both "fine-tuned" "$ON_B/joint"

@@ -12,8 +12,8 @@ source "$(dirname "$0")/recipe.sh"
 expect 1 2
 CLEVR=${PLACES[0]}
 OUT=${PLACES[1]:-data/clevr}
-RUNS=$OUT/runs/short_long
 PROGRAMS=${PROGRAMS:-25000}
+RUNS=$OUT/runs/short_long/$PROGRAMS
 
 # on_both NAME PG EE: evaluate on short families and on long ones.
 on_both() {

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -174,21 +175,22 @@ def test_cogent_is_trained_on_a_fine_tuned_on_a_part_of_b_and_evaluated_on_both(
     variables = {"PROGRAMS": 150, "QUESTIONS_OF_B": 60, "PREPROCESS": PREPROCESS}
     recipe = recipes.run("train_cogent.sh", cogent, out, *SMALL, **variables)
     assert recipe.returncode == 0, recipe.output
-    pg, on_b = config(out / "runs/pg"), config(out / "runs/joint_on_b")
+    runs, on_b_runs = out / "runs/150", out / "runs/150/on_b/60"
+    pg, on_b = config(runs / "pg"), config(on_b_runs / "joint")
     assert (pg.train_split, pg.val_split, pg.num_train_samples) == ("trainA", "valA", 150)
     assert (on_b.train_split, on_b.num_train_samples, on_b.val_split, on_b.skip_val_samples) == ("valB", 60, "valB", 60)
-    assert on_b.pg == on_b.ee == f"{out}/runs/joint"
+    assert on_b.pg == on_b.ee == f"{runs}/joint"
     count = SIZES["val"] * QUESTIONS_PER_IMAGE
-    for name, run in (("trained", "joint"), ("fine-tuned", "joint_on_b")):
-        a, b = (report(out / "runs/eval" / name / condition) for condition in "AB")
-        assert a.checkpoints["pg"] == b.checkpoints["pg"] == f"{out}/runs/{run}"
+    for name, run in (("trained", runs / "joint"), ("fine-tuned", on_b_runs / "joint")):
+        a, b = (report(on_b_runs / "eval" / name / condition) for condition in "AB")
+        assert a.checkpoints["pg"] == b.checkpoints["pg"] == str(run)
         assert (a.split, a.questions, a.selection) == ("valA", count, "")
         assert (b.split, b.questions, b.selection) == ("valB", count - 60, "without the first 60")
         assert "commonest" in a.baselines
     assert re.search(
         r"trained, A +questions +trained, B +questions +fine-tuned, A +questions +fine-tuned, B", recipe.output
     )
-    asked = [row["question_index"] for row in predictions(out / "runs/eval/fine-tuned/B")]
+    asked = [row["question_index"] for row in predictions(on_b_runs / "eval/fine-tuned/B")]
     assert asked == [question["question_index"] for question in questions(cogent, "valB")][60:]
 
 
@@ -201,7 +203,7 @@ def test_short_families_train_and_long_ones_come_with_joint_training(
     out, _ = trained
     recipe = recipes.run("train_short_long.sh", clevr, out, *SMALL, PROGRAMS=100, PREPROCESS=PREPROCESS)
     assert recipe.returncode == 0, recipe.output
-    runs = out / "runs/short_long"
+    runs = out / "runs/short_long/100"
     pg, ee, joint = (config(runs / name) for name in ("pg", "ee", "joint"))
     assert (pg.families, pg.num_train_samples, ee.families, joint.families) == ("short", 100, "short", None)
     lengths = {}
@@ -223,12 +225,25 @@ RECIPES = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if "recipe.sh"
 
 
 @pytest.mark.parametrize("script", RECIPES)
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("a", "b", "c", "d", "e", "f")])
+@pytest.mark.parametrize("arguments", [(), ("a", "b", "c", "d", "e", "f")])
 def test_a_recipe_called_otherwise_shows_its_usage(recipes: Recipes, script: str, arguments: tuple[str, ...]):
     recipe = recipes.run(script, *arguments)
     assert recipe.returncode == 2
     assert re.fullmatch(rf"usage: .*scripts/{script} \S.*\n", recipe.output)
     assert recipe.commands == []
+
+
+@pytest.mark.parametrize("script", RECIPES)
+def test_a_recipe_asked_for_help_shows_its_usage_and_ends_well(script: str):
+    asked = subprocess.run(["bash", SCRIPTS / script, "a", "--help"], capture_output=True, text=True, check=False)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert re.fullmatch(rf"usage: .*scripts/{script} \S.*\n", asked.stdout)
+
+
+def test_an_option_of_iep_train_is_refused_by_a_recipe_with_how_to_give_it(recipes: Recipes):
+    recipe = recipes.run("train_clevr.sh", "CLEVR", "--batch-size", "32")
+    assert (recipe.returncode, recipe.commands) == (2, [])
+    assert recipe.output == "--batch-size: settings of iep-train are given as KEY=VALUE, such as batch_size=32\n"
 
 
 def test_recipes_use_the_configs_that_there_are_and_all_of_them():
