@@ -7,6 +7,7 @@ them afterwards, is up to `data_files.open_split`.
 Shapes: N questions, L program tokens.
 """
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_families(path: Path) -> tuple[int, ...]:
         InputError: the file is missing, neither JSON nor YAML, or not a list of whole numbers from 0.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        content = _read_json_or_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"families: {path}: no such file, expected {SHORT}, {LONG} or a list of families") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -73,6 +74,14 @@ def read_families(path: Path) -> tuple[int, ...]:
         if type(family) is not int or family < 0:
             raise InputError(f"{path}: item {position} is {family!r}, expected a whole number from 0")
     return tuple(content)
+
+
+def _read_json_or_yaml(text: str) -> object:
+    """JSON is almost YAML: indented by tabs it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return yaml.safe_load(text)
 
 
 def mean_lengths(questions: Questions) -> dict[int, float]:

@@ -76,7 +76,7 @@ def test_without_programs_training_tells_the_length_or_there_is_one_line(tmp_pat
 # A file that lists them
 
 
-@pytest.mark.parametrize("text", ["[3, 0, 12]", "- 3\n- 0\n- 12\n", "[3,\n 0, 12]\n"])
+@pytest.mark.parametrize("text", ["[3, 0, 12]", "- 3\n- 0\n- 12\n", "[3,\n 0, 12]\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
 def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Path, text: str):
     (tmp_path / "families").write_text(text)
     questions = read_questions(data / "train_questions.h5", VOCAB)
