@@ -173,11 +173,12 @@ def test_every_number_that_training_records_about_success_is_drawn(run):
 
 def test_data_are_laid_in_as_they_are_whatever_stands_in_them():
     evil = {"text": "</script><!--<script> &amp; @SCRIPT@ @DATA@ \u2028 é \ud800", "more": ["]]>", "'\"\\"]}
-    page = render("<title> & @DATA@", evil | {"title": "@STYLE@"})
+    page = render("<title> & @SCRIPT@ @DATA@", evil | {"title": "@STYLE@"})
     content = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
     assert json.loads(content) == evil | {"title": "@STYLE@"}
     assert not set(content) & set("<>&")
     assert page.count("<script") == page.count("</script>") == 2
+    assert "<title>&lt;title&gt; &amp; @SCRIPT@ @DATA@</title>" in page
     with pytest.raises(ValueError, match="not JSON compliant"):
         render("", {"share": float("nan")})
 

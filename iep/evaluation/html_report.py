@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -96,9 +97,8 @@ def render(title: str, data: Mapping[str, Any]) -> str:
     for mark in "<>&":
         content = content.replace(mark, f"\\u{ord(mark):04x}")
     parts = {"POLICY": policy, "TITLE": html.escape(title), "STYLE": style, "SCRIPT": script, "DATA": content}
-    for name, part in parts.items():  # the data last: what stands in them is no placeholder
-        text = text.replace(f"@{name}@", part)
-    return text
+    # All at once: what stands in the parts is no placeholder.
+    return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)
 
 
 def _digest(text: str) -> str:
