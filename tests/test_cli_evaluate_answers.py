@@ -1,13 +1,15 @@
 """`iep-eval`: answers.txt and answers.json, what CLEVR's evaluation of the test split takes."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from evaluate_cases import evaluate, iep_eval
-from tiny_data import TEST, VAL, arrays, files_no_larger_than, write_h5
+from tiny_data import TEST, VAL, arrays, assert_one_error, files_no_larger_than, write_h5
 
 from iep.evaluation.outputs import OUTPUTS
 
@@ -70,3 +72,21 @@ def test_a_full_disk_leaves_the_earlier_answers_whole(data, run, tmp_path: Path)
     with files_no_larger_than(size):
         assert iep_eval(*arguments).exit_code == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["predictions.jsonl", "answers.txt"])
+def test_an_end_between_two_renames_leaves_no_report_beside_files_of_another_evaluation(
+    data, run, tmp_path: Path, monkeypatch, name: str
+):
+    arguments = ["--baseline", run["lstm"], "--data", data, "--out", tmp_path]
+    assert iep_eval(*arguments).exit_code == 0
+
+    def failing(source: Path, target: Path, replace=os.replace) -> None:
+        if target.name == name:
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    assert_one_error(iep_eval(*arguments, "--num-samples", 5), str(tmp_path / name))
+    assert {path.name for path in tmp_path.iterdir()} == set(OUTPUTS) - {"report.json"}
+    assert len((tmp_path / "predictions.jsonl").read_text().splitlines()) == VAL

@@ -206,6 +206,18 @@ def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
     assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 1500
 
 
+def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run, tmp_path: Path):
+    arguments = ["--baseline", run["lstm"], "--data", data]
+    evaluate(tmp_path / "same", *arguments)
+    evaluate(tmp_path / "fewer", *arguments, "--num-samples", 5)
+    both = ["--against", "same", tmp_path / "same", "--against", "fewer", tmp_path / "fewer"]
+    evaluate(tmp_path, *arguments, "--report", tmp_path, *both)
+    text = (tmp_path / PAGE).read_text()
+    others = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["byType"]["others"]
+    notes = {other["name"]: other["note"] for other in others}
+    assert notes == {"commonest": "", "same": "", "fewer": "5 questions of val"}
+
+
 def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
     arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path]
     assert iep_eval(*arguments).exit_code == 0

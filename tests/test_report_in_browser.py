@@ -257,7 +257,11 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     for side, program in ((1, row["program"]), (2, row["predicted_program"])):
         tokens = card.locator(f"table.programs td:nth-child({side}) code:not(.filled-in)").all_inner_texts()
         assert tokens == program
-    assert card.locator("tr.differs").count() > 0
+    differing = card.locator("tr.differs")
+    assert differing.count() > 0
+    marks = [differing.locator(f"td:nth-child({side}) code").all_inner_texts() for side in (1, 2)]
+    assert [card.locator(tag).all_inner_texts() for tag in ("del", "ins")] == marks
+    assert card.locator("td:nth-child(1) ins, td:nth-child(2) del").count() == 0
     image = card.locator("img")
     assert image.get_attribute("alt") == f"Image {row['image_index']}"
     assert image.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [320, 213]
@@ -266,7 +270,7 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     card.locator("summary").press("Enter")
     card.locator("table").wait_for()
     assert card.locator("table.programs td:nth-child(2) code").all_inner_texts() == right["program"]
-    assert card.locator("tr.differs").count() == 0
+    assert card.locator("tr.differs, ins, del").count() == 0
 
 
 def test_every_image_is_in_the_file_once(made):
