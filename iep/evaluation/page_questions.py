@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from iep.evaluation.compared_programs import Line, program_lines, side_by_side
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.prediction_file import question_text
-from iep.evaluation.program_trees import Line, program_lines, side_by_side
 from iep.vocab import NULL, Vocab
 
 

@@ -30,12 +30,12 @@ from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
 from iep.vocab import Vocab
 
-MODELS = ("pg", "ee", "baseline")
+PARTS = ("pg", "ee", "baseline")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate and how. Of `MODELS`, checkpoints or run directories, None where not asked for."""
+    """What to evaluate and how. Of `PARTS`, checkpoints or run directories, None where not asked for."""
 
     data: Path
     split: str = "val"
@@ -125,7 +125,7 @@ def _report(settings: Evaluation, outcome: Outcome, device: str, memory: float) 
         peak_memory_gb=memory / 1e9,
         device=",".join(settings.devices) or device,
         programs=_describe_programs(settings),
-        checkpoints={name: str(path) for name in MODELS if (path := getattr(settings, name)) is not None},
+        checkpoints={name: str(path) for name in PARTS if (path := getattr(settings, name)) is not None},
         baselines=_baselines(settings.data, outcome.vocab, questions, outcome.types),
     )
 

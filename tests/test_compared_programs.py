@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import VOCAB
 
-from iep.evaluation.program_trees import Kind, Line, program_lines, side_by_side
+from iep.evaluation.compared_programs import Kind, Line, program_lines, side_by_side
 from iep.vocab import END, NULL, START
 
 TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
