@@ -114,18 +114,9 @@ def main(
 
             by_main(encode)
         if "features" in parts:
-            preprocess_features(
-                images,
-                out,
-                model,
-                dtype=dtype,
-                device=torch_device,
-                batch_size=batch_size,
-                workers=_default_workers() if workers is None else workers,
-                overwrite=overwrite,
-                say=say,
-                verify=verify,
-            )
+            workers = _default_workers() if workers is None else workers
+            how = {"dtype": dtype, "device": torch_device, "batch_size": batch_size, "workers": workers}
+            preprocess_features(images, out, model, **how, overwrite=overwrite, say=say, verify=verify)
 
 
 def _default_workers() -> int:
