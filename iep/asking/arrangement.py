@@ -36,14 +36,17 @@ class Box:
 
     @property
     def right(self) -> float:
+        """Where it ends, to the right."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
+        """Where it ends, below."""
         return self.y + self.height
 
     @property
     def middle(self) -> tuple[float, float]:
+        """x and y of it."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 
