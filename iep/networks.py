@@ -118,7 +118,8 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
 
     Raises:
-        InputError: the checkpoint holds other networks, or weights that do not fit its own arguments.
+        InputError: the checkpoint holds other networks, weights that do not fit its own arguments, or one that is not
+            finite (names the first).
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
@@ -129,8 +130,17 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     except RuntimeError as error:
         what = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
         raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
+    _check_finite(network, name, path)
     network.recipe = checkpoint.get("features") or {}
     return network
+
+
+def _check_finite(network: nn.Module, name: str, path: Path | str) -> None:
+    """With such a weight or running statistic every answer would be NaN, or be the first one without a word."""
+    for key, value in network.state_dict().items():
+        if not (is_finite := value.isfinite()).all():
+            found = value[~is_finite][0].item()
+            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} holds {found}, expected finite numbers")
 
 
 def load_network(

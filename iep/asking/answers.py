@@ -14,7 +14,7 @@ from torch import Tensor
 
 from iep.asking.words import Words, read_program, read_question
 from iep.datasets import Batch
-from iep.evaluation.predict import Predictor
+from iep.evaluation.predict import Predictor, ranked
 from iep.program_tree import ProgramTree, program_tree
 from iep.vocab import NULL, Vocab
 
@@ -72,14 +72,23 @@ class Asker:
     def _answers(
         self, questions: Sequence[Words | None], questions_BT: Tensor, programs_BL: Tensor | None
     ) -> list[Answer]:
-        """An engine does not read `questions_BT`."""
+        """An engine does not read `questions_BT`.
+
+        Raises:
+            InputError: answer logits are not finite.
+        """
         logits_BA = self.predictor.logits(self._batch(questions_BT), programs_BL)
         programs = [()] * len(questions) if programs_BL is None else programs_BL.tolist()
         answers = []
-        ranks_BA = logits_BA.float().softmax(1).sort(dim=1, descending=True, stable=True)
+
+        def name(row: int) -> str:
+            given = questions[row]
+            return f"question {given.text!r}" if given else f"program {row + 1}"
+
+        ranks_BA = ranked(logits_BA, name)
         for question, program_L, values_A, indices_A in zip(questions, programs, *ranks_BA, strict=True):
-            ranked = zip(indices_A.tolist(), values_A.tolist(), strict=True)
-            named = tuple((self.vocab.answer[index], value) for index, value in ranked)
+            pairs = zip(indices_A.tolist(), values_A.tolist(), strict=True)
+            named = tuple((self.vocab.answer[index], value) for index, value in pairs)
             tree = program_tree([self.vocab.program[token] for token in program_L]) if program_L else None
             answers.append(Answer(question, tuple(program_L), tree, named))
         return answers

@@ -7,7 +7,6 @@ Shapes: N questions, R of them listed.
 
 from collections.abc import Iterator
 from itertools import chain, islice, zip_longest
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
         image = int(questions.image_idxs[n])
         ranked = predictions.ranked_answers is not None and zip(
             predictions.ranked_answers[n].tolist(),
-            [round(share, 4) if isfinite(share) else None for share in predictions.ranked_probabilities[n].tolist()],
+            [round(share, 4) for share in predictions.ranked_probabilities[n].tolist()],
             strict=True,
         )
         objects.append(

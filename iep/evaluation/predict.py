@@ -4,8 +4,9 @@ Shapes: N questions of the split, B of a batch, L program tokens, A answers, K o
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from iep.datasets import Batch, ClevrDataset, sequential_batches
 from iep.devices import autocast
 from iep.distributed import barrier, gather, is_main, rank, world_size
+from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.plans import DEFAULT_SCHEDULER
 from iep.loader import Loading, on_device
@@ -83,6 +85,25 @@ class Predictor:
         return self.engine(batch.features, plan)
 
 
+def ranked(logits_BA: Tensor, name: Callable[[int], str]) -> tuple[Tensor, Tensor]:
+    """(B, A) probabilities and (B, A) answers, the likeliest first.
+
+    Args:
+        name: what the question at a row is called in an error.
+
+    Raises:
+        InputError: a question's logits are not finite; names the first such.
+    """
+    if not (is_finite_B := logits_BA.isfinite().all(1)).all():
+        row = int((~is_finite_B).nonzero()[0])
+        raise InputError(
+            f"{name(row)}: the answers' scores are not finite; the image's features are not either, or numbers grow "
+            "too large on the way"
+        )
+    probability_BA, answer_BA = logits_BA.float().softmax(1).sort(dim=1, descending=True, stable=True)
+    return probability_BA, answer_BA
+
+
 @torch.inference_mode()
 def predict(
     predictor: Predictor,
@@ -96,6 +117,9 @@ def predict(
     """Run every question of `dataset` once; the predictions are in its order, `by_image` or not.
 
     Several processes share out the batches; the first returns the predictions, the others None.
+
+    Raises:
+        InputError: a question's answer logits are not finite (names it), or its features cannot be read.
     """
     ranks = {"rank": rank(), "world_size": world_size()}
     batches = sequential_batches(dataset, batch_size, loading, by_image, **ranks)
@@ -119,13 +143,19 @@ def predict(
                 parts["programs"].append(programs_BL.cpu())
             logits_BA = predictor.logits(batch, programs_BL)
             if logits_BA is not None:
-                probability_BA, answer_BA = logits_BA.float().softmax(1).sort(dim=1, descending=True, stable=True)
+                probability_BA, answer_BA = ranked(logits_BA, partial(_name, dataset, batch.index))
                 parts["answers"].append(answer_BA[:, :RANKED].cpu())
                 parts["probabilities"].append(probability_BA[:, :RANKED].cpu())
             bar.update(len(batch.index))
     gathered = gather(parts)
     seconds = time.perf_counter() - start  # until the last process is done
     return None if gathered is None else _in_order(gathered, seconds)
+
+
+def _name(dataset: ClevrDataset, index_B: Tensor, row: int) -> str:
+    """The question at a batch's row, as the questions file counts it."""
+    questions = dataset.questions
+    return f"{questions.path}: question_index {questions.orig_idxs[int(index_B[row])]}"
 
 
 def _in_order(gathered: Sequence[dict[str, list[Tensor]]], seconds: float) -> Predictions:
