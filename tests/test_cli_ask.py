@@ -107,10 +107,11 @@ def test_the_image_is_looked_at_once_for_all_questions(parts, monkeypatch):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\n\nnever read\n"])
-def test_without_a_question_they_are_read_line_by_line_until_the_end_or_an_empty_line(parts, end):
+@pytest.mark.parametrize("end", ["", "\n", "\n\n  \n"])
+@pytest.mark.parametrize("between", ["\n", "\n\n \t\n"])
+def test_without_a_question_they_are_read_line_by_line_until_the_end_but_for_blank_lines(parts, between, end):
     questions = ("--question", QUESTION, "--question", "Are there any blue cubes?")
-    assert answered(*parts, typed=f"{QUESTION}\nAre there any blue cubes?{end}") == answered(*parts, *questions)
+    assert answered(*parts, typed=f"{QUESTION}{between}Are there any blue cubes?{end}") == answered(*parts, *questions)
 
 
 def test_no_question_at_all_is_no_error(parts):
@@ -168,7 +169,7 @@ def test_programs_run_instead_of_predicted_ones_and_need_no_generator(parts):
         ("count filter_colour[red] scene", "program token 1 ('filter_colour[red]') is not in"),
         ("count filter_colour[red] scene", "did you mean 'filter_color[red]'?"),
         ("count <END> scene", "program token 1 ('<END>') is not in"),
-        ("count", "ends after 1 tokens, inside its tree"),
+        ("count", "ends after 1 token, inside its tree"),
         ("count scene scene", "program token 2 (scene) comes after the tree is complete"),
         ("", "ends after 0 tokens"),
     ],
@@ -191,8 +192,9 @@ def test_options_that_do_not_go_together_are_refused(parts, arguments, expected)
     assert_one_error(iep_ask("--ee", parts[3], "--image", IMAGE, *arguments), expected, code=2)
 
 
-def test_an_empty_question_is_refused(parts):
+def test_a_question_of_no_word_is_refused(parts):
     assert_one_error(iep_ask(*parts, "--question", "  "), "the question is empty")
+    assert_one_error(iep_ask(*parts, "--question", "  ? "), "the question '?' has no word")
 
 
 def test_an_image_that_is_none_is_named(parts, tmp_path):

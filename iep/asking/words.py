@@ -29,7 +29,7 @@ def read_question(text: str, vocab: Vocab) -> Words:
     do further ones between words where the vocabulary has no empty token.
 
     Raises:
-        InputError: the question is empty or not text.
+        InputError: the question is empty, has no word, or is not text.
     """
     text = text.strip()
     if not text:
@@ -38,6 +38,8 @@ def read_question(text: str, vocab: Vocab) -> Words:
         raise InputError("the question is not UTF-8 text")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
+    if not any(words):
+        raise InputError(f"the question {text!r} has no word")
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
     return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))

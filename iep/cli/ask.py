@@ -32,7 +32,7 @@ OF_BACKBONE = ("backbone", "stage", "weights", "seed", "image_size", "patch_size
     "--question",
     "questions",
     multiple=True,
-    help="May be given several times. Without any, questions are read line by line.",
+    help="May be given several times. Without any, questions are read line by line; at a terminal an empty line ends.",
 )
 @click.option(
     "--program",
@@ -140,8 +140,9 @@ def _check_options(
 
 
 def typed_questions(is_terminal: bool) -> Iterator[list[str]]:
-    """Questions from the standard input, a line each, until it ends or a line is empty. At a terminal they are prompted
-    for; where the answers go elsewhere the prompt stays out of them."""
+    """Questions from the standard input, a line each, until it ends; at a terminal an empty line ends them too,
+    elsewhere it is passed over. At a terminal they are prompted for; where the answers go elsewhere the prompt stays
+    out of them."""
     is_edited = is_terminal and sys.stdout.isatty()
     if is_edited:
         import readline  # noqa: F401 - lines that can be edited
@@ -155,9 +156,10 @@ def typed_questions(is_terminal: bool) -> Iterator[list[str]]:
             return
         except UnicodeDecodeError as error:
             raise InputError(f"standard input: not UTF-8 text at byte {error.start}") from None
-        if not line.strip():
+        if not line or (is_terminal and not line.strip()):
             return
-        yield [line]
+        if line.strip():
+            yield [line]
 
 
 if __name__ == "__main__":
