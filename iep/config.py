@@ -239,7 +239,7 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in known:
-            raise InputError(f"{source}: unknown key {name!r}{nearest(str(key), known)}")
+            raise InputError(f"{source}: unknown key {name!r}{_meant(config, str(key))}")
         current = getattr(config, key)
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
@@ -248,6 +248,13 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
         else:
             changes[key] = _checked(value, kinds[key], known[key].metadata, f"{source}: {name}")
     return dataclasses.replace(config, **changes)
+
+
+def _meant(config: Any, key: str) -> str:
+    """A hint at what an unknown key of `config` may stand for: the same key of a section, or else a similar one."""
+    values = to_dict(config)
+    found = [f"{name}.{key}" for name, value in values.items() if isinstance(value, dict) and key in value]
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else nearest(key, values)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

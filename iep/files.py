@@ -131,7 +131,7 @@ def read_json_text(path: Path) -> str:
     """The text of a JSON file, not yet parsed.
 
     Raises:
-        InputError: the file is missing, a directory or not UTF-8.
+        InputError: the file is missing, a directory, in a file instead of a directory, or not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -139,6 +139,9 @@ def read_json_text(path: Path) -> str:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, expected a JSON file") from None
+    except NotADirectoryError:
+        file = next(parent for parent in Path(path).parents if parent.exists())
+        raise InputError(f"{file}: a file, expected a directory with {Path(path).name}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}, expected JSON") from None
 

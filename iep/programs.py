@@ -51,9 +51,12 @@ def json_to_prefix(program: Sequence[dict]) -> list[str]:
     """Prefix tokens of a JSON program; the last call is the root. A call used twice is written out twice.
 
     Raises:
-        InputError: the list is empty, an input is not an earlier call, or a call has the wrong number of inputs.
+        InputError: there is no list or it is empty, an input is not an earlier call, or a call has the wrong number of
+            inputs.
     """
-    if not isinstance(program, list) or not program:
+    if not isinstance(program, list):
+        raise InputError(f"the program is {program!r:.60}, expected a list of calls")
+    if not program:
         raise InputError("the program is empty, expected a list of calls")
     prefixes: list[list[str]] = []
     for position, call in enumerate(program):
@@ -84,7 +87,8 @@ def prefix_to_json(tokens: Sequence[str]) -> list[dict]:
 def _append_call(tokens: Sequence[str], position: int, program: list[dict]) -> int:
     """Append the tree that starts at `position`, arguments first; return the position after it."""
     if position >= len(tokens):
-        raise InputError(f"the program ends after {len(tokens)} tokens, inside its tree")
+        many = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
+        raise InputError(f"the program ends after {many}, inside its tree")
     match = _TOKEN.match(tokens[position])
     if match is None:
         raise InputError(f"program token {position} ({tokens[position]!r}) is not of the form name or name[value]")

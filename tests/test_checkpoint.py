@@ -102,7 +102,12 @@ def test_a_checkpoint_with_one_byte_changed_is_refused_or_unharmed(copy: Path):
 def test_random_bytes_are_refused(tmp_path: Path, size: int):
     path = tmp_path / "c.pt"
     path.write_bytes(random.Random(size).randbytes(size))
-    assert "not a whole checkpoint file" in refusal(path)
+    assert refusal(path) == f"{path}: not a checkpoint file, it is none that torch writes"
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path):
+    (tmp_path / "c.pt").touch()
+    assert refusal(tmp_path / "c.pt") == f"{tmp_path / 'c.pt'}: not a whole checkpoint file, it is empty"
 
 
 class Trap:

@@ -51,6 +51,10 @@ def test_a_missing_data_directory_is_named(run: dict[str, Path], tmp_path: Path)
     assert_one_error(iep_eval("--baseline", run["lstm"]), "Missing option '--data'", code=2)
     missing = iep_eval("--baseline", run["lstm"], "--data", tmp_path / "none")
     assert_one_error(missing, f"{tmp_path / 'none' / 'vocab.json'}: no such file")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        result = iep_eval("--baseline", run["lstm"], "--data", path)
+        assert_one_error(result, f"{tmp_path / 'file'}: a file, expected a directory with vocab.json")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("batchsize=3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
         ("engine.module_dims=3", "unknown key 'engine.module_dims'; did you mean 'module_dim'?"),
         ("zzz=3", "unknown key 'zzz'"),
+        ("modules=tbd", "unknown key 'modules'; did you mean 'engine.modules'?"),
+        ("attention_dim=3", "unknown key 'attention_dim'; did you mean 'cnn_lstm_sa.attention_dim'?"),
         ("batch_size=many", "batch_size is 'many', expected a whole number"),
         ("batch_size=2.5", "batch_size is 2.5, expected a whole number"),
         ("batch_size=true", "batch_size is True, expected a whole number"),

@@ -247,6 +247,15 @@ def test_questions_about_images_that_are_not_there_are_named(clevr, out):
             '{"questions": [{"text": "How?"}]}',
             "question 0: expected the key 'question' with a text, found the keys text",
         ),
+        ('{"questions": [{"question": 5}]}', "question 0: 'question' is 5, expected a text"),
+        (
+            '{"questions": [{"question": "How?", "image_index": 3000000000}]}',
+            "'image_index' is 3000000000, too large for 32 bits",
+        ),
+        (
+            '{"questions": [{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}]}',
+            "the image index in 'image_filename' is 3000000000, too large for 32 bits",
+        ),
         ('{"questions": [{"question": "How?"}]}', "question 0: expected the key 'image_index', or 'image_filename'"),
         ('{"questions": [{"question": "How?", "image_index": "0"}]}', "'image_index' is '0', expected an integer"),
         ('{"questions": [{"question": "How?", "image_index": 0, "answer": 1.5}]}', "'answer' is 1.5, expected"),

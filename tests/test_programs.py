@@ -91,7 +91,7 @@ def test_the_last_call_is_the_root_and_calls_that_it_does_not_need_are_left_out(
     ("program", "message"),
     [
         ([], "the program is empty"),
-        ("scene", "the program is empty, expected a list of calls"),
+        ("scene", "the program is 'scene', expected a list of calls"),
         (["scene"], "program call 0 is 'scene', expected an object"),
         ([{"inputs": []}], "expected a function and at most one value"),
         (

@@ -125,7 +125,9 @@ def _optional_parts(question: dict, before: list[str] | None) -> list[str]:
 
 def _text(question: dict) -> str:
     text = question.get("question")
-    if not isinstance(text, str):
+    if "question" in question and not isinstance(text, str):
+        raise InputError(f"'question' is {text!r:.60}, expected a text")
+    if text is None:
         raise InputError(f"expected the key 'question' with a text, found the keys {', '.join(question) or 'none'}")
     return text
 
@@ -136,13 +138,19 @@ def _image_index(question: dict) -> int:
     number = image_number(str(question.get("image_filename", "")))
     if number is None:
         raise InputError("expected the key 'image_index', or 'image_filename' with a name like CLEVR_val_000000.png")
-    return number
+    return _of_32_bits(number, "the image index in 'image_filename'")
 
 
 def _integer(question: dict, key: str, default: int | None = None) -> int:
     value = question.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**31) <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{key!r} is {value!r}, expected an integer")
+    return _of_32_bits(value, repr(key))
+
+
+def _of_32_bits(value: int, name: str) -> int:
+    if not -(2**31) <= value < 2**31:
+        raise InputError(f"{name} is {value}, too large for 32 bits, which is how it is stored")
     return value
 
 

@@ -39,6 +39,7 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
 BEST = "best.pt"
 _BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 """How torch's files began until version 1.6, which made them zip archives."""
+_ARCHIVE = b"PK\x03\x04"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -188,6 +189,12 @@ def _check_archive(path: Path) -> None:
     Raises:
         InputError: the file is no archive, or a part differs from what was written.
     """
+    with open(path, "rb") as file:
+        start = file.read(len(_ARCHIVE))
+    if not start:
+        raise InputError(f"{path}: not a whole checkpoint file, it is empty")
+    if not _ARCHIVE.startswith(start) and not zipfile.is_zipfile(path):
+        raise InputError(f"{path}: not a checkpoint file, it is none that torch writes")
     unreadable = (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error, zlib.error)
     try:
         with zipfile.ZipFile(path) as archive:
