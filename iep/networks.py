@@ -118,9 +118,13 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
 
     Raises:
-        InputError: the checkpoint holds other networks, weights that do not fit its own arguments, or one that is not
-            finite (names the first).
+        InputError: the checkpoint holds other networks, weights that do not fit its own arguments or one that is not
+            finite (names the first), or no recipe where one stands.
     """
+    recipe = checkpoint.get("features")
+    if not isinstance(recipe, Mapping | None):
+        kind = type(recipe).__name__
+        raise InputError(f"{path}: how its features were made is a {kind}, expected names and values")
     packed = checkpoint.get("networks", {})
     if name not in packed:
         raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
@@ -131,7 +135,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
         what = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
         raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
     _check_finite(network, name, path)
-    network.recipe = checkpoint.get("features") or {}
+    network.recipe = {} if recipe is None else recipe
     return network
 
 

@@ -190,6 +190,15 @@ def test_arguments_that_this_version_does_not_know_are_named(runs: dict[str, Pat
         unpack(held, "generator", "run")
 
 
+def test_a_recipe_of_features_that_is_none_is_named_and_a_missing_one_is_empty(runs: dict[str, Path]):
+    held = load_checkpoint(runs["ee"])
+    for recipe, kind in (("patches", "str"), ([], "list"), (0, "int")):
+        with pytest.raises(InputError, match=f"run: how its features were made is a {kind}, expected names and values"):
+            unpack(held | {"features": recipe}, "engine", "run")
+    assert unpack(held | {"features": None}, "engine", "run").recipe == {}
+    assert unpack(held | {"features": {"backbone": "patches"}}, "engine", "run").recipe == {"backbone": "patches"}
+
+
 def test_a_network_that_cannot_be_built_is_named():
     with pytest.raises(
         InputError, match="an execution engine cannot be built: features have 4 channels, expected 3 \\* P \\* P"

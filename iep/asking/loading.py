@@ -1,9 +1,8 @@
 """Checkpoints and an image -> networks that have seen it, to be asked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from iep.asking.answers import Asker
 from iep.asking.sight import Sight, likely_sight, see, sight_of
 from iep.config import Config
 from iep.devices import resolve_device
-from iep.errors import InputError
 from iep.evaluation.predict import Predictor
 from iep.networks import check_vocab, load_baseline, looks, place, unpack
 from iep.preprocess.backbones import Patches, ResNet
@@ -68,7 +66,7 @@ def make_asker(asking: Asking, say: Say) -> Asker:
         networks["generator"], words = _generator(asking.pg, vocab, path, device)
         vocab = Vocab(words, vocab.program, vocab.answer)
     looking = next(iter(networks.values()))
-    features_1CHW = see(_sight(asking, held, path, looking, say), asking.image, looking, device)
+    features_1CHW = see(_sight(asking, path, looking, say), asking.image, looking, device)
     lengths = {"beam_size": asking.beam_size, "max_program_length": asking.max_program_length}
     return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW, device)
 
@@ -85,10 +83,7 @@ def _generator(
     return generator, own.question
 
 
-def _sight(asking: Asking, held: Mapping[str, Any], path: Path, looking: nn.Module, say: Say) -> Sight:
-    recipe = held.get("features") or {}
-    if not isinstance(recipe, Mapping):
-        raise InputError(f"{path}: how its features were made is a {type(recipe).__name__}, expected names and values")
-    if recipe:
-        return sight_of(recipe, path, asking.weights, asking.options, say)
+def _sight(asking: Asking, path: Path, looking: nn.Module, say: Say) -> Sight:
+    if looking.recipe:
+        return sight_of(looking.recipe, path, asking.weights, asking.options, say)
     return likely_sight(looking, path, say) if asking.backbone is None else Sight(asking.backbone)
