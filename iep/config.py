@@ -27,6 +27,10 @@ PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 REPORT_QUESTIONS = 1000
 """How many questions the HTML report of an evaluation lists at most."""
+RESNET_STAGE, RESNET_IMAGE_SIZE = 3, 224
+"""Of the ResNets that make features: as in Johnson et al. 2017, section 4.1."""
+PATCH_SIZE = 8
+"""Of features that are patches."""
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")

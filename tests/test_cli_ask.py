@@ -18,6 +18,7 @@ from iep.asking.loading import Asking, make_asker
 from iep.asking.telling import describe
 from iep.asking.words import nearest_word
 from iep.cli.ask import typed_questions
+from iep.evaluation.predict import Predictor
 from iep.training.checkpoint import load_checkpoint, save_checkpoint
 
 QUESTION = "How many small things are there?"
@@ -148,10 +149,19 @@ def test_spaces_around_and_between_words_do_not_matter(parts):
     assert spaced == plain
 
 
-def test_an_ill_formed_prediction_is_completed_and_its_rest_is_named(parts, sample, tmp_path):
-    untrained = trained(sample, "pg", tmp_path / "pg", 1, "learning_rate=0.0001")
-    first = "".join(answered("--pg", untrained, *parts[2:], "--question", QUESTION, "--max-program-length", 5))
-    assert "scene (filled in)" in first or "ignored, after the tree was complete:" in first
+@pytest.mark.parametrize(
+    ("program", "tree", "said"),
+    [
+        ("count filter_size[small]", ["count", "└─ filter_size[small]", "   └─ scene (filled in)"], ""),
+        ("scene count", ["scene"], "ignored, after the tree was complete: count"),
+    ],
+)
+def test_an_ill_formed_prediction_is_completed_and_its_rest_is_named(parts, monkeypatch, program, tree, said):
+    tokens = load_checkpoint(parts[3])["vocab"]["program_token_to_idx"]
+    predicted_BL = torch.tensor([[tokens[token] for token in program.split()]])
+    monkeypatch.setattr(Predictor, "programs", lambda self, batch: predicted_BL)
+    lines = [line[2:] for line in answered(*parts, "--question", QUESTION).splitlines()[2:]]
+    assert lines == [*tree, *([said] if said else []), ""]
 
 
 def test_programs_run_instead_of_predicted_ones_and_need_no_generator(parts):
@@ -185,6 +195,9 @@ def test_a_program_that_is_no_tree_of_known_tokens_is_refused(parts, program, ex
         (("--program", COUNT, "--pg", "x"), "give one of them"),
         (("--program", COUNT, "--question", "a", "--question", "b"), "2 --question for 1 --program"),
         (("--program", COUNT, "--draw", "picture.gif"), "does not end in one of .png, .svg, .pdf"),
+        (("--program", COUNT, "--look", "gradient"), "--look says what is drawn: give --draw FILE too"),
+        (("--program", COUNT, "--beam-size", 2), "--beam-size does not go with it"),
+        (("--program", COUNT, "--max-program-length", 9), "--max-program-length does not go with it"),
         (("--program", COUNT, "--backbone", "patches", "--stage", 2), "--stage does not go with --backbone patches"),
     ],
 )
@@ -363,9 +376,31 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     assert len(shown.strip().splitlines()) == 2
 
 
-@pytest.mark.parametrize("flag", ["--pg", "--ee", "--program", "--draw"])
-def test_a_baseline_takes_no_other_part(flag):
-    result = iep_ask("--baseline", "x", "--image", IMAGE, flag, "y.png")
+def test_a_baseline_that_does_not_look_needs_no_image_and_takes_no_option_of_looking(sample, tmp_path):
+    run = trained(sample, "lstm", tmp_path / "run", 1)
+    without = iep_ask("--baseline", run, "--question", QUESTION)
+    assert (without.exit_code, without.stderr) == (0, "")
+    assert without.stdout == answered("--baseline", run, "--question", QUESTION, "--image", IMAGE)
+    for flags in (("--backbone", "resnet18"), ("--weights", "random")):
+        result = iep_ask("--baseline", run, "--question", QUESTION, *flags)
+        assert_one_error(result, f"{run}: does not look at an image; give no {flags[0]}")
+
+
+def test_who_looks_needs_an_image(parts, sample, tmp_path):
+    assert_one_error(iep_ask("--ee", parts[3], "--program", COUNT), "nothing to look at: give --image FILE", code=2)
+    run = trained(sample, "cnn-lstm", tmp_path / "run", 1)
+    assert_one_error(iep_ask("--baseline", run, "--question", "a"), f"{run}: looks at an image; give --image FILE")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--pg", "y"), ("--ee", "y"), ("--program", "y"), ("--draw", "y.png"), ("--look", "norm")),
+        *(("--beam-size", "1"), ("--max-program-length", "9")),
+    ],
+)
+def test_a_baseline_takes_no_other_part(flag, value):
+    result = iep_ask("--baseline", "x", "--image", IMAGE, flag, value)
     assert_one_error(result, f"--baseline answers alone and runs no program: {flag} does not go with it", code=2)
 
 
@@ -401,7 +436,9 @@ def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(mo
 
 
 def test_at_a_terminal_the_question_is_not_told_again(parts):
-    asker = make_asker(Asking(IMAGE, ee=parts[3], pg=parts[1], device="cpu"), say=print)
+    asker = make_asker(
+        Asking(IMAGE, ee=parts[3], pg=parts[1], beam_size=1, max_program_length=30, device="cpu"), say=print
+    )
     (answer,) = asker.ask([QUESTION])
     with_it, without = describe(answer, 3), describe(answer, 3, with_question=False)
     assert with_it == f"{QUESTION}\n{without}"

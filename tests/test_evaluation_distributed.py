@@ -9,7 +9,8 @@ from processes import together
 
 from iep.evaluation.html_report import PAGE, Page
 from iep.evaluation.outputs import ANSWERS, ANSWERS_JSON, PREDICTIONS, REPORT
-from iep.evaluation.run import Evaluation, evaluate
+from iep.evaluation.run import evaluate
+from iep.evaluation.settings import Evaluation
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
 

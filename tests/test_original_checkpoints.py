@@ -23,7 +23,6 @@ from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, 
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import BATCHING, Config
-from iep.evaluation.predict import Predictor
 from iep.networks import load_baseline, load_network
 from iep.program_generator.decode import greedy
 from iep.vocab import END
@@ -249,9 +248,7 @@ def test_null_and_start_never_run_so_that_their_weights_do_not_matter(tmp_path: 
     other = load_network(write(tmp_path / "two.pt", file), "engine", VOCAB, CPU)
     programs_BL = np.random.default_rng(0).integers(0, len(VOCAB.program), (COUNT, 20))
     rows_B = OF_VAL["image_idxs"][:COUNT]
-    logits = [
-        Predictor(engine=engine).engine(FEATURES_NCHW, engine.plan(programs_BL, rows_B)) for engine in (loaded, other)
-    ]
+    logits = [engine(FEATURES_NCHW, engine.plan(programs_BL, rows_B)) for engine in (loaded, other)]
     assert torch.equal(*logits)
     assert_close(logits[0].detach(), engine_logits(file, FEATURES_NCHW[rows_B], programs_BL.tolist()))
     assert {"<NULL>", "<START>"}.isdisjoint(dict(loaded.named_children()))

@@ -5,3 +5,4 @@ LOOKS = {
     "gradient": "norm over channels of the gradient of the answer's score by each module's output",
 }
 """What a map can show, by the name that `--look` takes."""
+DEFAULT_LOOK = "norm"

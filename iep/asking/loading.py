@@ -1,7 +1,7 @@
 """Checkpoints and an image -> networks that have seen it, to be asked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import torch
@@ -9,8 +9,8 @@ from torch import nn
 
 from iep.asking.answers import Asker
 from iep.asking.sight import Sight, likely_sight, see, sight_of
-from iep.config import Config
 from iep.devices import resolve_device
+from iep.errors import InputError
 from iep.evaluation.predict import Predictor
 from iep.networks import check_vocab, load_baseline, looks, place, unpack
 from iep.preprocess.backbones import Patches, ResNet
@@ -25,6 +25,7 @@ class Asking:
     """Whom to ask about which image: an engine, by a generator's programs or given ones, or a baseline.
 
     Attributes:
+        image: may be None for a baseline that does not look.
         ee: checkpoint or run of an execution engine; None for a baseline.
         pg: checkpoint or run of a program generator; None to run given programs only.
         baseline: checkpoint or run of a baseline.
@@ -33,16 +34,17 @@ class Asking:
         options: names of the options that were given for `backbone`, besides `--weights`.
     """
 
-    image: Path
+    image: Path | None
     ee: Path | None = None
     pg: Path | None = None
     baseline: Path | None = None
     backbone: Patches | ResNet | None = None
     weights: str | None = None
     options: tuple[str, ...] = ()
-    beam_size: int = 1
-    max_program_length: int = Config.max_program_length
-    device: str = Config.device
+    _: KW_ONLY
+    beam_size: int
+    max_program_length: int
+    device: str
 
 
 def make_asker(asking: Asking, say: Say) -> Asker:
@@ -55,20 +57,34 @@ def make_asker(asking: Asking, say: Say) -> Asker:
     path = asking.ee if asking.baseline is None else asking.baseline
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
+    lengths = {"beam_size": asking.beam_size, "max_program_length": asking.max_program_length}
     if asking.baseline is not None:
         networks = {"baseline": load_baseline(path, vocab, device)}
         if not looks(held["networks"]):
-            say(f"{path}: does not look at the image")
-            return Asker(Predictor(**networks), vocab, None, device)
+            _tell_blind(asking, path, say)
+            return Asker(Predictor(**networks, **lengths), vocab, None, device)
     else:
         networks = {"engine": place(unpack(held, "engine", path), device).eval()}
     if asking.pg is not None:
         networks["generator"], words = _generator(asking.pg, vocab, path, device)
         vocab = Vocab(words, vocab.program, vocab.answer)
+    if asking.image is None:
+        raise InputError(f"{path}: looks at an image; give --image FILE")
     looking = next(iter(networks.values()))
     features_1CHW = see(_sight(asking, path, looking, say), asking.image, looking, device)
-    lengths = {"beam_size": asking.beam_size, "max_program_length": asking.max_program_length}
     return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW, device)
+
+
+def _tell_blind(asking: Asking, path: Path, say: Say) -> None:
+    """What there is to say of an image where the network at `path` does not look.
+
+    Raises:
+        InputError: an option says how it is to look.
+    """
+    if given := [*asking.options, *(["--weights"] if asking.weights else [])]:
+        raise InputError(f"{path}: does not look at an image; give no {given[0]}")
+    if asking.image is not None:
+        say(f"{path}: does not look at the image")
 
 
 def _generator(

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.cli.options import families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Config
+from iep.cli.options import decoding_options, families_option, placement_options, where
+from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS
+from iep.evaluation.settings import Evaluation
 from iep.locks import alone_in
 
 
@@ -17,14 +18,14 @@ from iep.locks import alone_in
 @click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
 @click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline of any kind, alone.")
 @click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
-@click.option("--split", help="Split to evaluate on.  [default: val]")
+@click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
 @click.option(
-    "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Config.batching}]"
+    "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Evaluation.batching}]"
 )
 @click.option(
     "--sharing/--no-sharing",
@@ -32,7 +33,7 @@ from iep.locks import alone_in
     help="Run each image's stem, and equal subtrees over one image, once a batch.  [default: sharing]",
 )
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), help=f"What networks compute in.  [default: {Config.precision}]"
+    "--precision", type=click.Choice(PRECISIONS), help=f"What networks compute in.  [default: {Evaluation.precision}]"
 )
 @click.option(
     "--order-by-image",
@@ -40,20 +41,17 @@ from iep.locks import alone_in
     default=None,
     help="Visit questions image by image: those of one image share a batch. Results stay in the file's order.",
 )
-@click.option("--beam-size", type=click.IntRange(min=1), help="Decode programs by beam search.  [default: 1, greedy]")
+@decoding_options
 @click.option(
-    "--max-program-length",
-    type=click.IntRange(2, 1000),
-    help=f"Tokens after which decoding stops.  [default: {Config.max_program_length}]",
+    "--batch-size", type=click.IntRange(min=1), help=f"Questions a batch.  [default: {Evaluation.batch_size}]"
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Questions a batch.  [default: 256]")
 @families_option
 @click.option("--skip-samples", type=click.IntRange(min=0), help="Leave out the first N questions, of those families.")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on N questions, the first that are left.")
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
-    help=f"Processes that read and plan batches; 0: this one.  [default: {Config.workers}]",
+    help=f"Processes that read and plan batches; 0: this one.  [default: {Evaluation.workers}]",
 )
 @click.option(
     "--features-in-memory",
@@ -61,7 +59,7 @@ from iep.locks import alone_in
     default=None,
     help="Read all features into memory first, once for all workers.",
 )
-@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
+@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Evaluation.device}]")
 @placement_options
 @click.option(
     "--out",
@@ -118,7 +116,7 @@ def main(
     from iep.evaluation.html_report import PAGE, Page
     from iep.evaluation.outputs import ANSWERS, OUTPUTS, REPORT
     from iep.evaluation.report import format_table, read_report
-    from iep.evaluation.run import Evaluation, evaluate
+    from iep.evaluation.run import evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= where(options)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.common import Command
+from iep.config import PATCH_SIZE, RESNET_IMAGE_SIZE, RESNET_STAGE
 from iep.errors import InputError
+from iep.evaluation.settings import Evaluation
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Patches, ResNet
@@ -73,42 +75,38 @@ class DeviceList(click.ParamType):
         return names
 
 
+BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
+    "backbone": {"type": click.Choice(BACKBONES), "help": "What makes features of pixels; patches needs no weights."},
+    "stage": {
+        "type": click.IntRange(1, 4),
+        "help": f"ResNet: take the features at the end of this stage.  [default: {RESNET_STAGE}]",
+    },
+    "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]"},
+    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [default: 0]"},
+    "image_size": {
+        "type": click.IntRange(min=32),
+        "help": f"ResNet: pixels to a side after resizing.  [default: {RESNET_IMAGE_SIZE}]",
+    },
+    "patch_size": {
+        "type": click.IntRange(min=1),
+        "help": f"patches: pixels to a side of each of the 14x14.  [default: {PATCH_SIZE}]",
+    },
+}
+"""What `backbone_options` adds, by the name under which a command gets it."""
+
+
 def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
     """Add the options that say what makes features of images, unset unless given, to a command.
 
     Args:
         default: the backbone where none is given; None to leave that unset too.
     """
-    options = (
-        click.option(
-            "--backbone",
-            type=click.Choice(BACKBONES),
-            default=default,
-            show_default=default is not None,
-            help="What makes features of pixels; patches needs no weights.",
-        ),
-        click.option(
-            "--stage",
-            type=click.IntRange(1, 4),
-            help="ResNet: take the features at the end of this stage.  [default: 3]",
-        ),
-        click.option(
-            "--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]"
-        ),
-        click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]"),
-        click.option(
-            "--image-size", type=click.IntRange(min=32), help="ResNet: pixels to a side after resizing.  [default: 224]"
-        ),
-        click.option(
-            "--patch-size",
-            type=click.IntRange(min=1),
-            help="patches: pixels to a side of each of the 14x14.  [default: 8]",
-        ),
-    )
+    of_backbone = {"default": default, "show_default": default is not None}
 
     def add(command: Callable) -> Callable:
-        for option in reversed(options):
-            command = option(command)
+        for name, settings in reversed(BACKBONE_OPTIONS.items()):
+            more = of_backbone if name == "backbone" else {}
+            command = click.option(f"--{name.replace('_', '-')}", **settings, **more)(command)
         return command
 
     return add
@@ -131,6 +129,20 @@ def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
     if patch_size is not None:
         raise click.UsageError("--patch-size goes with --backbone patches")
     return ResNet(name, **given)
+
+
+def decoding_options(command: Callable) -> Callable:
+    """Add `--beam-size` and `--max-program-length`, unset unless given, to a command."""
+    command = click.option(
+        "--max-program-length",
+        type=click.IntRange(2, 1000),
+        help=f"Tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
+    )(command)
+    return click.option(
+        "--beam-size",
+        type=click.IntRange(min=1),
+        help=f"Decode programs by beam search; 1 is greedy.  [default: {Evaluation.beam_size}]",
+    )(command)
 
 
 def placement_options(command: Callable) -> Callable:

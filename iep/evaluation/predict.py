@@ -5,7 +5,7 @@ Shapes: N questions of the split, B of a batch, L program tokens, A answers, K o
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import numpy as np
@@ -62,8 +62,9 @@ class Predictor:
     run_predicted: bool = False
     batching: str = DEFAULT_SCHEDULER
     sharing: bool | None = None
-    beam_size: int = 1
-    max_program_length: int = 30
+    _: KW_ONLY
+    beam_size: int
+    max_program_length: int
 
     def programs(self, batch: Batch) -> Tensor | None:
         """(B, L) predicted programs: greedy, or by beam search where `beam_size` is above 1."""

@@ -1,6 +1,6 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,6 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import commonest
-from iep.config import Config
 from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.datasets import ClevrDataset
 from iep.devices import peak_memory
@@ -20,6 +19,7 @@ from iep.evaluation.outcome import Outcome
 from iep.evaluation.outputs import ANSWERS, OUTPUTS, write_outputs
 from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
+from iep.evaluation.settings import PARTS, Evaluation
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
 from iep.files import check_writable
@@ -29,39 +29,6 @@ from iep.placing import Sample, check_options, describe_engine, place_engine, re
 from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
 from iep.vocab import Vocab
-
-PARTS = ("pg", "ee", "baseline")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What to evaluate and how. Of `PARTS`, checkpoints or run directories, None where not asked for."""
-
-    data: Path
-    split: str = "val"
-    pg: Path | None = None
-    ee: Path | None = None
-    baseline: Path | None = None
-    programs: str | None = None
-    """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
-    batching: str = Config.batching
-    sharing: bool | None = Config.sharing
-    beam_size: int = 1
-    max_program_length: int = Config.max_program_length
-    precision: str = Config.precision
-    batch_size: int = 256
-    order_by_image: bool = False
-    families: str | None = None
-    """Evaluate on the questions of these families only, as `Config.families`."""
-    skip_samples: int = 0
-    """How many of these to skip at the start."""
-    num_samples: int | None = None
-    """How many of what is left to evaluate on, from the start."""
-    workers: int = Config.workers
-    features_in_memory: bool = Config.features_in_memory
-    device: str = Config.device
-    placement: str = Config.placement
-    devices: tuple[str, ...] = Config.devices
 
 
 def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = None) -> Report | None:

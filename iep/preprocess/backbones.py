@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from iep.config import PATCH_SIZE, RESNET_IMAGE_SIZE, RESNET_STAGE
 from iep.errors import InputError
 from iep.preprocess.recipe import Recipe, file_digest
 
@@ -35,7 +36,7 @@ class Patches:
         patch_size: pixels to a side of a patch.
     """
 
-    patch_size: int = 8
+    patch_size: int = PATCH_SIZE
 
     @property
     def image_size(self) -> int:
@@ -75,10 +76,10 @@ class ResNet:
     """
 
     name: str = "resnet101"
-    stage: int = 3
+    stage: int = RESNET_STAGE
     weights: str = "default"
     seed: int = 0
-    image_size: int = 224
+    image_size: int = RESNET_IMAGE_SIZE
 
     def recipe(self) -> Recipe:
         weights = {"default": DEFAULT_WEIGHTS, "random": f"random, seed {self.seed}"}
