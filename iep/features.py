@@ -7,7 +7,7 @@ Shapes: N images, C H W feature maps.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from io import FileIO
 from pathlib import Path
@@ -40,6 +40,7 @@ class Features:
         shape: (N, C, H, W).
         dtype: of the values, float16, float32 or float64.
         recipe: how the rows were made of images, as `iep-preprocess` recorded it; empty where nothing is recorded.
+        images: how many images they were made of, and the digest of the files' names and sizes; None likewise.
     """
 
     def __init__(self, path: Path):
@@ -57,7 +58,9 @@ class Features:
                 raise InputError(f"{path}: features is {dataset.shape} {dataset.dtype}, expected (N, C, H, W) floats")
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
-            self.recipe = _read_recipe(dataset)
+            attributes = read_attributes(dataset)
+            self.recipe = _recipe(attributes)
+            self.images = _images(attributes)
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
         # One byte a row, shared with the processes that this object is handed to.
@@ -191,9 +194,8 @@ def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
     return dataset.id.get_offset() if dataset.id.get_type().equal(native) else None
 
 
-def _read_recipe(dataset: h5py.Dataset) -> dict[str, str | int]:
+def _recipe(attributes: Mapping[str, Any]) -> dict[str, str | int]:
     """As plain values, so that checkpoints can keep them. Without a backbone among them the attributes are others'."""
-    attributes = read_attributes(dataset)
     if "backbone" not in attributes:
         return {}
     recipe: dict[str, str | int] = {}
@@ -201,6 +203,11 @@ def _read_recipe(dataset: h5py.Dataset) -> dict[str, str | int]:
         if name not in (IMAGES, IMAGES_DIGEST) and isinstance(value, (str, int, np.integer)):
             recipe[name] = value if isinstance(value, str) else int(value)
     return recipe
+
+
+def _images(attributes: Mapping[str, Any]) -> tuple[int, str] | None:
+    count, digest = attributes.get(IMAGES), attributes.get(IMAGES_DIGEST)
+    return (int(count), digest) if isinstance(count, (int, np.integer)) and isinstance(digest, str) else None
 
 
 def _read_checksums(file: h5py.File, count: int) -> np.ndarray | None:

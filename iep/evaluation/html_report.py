@@ -66,18 +66,24 @@ class Page:
 
 
 def write_page(
-    page: Page, outcome: Outcome, report: Report, settings: Mapping[str, Any], pictures: Pictures | None
+    page: Page,
+    outcome: Outcome,
+    report: Report,
+    settings: Mapping[str, Any],
+    pictures: Pictures | None,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write report.html, whole or not at all.
 
     Args:
         settings: of the evaluation, to be shown.
         pictures: of `page.pictures`.
+        notes: lines to be shown above everything.
 
     Raises:
         OSError: the file cannot be written, or a run's metrics.jsonl not be read.
     """
-    data = page_data(page, outcome, report, settings, pictures)
+    data = page_data(page, outcome, report, settings, pictures) | {"notes": notes}
     write_bytes(page.directory / PAGE, render(f"{page.name} on {report.split}", data).encode())
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from iep.errors import InputError
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
+from iep.preprocess.recipe import listing, value_digest
 
 WIDTH = 320
 """Pixels; smaller images stay as they are."""
@@ -35,6 +36,12 @@ class Pictures:
         """Data URIs by image index."""
         self.problems: dict[int, str] = {}
         """Why there is no picture, by image index."""
+
+    def is_of(self, count: int, digest: str) -> bool:
+        """Are the first `count` images those of a features file with this digest of names and sizes?"""
+        if not all(index in self._paths for index in range(count)):
+            return False
+        return value_digest(listing(self._paths[index] for index in range(count))) == digest
 
     def key(self, image: int) -> int | None:
         """The key in `by_key` of the picture of image `image`; None where there is none, for a reason in `problems`."""

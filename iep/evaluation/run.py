@@ -1,9 +1,9 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 from tqdm import tqdm
 
@@ -15,8 +15,10 @@ from iep.distributed import gather, is_main
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
+from iep.evaluation.notes import commonest_note, pictures_note, types_note
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.outputs import ANSWERS, OUTPUTS, write_outputs
+from iep.evaluation.page_images import Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
 from iep.evaluation.settings import PARTS, Evaluation
@@ -68,18 +70,35 @@ def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = 
         return None
 
     outcome = Outcome(vocab, questions, predictions)
-    report = _report(settings, outcome, str(device), max(memory))
+    baselines = _baselines(settings.data, outcome)
+    report = _report(settings, outcome, str(device), max(memory), baselines)
+    notes = _notes(settings, outcome, bool(baselines), pictures)
+    for note in notes:
+        tqdm.write(note)
     if out is not None:
         write_outputs(out, outcome, report)
         if predictions.answers is not None and len(questions) < split.total:
             tqdm.write(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {split.total} questions.")
     if page is not None:
         shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        write_page(page, outcome, report, shown, pictures)
+        write_page(page, outcome, report, shown, pictures, notes)
     return report
 
 
-def _report(settings: Evaluation, outcome: Outcome, device: str, memory: float) -> Report:
+def _notes(settings: Evaluation, outcome: Outcome, has_commonest: bool, pictures: Pictures | None) -> list[str]:
+    """What is to be said besides the report."""
+    data, split = settings.data, settings.split
+    notes = [types_note(outcome, split)]
+    if not has_commonest:
+        notes.append(commonest_note(data, split, outcome.questions, training_split(data)))
+    if pictures is not None:
+        notes.append(pictures_note(pictures, data, split))
+    return [note for note in notes if note is not None]
+
+
+def _report(
+    settings: Evaluation, outcome: Outcome, device: str, memory: float, baselines: Mapping[str, Scores]
+) -> Report:
     questions = outcome.questions
     return Report(
         split=settings.split,
@@ -93,7 +112,7 @@ def _report(settings: Evaluation, outcome: Outcome, device: str, memory: float) 
         device=",".join(settings.devices) or device,
         programs=_describe_programs(settings),
         checkpoints={name: str(path) for name in PARTS if (path := getattr(settings, name)) is not None},
-        baselines=_baselines(settings.data, outcome.vocab, questions, outcome.types),
+        baselines=baselines,
     )
 
 
@@ -189,9 +208,9 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
     return describe_engine(settings.placement, engine, costs, sample, planner, settings.batch_size, settings.precision)
 
 
-def _baselines(data: Path, vocab: Vocab, questions: Questions, types: np.ndarray) -> dict[str, Scores]:
+def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
     """The commonest answer per question type, counted on the training split, where both have what it needs."""
-    split = training_split(data)
+    split, vocab, questions, types = training_split(data), outcome.vocab, outcome.questions, outcome.types
     if questions.answers is None or questions.programs is None or split is None:
         return {}
     train = read_questions(split_files(data, split)[0], vocab)

@@ -80,6 +80,7 @@ function drawHeader() {
   if (exact !== null) tiles.push(tile("Programs exact", `${percent(share(exact, questions))}%`));
   else if (predicted) tiles.push(tile("Programs exact", "unknown", "the split has no programs"));
   byId("tiles").append(...tiles);
+  byId("notes").append(...DATA.notes.map((note) => element("p", { class: "hint", text: note })));
   const list = (pairs) => pairs.map(([name, value]) => element("div", {}, element("dt", { text: name }), element("dd", { text: value })));
   byId("facts").append(...list(DATA.facts));
   byId("settings").append(...list(Object.entries(DATA.settings)));
