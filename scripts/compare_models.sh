@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Every model on the demo's data, trained with configs/mini and evaluated side by side by question type: the three
+# baselines, and execution engines of residual blocks and of attention modules on true and on predicted programs.
+#
+#   scripts/compare_models.sh [OUT]   (default: runs/models)
+#
+# Every step goes on from what stands in OUT. At the end OUT/models.txt has the table and how long each training took, or
+# what was left of it in the last run of this script.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${1:-runs/models}
+DATA=$OUT/data
+TIMES=$OUT/times
+mkdir -p "$TIMES"
+
+train() { # NAME: configs/mini/NAME.yaml; its seconds go into $TIMES, once it is done
+    [ ! -e "$TIMES/$1" ] || return 0
+    local start=$SECONDS
+    printf '\n%s\n' "iep-train --config configs/mini/$1.yaml"
+    iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume
+    echo $((SECONDS - start)) >"$TIMES/$1"
+}
+
+evaluate() { # NAME OPTIONS...
+    iep-eval --data "$DATA" --out "$OUT/eval/$1" --name "$1" "${@:2}" >/dev/null
+}
+
+iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
+iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
+for model in lstm cnn-lstm cnn-lstm-sa pg ee tbd; do
+    train $model
+done
+for model in lstm cnn-lstm cnn-lstm-sa; do
+    evaluate $model --baseline "$OUT/$model"
+done
+evaluate iep --ee "$OUT/ee"
+evaluate iep-predicted --pg "$OUT/pg" --ee "$OUT/ee"
+evaluate tbd --ee "$OUT/tbd"
+AGAINST=()
+for name in lstm cnn-lstm cnn-lstm-sa iep iep-predicted tbd; do
+    AGAINST+=(--against $name "$OUT/eval/$name")
+done
+{
+    echo "scripts/compare_models.sh"
+    echo "$(date +%F), $(getconf _NPROCESSORS_ONLN) cores of $(sed -n 's/^model name[[:space:]]*: //p' /proc/cpuinfo | head -n 1)"
+    echo
+    iep-eval --data "$DATA" --out "$OUT/eval/tbd-predicted" --pg "$OUT/pg" --ee "$OUT/tbd" --name tbd-predicted "${AGAINST[@]}"
+    echo
+    for model in lstm cnn-lstm cnn-lstm-sa pg ee tbd; do
+        printf 'training %-12s %3d:%02d\n' $model $(($(cat "$TIMES/$model") / 60)) $(($(cat "$TIMES/$model") % 60))
+    done
+} >"$OUT/models.txt.part"
+mv "$OUT/models.txt.part" "$OUT/models.txt"
+cat "$OUT/models.txt"
