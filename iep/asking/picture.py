@@ -9,12 +9,11 @@ Shapes: H W pixels of an image or places of a map.
 
 import warnings
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -26,6 +25,7 @@ from torch.nn import functional
 from iep.asking import LOOKS
 from iep.asking.answers import Answer, Asker
 from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
+from iep.asking.fonts import fonts_for
 from iep.asking.looks import look_maps, to_unit
 from iep.errors import InputError
 from iep.execution_engine.trace import trace
@@ -45,7 +45,7 @@ QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
 
 
-def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str, top: int) -> None:
+def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str, top: int) -> str:
     """Run the answer's program once more, and draw where its functions looked.
 
     Args:
@@ -54,6 +54,9 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str
         asker: that answered.
         look: what is drawn of each function, a key of `LOOKS`.
         top: how many of the likeliest answers are shown.
+
+    Returns:
+        the characters that no installed font has: they are drawn as boxes, but in .svg.
 
     Raises:
         InputError: the program is too large to be drawn, or the image can no longer be read.
@@ -64,7 +67,12 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str
     traced = trace(asker.predictor.engine, asker.features, answer.program)
     attentions = [look == "norm" and output.shape[1] == 1 for output in traced.outputs]
     maps = [to_unit(*pair) for pair in zip(look_maps(traced, look), attentions, strict=True)]
-    _draw(path, open_image(image), answer, maps, _notes(answer, look, any(attentions)), top)
+    notes = _notes(answer, look, any(attentions))
+    names = (name for name, _ in answer.ranked[:top])
+    fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
+    with rc_context({"font.family": fonts}):
+        _draw(path, open_image(image), answer, maps, notes, top)
+    return "" if path.suffix.lower() == ".svg" else missing
 
 
 def _draw(
@@ -121,7 +129,6 @@ def _notes(answer: Answer, look: str, with_attentions: bool) -> list[tuple[str, 
     return [*notes, (f"Lit up: {LOOKS[look]}, each from its least to its greatest{alone}.", GREY)]
 
 
-@cache
 def _measure(size: float, weight: str = "normal") -> Measure:
     """Widths in inches of lines of text, of a size in points."""
     font, paths = FontProperties(size=size, weight=weight), TextToPath()

@@ -103,18 +103,20 @@ def main(
     is_one = len(programs or questions) == 1
     for number, answer in enumerate(chain.from_iterable(rounds), start=1):
         picture = draw if draw is None or is_one else draw.with_stem(f"{draw.stem}-{number}")
-        failure = None
+        failure, missing = None, ""
         if picture is not None:
             from iep.asking.picture import draw_answer  # matplotlib takes a second
 
             try:
-                draw_answer(picture, image, asker, answer, look or DEFAULT_LOOK, top)
+                missing = draw_answer(picture, image, asker, answer, look or DEFAULT_LOOK, top)
             except (InputError, OSError) as error:
                 picture, failure = None, error  # the answer stands all the same, and is told first
         if as_json:
             click.echo(json.dumps(to_json(answer, top, asker.vocab.program, picture), ensure_ascii=False))
         else:
             click.echo(describe(answer, top, picture, with_question=not is_echoed) + "\n")
+        if missing:
+            click.echo(f"{picture}: no installed font has {missing}; boxes stand for them", err=True)
         if failure is not None:
             raise failure
 
