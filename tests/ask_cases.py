@@ -9,9 +9,11 @@ from tiny_data import TINY
 from iep.cli.ask import main
 from iep.cli.preprocess import main as preprocess
 from iep.cli.train import main as train
+from iep.training.checkpoint import load_checkpoint, save_checkpoint
 
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 IMAGE = SAMPLE / "images" / "val" / "CLEVR_val_000002.png"
+COUNT = "count filter_size[small] scene"
 LONGER = ("batch_size=32", "learning_rate=0.02", "validate_every=200", "num_val_samples=1")
 
 
@@ -62,3 +64,10 @@ def answers_of(output: str) -> list[str]:
     paragraphs: Sequence[str] = output.strip().split("\n\n")
     lines = [next(line for line in text.splitlines() if "% " in line + " ") for text in paragraphs]
     return [line.split()[0] for line in lines]
+
+
+def changed(run: Path, out: Path, **content: object) -> Path:
+    """A run's checkpoint with other content; what is None is left out."""
+    checkpoint = {key: value for key, value in load_checkpoint(run).items() if key != "format"} | content
+    save_checkpoint(out, {key: value for key, value in checkpoint.items() if value is not None})
+    return out
