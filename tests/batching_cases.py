@@ -101,3 +101,23 @@ def assert_same(actual: dict, expected: dict, relative: float) -> None:
             assert actual[name].shape == value.shape, f"{name} has shape {actual[name].shape}, expected {value.shape}"
             error, scale = (actual[name] - value).abs().max().item(), value.abs().max().item()
             assert error <= relative * scale, f"{name} differs by {error}, its greatest element is {scale}"
+
+
+def in_bfloat16(engine, features_BCHW, programs_BL, defer):
+    """The `results` of an engine's reference and of the engine, computed in bfloat16."""
+    plan = engine.plan(programs_BL)
+    with torch.autocast("cpu", torch.bfloat16):
+        return (
+            results(lambda x: engine.reference(x, programs_BL).float(), engine, features_BCHW),
+            results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW),
+        )
+
+
+PUBLISHED_LAYERS = {
+    "stem.0": (128, 1024, 3, 3),
+    "stem.2": (128, 128, 3, 3),
+    "classifier.0": (512, 128, 1, 1),
+    "classifier.4": (1024, 512 * 7 * 7),
+    "classifier.6": (28, 1024),
+}
+"""Of the stem and the classifier of an engine as both papers have it (Johnson et al. 2017; Mascharka et al. 2018)."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import refusal
 from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 
 from iep.config import PLACES, to_dict
@@ -25,15 +26,6 @@ CPU = torch.device("cpu")
 def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A generator's checkpoint to damage."""
     return Path(shutil.copy(newest(runs["pg"]), tmp_path / "copy.pt"))
-
-
-def refusal(path: Path) -> str:
-    """What is said of the checkpoint at `path`: one line that begins with its name."""
-    with pytest.raises(InputError) as caught:
-        load_checkpoint(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # What a checkpoint holds

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, matrix, quick, results, token_matrices
+from batching_cases import PUBLISHED_LAYERS, assert_same, in_bfloat16, matrix, quick, results, token_matrices
 from hypothesis import example, given, settings
 
 from iep.batching import exchange
@@ -93,10 +93,7 @@ def test_left_to_itself_an_engine_shares_but_not_where_batch_norm_would_count_ot
 def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
     engine = small_engine(dtype=torch.float32)
     features_BCHW = torch.randn(4, 5, 3, 4)
-    plan = engine.plan(PROGRAMS_BL)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
-        actual = results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW)
+    expected, actual = in_bfloat16(engine, features_BCHW, PROGRAMS_BL, defer)
     assert_same(actual, expected, 0.03)
 
 
@@ -173,13 +170,7 @@ def test_the_default_engine_at_full_size_matches_the_reference_with_channels_las
 
 def test_the_default_engine_has_the_published_layers_under_the_published_names():
     shapes = {name: tuple(value.shape) for name, value in ExecutionEngine(TOKENS, num_answers=28).state_dict().items()}
-    layers = {
-        "stem.0": (128, 1024, 3, 3),
-        "stem.2": (128, 128, 3, 3),
-        "classifier.0": (512, 128, 1, 1),
-        "classifier.4": (1024, 512 * 7 * 7),
-        "classifier.6": (28, 1024),
-    }
+    layers = dict(PUBLISHED_LAYERS)
     for token in TOKENS:
         if token in ("<NULL>", "<START>"):
             continue

@@ -23,6 +23,7 @@ from recipe_cases import (
     write_cogent,
     write_humans,
 )
+from tiny_data import TINY
 
 from iep.config import Config, read_config
 from iep.evaluation.report import Report, read_report
@@ -30,22 +31,7 @@ from iep.programs import json_to_prefix
 from iep.training.checkpoint import BEST, load_checkpoint
 from iep.vocab import Vocab
 
-SMALL = (
-    "iterations=2",
-    "validate_every=1",
-    "log_every=1",
-    "batch_size=8",
-    "workers=0",
-    "max_program_length=8",
-    "device=cpu",
-    "generator.embedding_dim=6",
-    "generator.hidden_dim=10",
-    "generator.num_layers=1",
-    "engine.module_dim=4",
-    "engine.stem_widths=[]",
-    "engine.classifier_projection=4",
-    "engine.classifier_hidden=[12]",
-)
+SMALL = (*TINY, "iterations=2", "validate_every=1", "max_program_length=8")
 PREPROCESS = "--backbone patches --dtype float16"
 SIZES = {"train": 30, "val": 8, "test": 2}
 

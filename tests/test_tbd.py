@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick, results
+from batching_cases import assert_same, in_bfloat16, quick, results
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from placement_cases import DEVICE_LISTS, CountedMoves, on_cpu, placed_copy
@@ -92,10 +92,7 @@ def test_the_default_engine_at_full_size_matches_the_reference_with_channels_las
 def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
     engine = tbd_engine(torch.float32)
     features_BCHW = features(len(PROGRAMS_BL), torch.float32)
-    plan = engine.plan(PROGRAMS_BL)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = results(lambda x: engine.reference(x, PROGRAMS_BL).float(), engine, features_BCHW)
-        actual = results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW)
+    expected, actual = in_bfloat16(engine, features_BCHW, PROGRAMS_BL, defer)
     assert_same(actual, expected, 0.03)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from batching_cases import quick
+from batching_cases import PUBLISHED_LAYERS, quick
 from hypothesis import given, settings
 from tbd_cases import INDEX, TOKENS, any_programs, features, programs, tbd_engine
 
@@ -30,11 +30,7 @@ def test_the_default_engine_has_the_published_layers():
         for name, value in ExecutionEngine(TOKENS, num_answers=28, modules="tbd").state_dict().items()
     }
     layers = {
-        "stem.0": (128, 1024, 3, 3),
-        "stem.2": (128, 128, 3, 3),
-        "classifier.0": (512, 128, 1, 1),
-        "classifier.4": (1024, 512 * 7 * 7),
-        "classifier.6": (28, 1024),
+        **PUBLISHED_LAYERS,
         "filter_color[red].conv3": (1, 128, 1, 1),
         "relate[left].conv6": (1, 128, 1, 1),
         "same_shape.conv": (1, 129, 1, 1),
