@@ -113,6 +113,17 @@ def in_bfloat16(engine, features_BCHW, programs_BL, defer):
         )
 
 
+def in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
+    """The `results` of an engine's reference and of the engine, channels first and then last."""
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        engine.to(memory_format=memory_format)
+        plan = engine.plan(programs_BL, rows_B)
+        yield (
+            results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW),
+            results(lambda x, plan=plan: engine(x, plan, defer), engine, features_NCHW),
+        )
+
+
 PUBLISHED_LAYERS = {
     "stem.0": (128, 1024, 3, 3),
     "stem.2": (128, 128, 3, 3),

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, in_bfloat16, quick, results
+from batching_cases import assert_same, in_bfloat16, in_memory_formats, quick, results
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from placement_cases import DEVICE_LISTS, CountedMoves, on_cpu, placed_copy
@@ -79,11 +79,7 @@ def test_the_default_engine_at_full_size_matches_the_reference_with_channels_las
     engine = ExecutionEngine(TOKENS, num_answers=28, modules="tbd", initialization="torch").to(device)
     programs_BL, rows_B = programs(*WELL_FORMED[:4], ILL_FORMED[4]), np.array([0, 1, 1, 1, 0])
     features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        engine.to(memory_format=memory_format)
-        plan = engine.plan(programs_BL, rows_B)
-        expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
-        actual = results(lambda x, plan=plan: engine(x, plan, defer), engine, features_NCHW)
+    for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
         assert actual["output"].shape == (5, 28)
         assert_same(actual, expected, 1e-4)
 

@@ -258,6 +258,11 @@ class VertexNetwork:
         first = len(function.pulls)
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
+            """What is pulled (G, ...), then what is gathered (G, children, ...) -> the states and what is pushed.
+
+            Raises:
+                ValueError: the function hands on something else.
+            """
             if num_children:
                 gathered = arguments[first:]
             else:

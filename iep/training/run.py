@@ -295,6 +295,7 @@ def _make_task(
     feature_shape = None if training.features is None else training.features.shape[1:]
 
     def network(name: str, kwargs: Callable[[], dict[str, Any]]) -> nn.Module:
+        """The run's own network, that of its start, or a new one of `kwargs`; on the device."""
         start = _start_of(name, config)
         if resumed is not None:
             check_vocab(Vocab.from_json(resumed.content["vocab"], str(resumed.path)), vocab, name, resumed.path)

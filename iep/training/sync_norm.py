@@ -57,6 +57,7 @@ class _Normalize(Function):
     def forward(
         ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Normalise (B, C, H, W) by the mean and the biased variance, (C,) each, over all processes' batches."""
         variance_C, mean_C = (
             part.double() for part in torch.var_mean(x_BCHW.to(weight_C.dtype), dim=(0, 2, 3), correction=0)
         )
