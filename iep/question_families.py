@@ -56,6 +56,16 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
     return choose
 
 
+def listed(families: str | None) -> str | None:
+    """The families that a file lists, as text such as `0-4, 7`, whatever their order; None where there is no file, but
+    `short`, `long` or None.
+
+    Raises:
+        InputError: as `read_families`.
+    """
+    return None if families in (None, SHORT, LONG) else _ranges(sorted(set(read_families(Path(families)))))
+
+
 def read_families(path: Path) -> tuple[int, ...]:
     """The families in a JSON or YAML file: a list of CLEVR's `question_family_index`, as the original toolkit's.
 

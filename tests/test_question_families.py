@@ -14,7 +14,7 @@ from iep.cli.train import main as train_main
 from iep.data_files import Questions, read_questions
 from iep.errors import InputError
 from iep.question_families import family_filter, mean_lengths, read_families
-from iep.training.checkpoint import load_checkpoint
+from iep.training.checkpoint import load_checkpoint, save_checkpoint
 
 FAMILIES = 13
 """Of the tiny data set; a question's family is its row modulo this."""
@@ -177,6 +177,34 @@ def test_a_run_remembers_its_families_and_says_when_it_goes_on_with_others(data:
     more = iep_train("--resume", "--out", out, "iterations=5", "--families", tmp_path / "more.json")
     assert more.exit_code == 0
     assert f"goes on with families {tmp_path / 'more.json'} instead of {tmp_path / 'some.json'}" in more.output
+
+
+def test_a_run_whose_list_of_families_was_edited_is_not_gone_on_with(data: Path, tmp_path: Path):
+    listed, out = tmp_path / "some.json", tmp_path / "run"
+    listed.write_text("[2, 5, 3]")
+    first = ("--model", "pg", "--data", data, "--families", listed, *TINY, "batch_size=2", "iterations=2")
+    assert iep_train("--out", out, *first).exit_code == 0
+    step = newest(out)
+    listed.write_text("[2, 5, 6]")
+    for again in ((), ("--families", listed)):
+        refused = iep_train("--resume", "--out", out, "iterations=4", *again)
+        assert_one_error(refused, f"{listed}: lists the question families 2, 5-6, but {step} was trained on 2-3, 5")
+        assert newest(out) == step
+    listed.write_text("- 5\n- 3\n- 2\n- 3\n")  # the same
+    assert iep_train("--resume", "--out", out, "iterations=3").exit_code == 0
+    (tmp_path / "others.json").write_text("[6]")
+    assert iep_train("--resume", "--out", out, "iterations=4", "--families", tmp_path / "others.json").exit_code == 0
+    assert load_checkpoint(newest(out))["families"] == "6"
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_families_that_its_file_lists(data: Path, tmp_path: Path):
+    (tmp_path / "some.json").write_text("[2, 5]")
+    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *TINY, "iterations=2")
+    assert iep_train("--out", tmp_path / "run", *first).exit_code == 0
+    content = load_checkpoint(newest(tmp_path / "run"))
+    del content["families"]
+    save_checkpoint(newest(tmp_path / "run"), content)
+    assert iep_train("--resume", "--out", tmp_path / "run", "iterations=3").exit_code == 0
 
 
 def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):

@@ -1,10 +1,10 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, vocabulary, and how the features that it was trained on were made of images. Random states are
-none of it: a step's chance is a function of the seed and its number. A run keeps its newest checkpoints by number, and
-the best. Building networks from one is `networks.py`. Checkpoints of the original toolkit load as well, to start from
-or to evaluate.
+step, resolved config, which question families the config's file lists, vocabulary, and how the features that it was
+trained on were made of images. Random states are none of it: a step's chance is a function of the seed and its number.
+A run keeps its newest checkpoints by number, and the best. Building networks from one is `networks.py`. Checkpoints of
+the original toolkit load as well, to start from or to evaluate.
 """
 
 import io

@@ -66,9 +66,11 @@ class Trainer:
         device: torch.device,
         question_index: np.ndarray,
         features: Mapping[str, str | int],
+        families: str | None = None,
     ):
         """`question_index` are CLEVR's numbers of the training questions, by position; `features` is how the training
-        features were made of images, for `iep-ask`, empty where that is unknown or none are used."""
+        features were made of images, for `iep-ask`, empty where that is unknown or none are used; `families` is what
+        the config's file of question families lists, None without one."""
         self.task = task
         self.config = config
         self.vocab = vocab
@@ -76,6 +78,7 @@ class Trainer:
         self.device = device
         self.question_index = question_index
         self.features = dict(features)
+        self.families = families
         self.step = 0
         self.best = -1.0
         self.validation_due = False
@@ -101,6 +104,7 @@ class Trainer:
             "config": {key: value for key, value in to_dict(self.config).items() if key not in PLACES},
             "vocab": self.vocab.to_json(),
             "features": self.features,
+            "families": self.families,
             **self._learnt(),
         }
         save_checkpoint(self.out / name, content)

@@ -40,7 +40,7 @@ from iep.networks import (
 from iep.new_words import PARTS_WITH_WORDS, add_words
 from iep.ordering import Order, make_order, program_lengths
 from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
-from iep.question_families import family_filter
+from iep.question_families import family_filter, listed
 from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.training.freezing import check_freeze, freeze, is_trained
@@ -94,6 +94,8 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     _refuse_unused(config)
     check_freeze(config.model, config.freeze)
     _check_start(start, config, out)
+    families = listed(config.families)
+    _check_families(start, config, families)
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return False
     check_options(config.placement, config.devices, config.device, config.model in ("ee", "joint"))
@@ -122,7 +124,7 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
     if (warning := check_module_norm(task.networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
     recipe = {} if training.features is None else training.features.recipe
-    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs, recipe)
+    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs, recipe, families)
     if start is not None:
         trainer.restore(start.content)
 
@@ -264,6 +266,19 @@ def _check_same_networks(start: Saved, config: Config) -> None:
     for name, before, now in fixed:
         if before != now:
             raise InputError(f"{start.path}: was trained with {name} {before}, cannot go on with {now}")
+
+
+def _check_families(start: Saved | None, config: Config, families: str | None) -> None:
+    """A run goes on with the question families that its file lists, unless it is given another file: this one may have
+    changed since."""
+    if start is None or families is None or config.families != start.content["config"].get("families"):
+        return
+    before = start.content.get("families", families)  # earlier versions did not record them
+    if before != families:
+        raise InputError(
+            f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
+            "undo that to go on, or give --families another file"
+        )
 
 
 def _require(questions: Questions, config: Config, reads: bool) -> None:
