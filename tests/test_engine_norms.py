@@ -192,6 +192,18 @@ def test_in_bfloat16_example_norm_keeps_precise_statistics():
         torch.testing.assert_close(statistics(engine)[name], value, rtol=0.05, atol=0.02)
 
 
+def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bits():
+    torch.manual_seed(0)
+    plain = ExampleNorm(3)
+    lower = copy.deepcopy(plain)
+    x_GCHW = 3 * torch.randn(7, 3, 4, 5) + 1
+    plain(x_GCHW)
+    with torch.autocast("cpu", torch.bfloat16):
+        lower(x_GCHW)
+    for name, value in statistics(plain).items():
+        assert torch.equal(statistics(lower)[name], value)
+
+
 def test_left_to_itself_an_engine_with_norms_in_its_modules_does_not_share_in_training():
     for norm, nodes in (("none", 2), ("batch", 4), ("example", 4)):
         engine = small_engine(module_norm=norm)

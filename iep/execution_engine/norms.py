@@ -42,10 +42,11 @@ class ExampleNorm(nn.BatchNorm2d):
         variance_GC, mean_GC = torch.var_mean(x_GCHW.to(self.running_mean.dtype), dim=(2, 3))
         rows = len(x_GCHW)
         later_G = torch.arange(rows - 1, -1, -1, device=x_GCHW.device, dtype=mean_GC.dtype)
-        share_G = self.momentum * (1 - self.momentum) ** later_G
+        share_G1 = (self.momentum * (1 - self.momentum) ** later_G)[:, None]
         kept = (1 - self.momentum) ** rows
-        self.running_mean.mul_(kept).add_(share_G @ mean_GC)
-        self.running_var.mul_(kept).add_(share_G @ variance_GC)
+        # No product of matrices, which autocast would have in bfloat16.
+        self.running_mean.mul_(kept).add_((share_G1 * mean_GC).sum(0))
+        self.running_var.mul_(kept).add_((share_G1 * variance_GC).sum(0))
         self.num_batches_tracked += rows
 
 
