@@ -148,13 +148,16 @@ def test_an_engine_with_each_option_has_the_originals_logits_with_every_schedule
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_the_command_evaluates_an_engine_with_each_option(options, wide: dict[int, Path], tmp_path: Path):
+def test_the_command_evaluates_an_engine_with_each_option_and_batching(options, wide: dict[int, Path], tmp_path: Path):
     file = engine_file(**options)
     side = file["execution_engine_kwargs"]["feature_dim"][1]
     path = write(tmp_path / "ee.pt", file)
-    _, rows, _ = evaluate(tmp_path / "out", "--ee", path, "--data", wide[side], "--workers", 0, "--num-samples", COUNT)
     images = torch.from_numpy(features(1, grid=side))[OF_VAL["image_idxs"][:COUNT]]
-    assert_rows_say(rows, engine_logits(file, images, OF_VAL["programs"][:COUNT].tolist()))
+    expected = engine_logits(file, images, OF_VAL["programs"][:COUNT].tolist())
+    for batching in BATCHING:
+        where = ["--ee", path, "--data", wide[side], "--workers", 0, "--num-samples", COUNT, "--batching", batching]
+        _, rows, _ = evaluate(tmp_path / batching, *where)
+        assert_rows_say(rows, expected)
 
 
 @pytest.mark.parametrize("batching", BATCHING)
