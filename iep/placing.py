@@ -179,7 +179,7 @@ def describe_moves(layouts: Sequence[PlacedLayout], costs: Costs, number_bytes: 
     devices can gain."""
     kinds, total = [], 0.0
     for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=True)):
-        rows = mean(layout.rows_moved_of(column) for layout in layouts)
+        rows = mean(layout.rows_moved(column) for layout in layouts)
         if rows or column == MAP:
             kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
         total += rows * size * number_bytes

@@ -54,8 +54,8 @@ def test_what_crosses_is_what_the_plan_says_and_as_much_comes_back(devices):
         counted = moved._counted
         patch.setattr("iep.batching.threads.move", lambda rows, to: _watched(counted(rows, to), returned))
         placed(torch.randn(2, 5, 3, 4, dtype=torch.float64, device=home), plan).sum().backward()
-    assert sum(moved.rows) == sum(returned) == plan.layout.rows_moved > 0
-    assert moved.bytes == plan.layout.rows_moved * 3 * 3 * 4 * 8
+    assert sum(moved.rows) == sum(returned) == plan.layout.rows_moved(0) > 0
+    assert moved.bytes == plan.layout.rows_moved(0) * 3 * 3 * 4 * 8
 
 
 def _watched(rows: torch.Tensor, returned: list[int]) -> torch.Tensor:

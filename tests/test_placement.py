@@ -148,7 +148,7 @@ def test_what_crosses_is_said_in_maps_and_bytes() -> None:
     for precision, size in (("float32", 4), ("bfloat16", 2)):
         costs = place_engine(engine, "round-robin", ("cpu", "cpu"), sample)
         text = describe_engine("round-robin", engine, costs, sample, engine.planner(), 4, precision)
-        rows = engine.plan(PROGRAMS_BL).layout.rows_moved
+        rows = engine.plan(PROGRAMS_BL).layout.rows_moved(0)
         assert rows > 0
         assert f"{rows} maps of {4 * 4 * 4 * size} bytes" in text
         assert "in a minibatch of 4 questions" in text

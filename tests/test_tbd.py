@@ -65,9 +65,9 @@ def test_what_crosses_between_devices_is_counted_kind_by_kind():
     with pytest.MonkeyPatch.context() as patch:
         moved = CountedMoves(patch)
         placed(features(8), placed.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))
-    maps, attentions = layout.rows_moved_of(0), layout.rows_moved_of(1)
+    maps, attentions = layout.rows_moved(0), layout.rows_moved(1)
     assert maps > 0 < attentions
-    assert maps + attentions == layout.rows_moved == sum(moved.rows)
+    assert maps + attentions == sum(moved.rows)
     assert moved.bytes == (3 * maps + attentions) * 3 * 4 * 8
 
 

@@ -59,9 +59,8 @@ class Move:
     """The call that makes them, counted from 1 as the schedule's groups."""
     source: int
     destination: int
-    rows: int
-    columns: tuple[int, ...]
-    """How many of the rows are of each column, from 0 on."""
+    rows: tuple[int, ...]
+    """How many of each column, from 0 on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +78,9 @@ class PlacedLayout:
         """The inputs' arrival and the roots' departure."""
         return self.layouts[self.homes.inputs].calls[0], self.layouts[self.homes.roots].calls[-1]
 
-    @property
-    def rows_moved(self) -> int:
-        """How many values cross on the way forward; as many gradients do on the way back."""
-        return sum(move.rows for move in self.moves)
-
-    def rows_moved_of(self, column: int) -> int:
-        """How many of them are of one column."""
-        return sum(move.columns[column] for move in self.moves if column < len(move.columns))
+    def rows_moved(self, column: int) -> int:
+        """How many values of a column cross on the way forward; as many gradients do on the way back."""
+        return sum(move.rows[column] for move in self.moves if column < len(move.rows))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PlacedLayout":
         """The same with `function` of its index tensors."""
@@ -156,7 +150,7 @@ class _Crossing(NamedTuple):
 
 def _move(crossing: _Crossing, home_K: list[int], column: np.ndarray) -> Move:
     maker, destination, _, tensors = crossing
-    return Move(maker, home_K[maker], destination, len(tensors), tuple(np.bincount(column[tensors]).tolist()))
+    return Move(maker, home_K[maker], destination, tuple(np.bincount(column[tensors]).tolist()))
 
 
 def _crossings(steps: Steps, home_K: np.ndarray) -> list[_Crossing]:

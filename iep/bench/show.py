@@ -99,7 +99,8 @@ def _moves(plan: Plan) -> dict[int, list[str]]:
     if plan.placement is not None:
         for move in plan.layout.moves:
             source, destination = (plan.placement.labels[at] for at in (move.source, move.destination))
-            lines.setdefault(move.after, []).append(f"      {source} -> {destination}: {_counted(move.rows, 'row')}")
+            rows = _counted(sum(move.rows), "row")
+            lines.setdefault(move.after, []).append(f"      {source} -> {destination}: {rows}")
     return lines
 
 
