@@ -27,8 +27,10 @@ PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 REPORT_QUESTIONS = 1000
 """How many questions the HTML report of an evaluation lists at most."""
-RESNET_STAGE, RESNET_IMAGE_SIZE = 3, 224
-"""Of the ResNets that make features: as in Johnson et al. 2017, section 4.1."""
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+"""That make features."""
+RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
+"""As in Johnson et al. 2017, section 4.1."""
 PATCH_SIZE = 8
 """Of features that are patches."""
 CONFIG = "config.yaml"

@@ -14,8 +14,6 @@ from iep.vocab import Vocab
 
 STD = 0.01
 """Of the new words' embeddings, as the original toolkit draws them."""
-
-
 PARTS_WITH_WORDS = ("encoder", "rnn")
 """What holds the words of a generator and of a baseline, as `--freeze` names it."""
 

@@ -21,8 +21,6 @@ from iep.vocab import END, NULL, START, Vocab
 PARTS = ("program_generator", "execution_engine", "baseline")
 """The original's names of networks."""
 _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
-
-
 _NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 """Codes of numpy's dtypes that are numbers."""
 

@@ -24,11 +24,13 @@ train() { # NAME: configs/mini/NAME.yaml, on one core; its seconds go into $TIME
     echo "$1: trained in $((SECONDS - start)) s"
 }
 
-side_by_side() { # NAME NAME
+side_by_side() { # NAME NAME: where one fails the other comes to its end all the same, and the script with it
+    local failed=0
     train "$1" &
     local other=$!
-    train "$2"
-    wait $other
+    train "$2" || failed=1
+    wait $other || failed=1
+    return $failed
 }
 
 evaluate() { # NAME OPTIONS...

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.common import Command
-from iep.config import PATCH_SIZE, RESNET_IMAGE_SIZE, RESNET_STAGE
+from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
 from iep.evaluation.settings import Evaluation
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Patches, ResNet
 
-BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "patches")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -76,7 +75,10 @@ class DeviceList(click.ParamType):
 
 
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
-    "backbone": {"type": click.Choice(BACKBONES), "help": "What makes features of pixels; patches needs no weights."},
+    "backbone": {
+        "type": click.Choice((*RESNETS, "patches")),
+        "help": "What makes features of pixels; patches needs no weights.",
+    },
     "stage": {
         "type": click.IntRange(1, 4),
         "help": f"ResNet: take the features at the end of this stage.  [default: {RESNET_STAGE}]",
@@ -121,7 +123,7 @@ def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
     from iep.preprocess.backbones import Patches, ResNet
 
     given = {name: value for name, value in options.items() if value is not None}
-    name, patch_size = given.pop("backbone", "resnet101"), given.pop("patch_size", None)
+    name, patch_size = given.pop("backbone", RESNET), given.pop("patch_size", None)
     if name == "patches":
         if given:
             raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} does not go with --backbone patches")

@@ -8,6 +8,7 @@ import click
 
 from iep.cli.common import Command
 from iep.cli.options import backbone_options, chosen_backbone
+from iep.config import RESNET
 from iep.errors import InputError
 from iep.locks import alone_in
 
@@ -25,7 +26,7 @@ from iep.locks import alone_in
 @click.option(
     "--verify", is_flag=True, help="Read files that are done already, and see that no byte of their content changed."
 )
-@backbone_options("resnet101")
+@backbone_options(RESNET)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),

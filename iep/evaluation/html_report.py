@@ -164,10 +164,13 @@ def _summary(outcome: Outcome, report: Report) -> dict[str, Any]:
     """Of all questions: how many, right, exact; the baselines' accuracies."""
     right, exact = (None if good is None else int(good.sum()) for good in (outcome.right, outcome.exact))
     baselines = {name: scores.overall for name, scores in report.baselines.items()}
-    answered, predicted = outcome.predictions.answers is not None, outcome.predictions.programs is not None
     return {
         "questions": report.questions,
-        **{"right": right, "exact": exact, "baselines": baselines, "answered": answered, "predicted": predicted},
+        "right": right,
+        "exact": exact,
+        "baselines": baselines,
+        "answered": outcome.predictions.answers is not None,
+        "predicted": outcome.predictions.programs is not None,
     }
 
 
@@ -187,11 +190,7 @@ def _by_type(page: Page, outcome: Outcome, report: Report) -> dict[str, Any]:
     return {
         "rows": rows,
         "others": [
-            {
-                "name": name,
-                "overall": mean_accuracy(other, None),
-                "note": _note(other, report),
-            }
+            {"name": name, "overall": mean_accuracy(other, None), "note": _note(other, report)}
             for name, other in columns
         ],
     }
@@ -208,9 +207,7 @@ def _total(members: Sequence[Group], name: str) -> int | None:
 
 def _note(other: Report, report: Report) -> str:
     """What tells an earlier report's questions from those of this one, as far as known."""
-    same = (other.split, other.questions, other.questions_by_type) == (
-        *(report.split, report.questions, report.questions_by_type),
-    )
+    same = all(getattr(other, name) == getattr(report, name) for name in ("split", "questions", "questions_by_type"))
     return "" if same else f"{other.questions:,} questions of {other.split}"
 
 

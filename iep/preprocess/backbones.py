@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from iep.config import PATCH_SIZE, RESNET_IMAGE_SIZE, RESNET_STAGE
+from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
 from iep.preprocess.recipe import Recipe, file_digest
 
 GRID = 14
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -67,7 +66,7 @@ class ResNet:
     The features that Johnson et al. 2017 (section 4.1) train on are resnet101's to the end of stage 3: (1024, 14, 14).
 
     Args:
-        name: torchvision's, one of `RESNETS`.
+        name: torchvision's, one of `iep.config.RESNETS`.
         stage: 1 to 4, torchvision's layer1 to layer4.
         weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`, or
             a file with a state dict of this ResNet.
@@ -75,7 +74,7 @@ class ResNet:
         image_size: pixels to a side; stage 3 divides it by 16.
     """
 
-    name: str = "resnet101"
+    name: str = RESNET
     stage: int = RESNET_STAGE
     weights: str = "default"
     seed: int = 0

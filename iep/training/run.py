@@ -258,9 +258,9 @@ def _check_start(start: Saved | None, config: Config, out: Path) -> None:
 
 def _check_same_networks(start: Saved, config: Config) -> None:
     """A run goes on with the networks that it has: their settings, and what is frozen, are those of its start."""
-    before = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
-    fixed = [("freeze", *(", ".join(sorted(held.freeze)) or "nothing" for held in (before, config)))]
-    saved, given = to_dict(before), to_dict(config)
+    trained = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
+    fixed = [("freeze", *(", ".join(sorted(held.freeze)) or "nothing" for held in (trained, config)))]
+    saved, given = to_dict(trained), to_dict(config)
     for network in start.content["networks"]:
         fixed += [(f"{network}.{key}", value, given[network][key]) for key, value in saved[network].items()]
     for name, before, now in fixed:
