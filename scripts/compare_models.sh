@@ -4,8 +4,9 @@
 #
 #   scripts/compare_models.sh [OUT]   (default: runs/models)
 #
-# Two trainings run side by side, one core each. Every step goes on from what stands in OUT. At the end OUT/models.txt
-# has the table and how long each training took, or what was left of it in the last run of this script.
+# Two trainings run side by side; they and the evaluations have one thread each. Every step goes on from what stands in
+# OUT. At the end OUT/models.txt has the table and how long each training took, or what was left of it in the last run of
+# this script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-runs/models}
@@ -13,10 +14,10 @@ DATA=$OUT/data
 TIMES=$OUT/times
 mkdir -p "$TIMES"
 
-train() { # NAME: configs/mini/NAME.yaml, on one core; its seconds go into $TIMES, once it is done
+train() { # NAME: configs/mini/NAME.yaml; its seconds go into $TIMES, once it is done
     [ ! -e "$TIMES/$1" ] || return 0
     local start=$SECONDS
-    OMP_NUM_THREADS=1 iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume >"$OUT/$1.log" 2>&1 || {
+    iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume >"$OUT/$1.log" 2>&1 || {
         tail -n 5 "$OUT/$1.log" >&2
         return 1
     }
@@ -24,7 +25,7 @@ train() { # NAME: configs/mini/NAME.yaml, on one core; its seconds go into $TIME
     echo "$1: trained in $((SECONDS - start)) s"
 }
 
-side_by_side() { # NAME NAME: where one fails the other comes to its end all the same, and the script with it
+side_by_side() { # NAME NAME: both are waited for; fails where either did
     local failed=0
     train "$1" &
     local other=$!
@@ -39,6 +40,7 @@ evaluate() { # NAME OPTIONS...
 
 iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
 iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
+export OMP_NUM_THREADS=1
 side_by_side lstm pg
 side_by_side cnn-lstm cnn-lstm-sa
 side_by_side ee tbd
