@@ -58,7 +58,8 @@ done
     echo "scripts/compare_models.sh"
     echo "$(date +%F), $(getconf _NPROCESSORS_ONLN) cores of $(sed -n 's/^model name[[:space:]]*: //p' /proc/cpuinfo | head -n 1)"
     echo
-    iep-eval --data "$DATA" --out "$OUT/eval/tbd-predicted" --pg "$OUT/pg" --ee "$OUT/tbd" --name tbd-predicted "${AGAINST[@]}"
+    iep-eval --data "$DATA" --out "$OUT/eval/tbd-predicted" --pg "$OUT/pg" --ee "$OUT/tbd" --name tbd-predicted "${AGAINST[@]}" |
+        sed '/^Wrote /d'
     echo
     for model in lstm cnn-lstm cnn-lstm-sa pg ee tbd; do
         printf 'training %-12s %3d:%02d\n' $model $(($(cat "$TIMES/$model") / 60)) $(($(cat "$TIMES/$model") % 60))
