@@ -9,6 +9,7 @@ from ask_cases import COUNT, IMAGE, answered, changed, iep_ask, sample_data, tra
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error
 
+from iep.preprocess.backbones import ResNet
 from iep.preprocess.recipe import file_digest
 from iep.training.checkpoint import load_checkpoint
 
@@ -22,6 +23,11 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return trained(data, "ee", root / "ee", 5), data
 
 
+def save_random(path: Path) -> None:
+    """The weights of that ResNet, as a file."""
+    torch.save(ResNet("resnet18", weights="random", seed=5)._model().state_dict(), path)
+
+
 def test_a_resnet_with_random_weights_is_made_again_of_its_seed(resnet, tmp_path):
     ee, data = resnet
     _, rows, _ = evaluate(tmp_path, "--ee", ee, "--data", data, "--workers", 0)
@@ -33,11 +39,8 @@ def test_a_resnet_with_random_weights_is_made_again_of_its_seed(resnet, tmp_path
 
 
 def test_weights_of_a_file_are_asked_for_and_must_be_that_file(resnet, tmp_path):
-    from torchvision.models import resnet18
-
     ee, _ = resnet
-    torch.manual_seed(5)
-    torch.save(resnet18(weights=None).state_dict(), tmp_path / "a.pth")
+    save_random(tmp_path / "a.pth")
     torch.save({}, tmp_path / "b.pth")
     recipe = load_checkpoint(ee)["features"] | {"weights": f"file {file_digest(tmp_path / 'a.pth')}"}
     of_file = changed(ee, tmp_path / "ee.pt", features=recipe)
@@ -48,10 +51,7 @@ def test_weights_of_a_file_are_asked_for_and_must_be_that_file(resnet, tmp_path)
 
 
 def test_a_file_taken_for_torchvisions_weights_is_said(resnet, tmp_path):
-    from torchvision.models import resnet18
-
-    torch.manual_seed(5)
-    torch.save(resnet18(weights=None).state_dict(), tmp_path / "a.pth")
+    save_random(tmp_path / "a.pth")
     ee, _ = resnet
     recipe = load_checkpoint(ee)["features"] | {"weights": "torchvision IMAGENET1K_V1"}
     other = changed(ee, tmp_path / "ee.pt", features=recipe)

@@ -99,8 +99,14 @@ def test_weights_of_a_file_are_asked_for_and_compared_with_the_recorded_digest(t
         backbone_of(recipe)
     with pytest.raises(InputError, match=r"made with weights file \w{16}, not with file \w{16}"):
         backbone_of(recipe, str(tmp_path / "b.pth"))
-    with pytest.raises(InputError, match="not with random, seed 0"):
+    with pytest.raises(InputError, match="not with random, outputs of order 1, seed 0"):
         backbone_of(recipe, "random")
+
+
+def test_torchvisions_own_random_weights_are_not_taken_for_ours():
+    recipe = ResNet("resnet18", weights="random").recipe() | {"weights": "random, seed 0"}
+    with pytest.raises(InputError, match="made with weights random, seed 0, not with"):
+        backbone_of(recipe)
 
 
 @pytest.mark.parametrize(

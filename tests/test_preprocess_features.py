@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from ask_cases import SAMPLE
 from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
 from features_cases import PATCHES, RESNET, features, run
@@ -20,6 +21,7 @@ from iep.cli.preprocess import main
 from iep.hdf5 import read_attributes
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
+from iep.preprocess.images import read_image
 
 
 def resized(path: Path, size: int) -> torch.Tensor:
@@ -129,12 +131,25 @@ def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tm
 
     run(clevr, "--out", out, *RESNET, "--weights", "random", "--seed", 5)
     torch.manual_seed(5)
-    torch.save(torchvision.models.resnet18(weights=None).state_dict(), tmp_path / "resnet18.pth")
+    model = torchvision.models.resnet18(weights=None)
+    backbones.randomize(model)
+    torch.save(model.state_dict(), tmp_path / "resnet18.pth")
     run(clevr, "--out", tmp_path / "again", *RESNET, "--weights", tmp_path / "resnet18.pth")
     run(clevr, "--out", tmp_path / "other", *RESNET, "--weights", "random", "--seed", 6)
     expected = features(out / "val_features.h5")
     assert np.array_equal(features(tmp_path / "again" / "val_features.h5"), expected)
     assert not np.allclose(features(tmp_path / "other" / "val_features.h5"), expected)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
+def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage):
+    extract = backbones.ResNet(name, stage, "random", seed=1).extractor(torch.device("cpu"))
+    pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", 96).copy())[None]
+    with torch.no_grad():
+        x = extract(pixels)
+    assert 0.3 < x.std() < 4
+    assert x.max() < 60
+    assert (x > 0).float().mean() > 0.3
 
 
 def test_a_later_stage_has_more_channels_on_a_coarser_grid(clevr, out):

@@ -21,6 +21,8 @@ from iep.preprocess.recipe import Recipe, file_digest
 
 GRID = 14
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
+RANDOM_WEIGHTS = "random, outputs of order 1"
+"""With the seed: how `randomize` is recorded; torchvision's own random weights were `random` alone."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -68,8 +70,8 @@ class ResNet:
     Args:
         name: torchvision's, one of `iep.config.RESNETS`.
         stage: 1 to 4, torchvision's layer1 to layer4.
-        weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`, or
-            a file with a state dict of this ResNet.
+        weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`
+            (`randomize`), or a file with a state dict of this ResNet.
         seed: of random weights.
         image_size: pixels to a side; stage 3 divides it by 16.
     """
@@ -81,7 +83,7 @@ class ResNet:
     image_size: int = RESNET_IMAGE_SIZE
 
     def recipe(self) -> Recipe:
-        weights = {"default": DEFAULT_WEIGHTS, "random": f"random, seed {self.seed}"}
+        weights = {"default": DEFAULT_WEIGHTS, "random": f"{RANDOM_WEIGHTS}, seed {self.seed}"}
         return {
             "backbone": self.name,
             "stage": self.stage,
@@ -119,6 +121,8 @@ class ResNet:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = models.get_model(self.name, weights=None)
+            if self.weights == "random":
+                randomize(model)
         if self.weights != "random":
             _load_weights(model, Path(self.weights), self.name, self.stage)
         return model
@@ -140,7 +144,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Pat
             raise InputError("the features are patches of pixels, for which there are no weights")
         backbone = Patches(_whole(recipe, "patch_size"))
     elif name in RESNETS:
-        seed = re.fullmatch(r"random, seed (\d+)", recorded)
+        seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         if weights is None and recorded.startswith("file "):
             raise InputError(f"the weights of {name} were those of a {recorded} (its SHA-256): give --weights FILE")
         chosen = weights or ("random" if seed else "default")
@@ -160,6 +164,25 @@ def _whole(recipe: Mapping[str, object], key: str, most: int = 2**16) -> int:
     if not isinstance(value, int) or not 1 <= value <= most:
         raise InputError(f"the features were made with {key} {value}, expected a whole number from 1 to {most}")
     return value
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """Draw a torchvision ResNet's convolutions, so that features are about as large as pretrained weights make them.
+
+    torchvision's own random weights are for training, where batch norms take the statistics of the batch. Here these
+    norms do nothing, having none, so that features grew with every block, to millions in resnet152. Two things keep
+    them of order 1: convolutions that keep the size of what they are given (He et al. 2015, equation 10: `fan_in`;
+    torchvision's keep that of gradients), and branches that are scaled, by the last batch norm's weight, to 1 /
+    sqrt(2 n) in a stage of n blocks, whose sum so grows no more than e-fold, however many there are.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for block in stage:
+            last = block.bn3 if hasattr(block, "bn3") else block.bn2
+            nn.init.constant_(last.weight, (2 * len(stage)) ** -0.5)
 
 
 def _torchvision_models():

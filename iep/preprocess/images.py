@@ -1,4 +1,4 @@
-"""PNG files -> batches of uint8 pixels, decoded and resized by worker processes in the order of the images' indices.
+"""Image files -> batches of uint8 pixels, decoded and resized by worker processes in the order of the images' indices.
 
 Shapes: B images of a batch, 3 colours, H = W = the size in pixels. Normalising is the backbone's.
 """
@@ -9,27 +9,49 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
 from iep.errors import InputError
 from iep.loader import worker_options
 from iep.signals import waited_for
 
+_OF_16_BITS = ("PNG", "PPM")
+"""Kinds of files whose grey has 16 bits at most, though Pillow may hold it in 32 (mode I)."""
+
 
 def open_image(path: Path) -> Image.Image:
-    """An image, decoded to RGB.
+    """An image as it is meant to be looked at, decoded to RGB: turned as its EXIF data say, 16 bits of grey made 8.
 
     Raises:
-        InputError: the file is missing, truncated or no image.
+        InputError: the file is missing, truncated or no image, or its numbers have no greatest one that is white.
     """
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return _rgb(ImageOps.exif_transpose(image), image.format, path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file, expected an image") from None
+    except InputError:
+        raise
     except (OSError, SyntaxError, ValueError, EOFError, zlib.error, Image.DecompressionBombError) as error:
         raise InputError(f"{path}: cannot be read as an image ({error})") from None
+
+
+def _rgb(image: Image.Image, kind: str, path: Path) -> Image.Image:
+    """`image`, read of a file of that kind, in RGB; Pillow itself would take all that is above 255 for white.
+
+    Raises:
+        InputError: as `open_image` says.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and kind in _OF_16_BITS):
+        grey_HW = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8)).convert("RGB")  # 65535 / 255 is 257
+    if image.mode in ("I", "F"):
+        numbers = "whole numbers of 32 bits" if image.mode == "I" else "fractions"
+        raise InputError(
+            f"{path}: an image of {numbers} (mode {image.mode}), which do not say what is white; expected 8 or 16 bits"
+        )
+    return image.convert("RGB")
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
