@@ -10,7 +10,8 @@ from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.reference import run_prefix
 from iep.evaluation.breakdown import answer_groups, confusion, groups, program_lengths
-from iep.programs import QUESTION_TYPES, arity
+from iep.programs import arity
+from iep.synth.world import VALUES
 
 QUESTIONS = st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.booleans()), min_size=1, max_size=40)
 
@@ -69,26 +70,20 @@ def test_the_confusion_counts_pairs(pairs):
     assert confusion(answers, predicted) == Counter(pairs)
 
 
-def test_answers_of_one_kind_stand_together_numbers_in_their_order():
-    tokens = ("<NULL>", "10", "2", "blue", "no", "red", "yes", "large")
-    kinds = [
-        *[("no", "exist")] * 5,  # "yes" is never true of `exist` here, but as "no" it is of `compare: size`
-        *[("no", "compare: size")] * 5,
-        *[("yes", "compare: size")] * 5,
-        *[("10", "count"), ("2", "count")],
-        *[("red", "query: color")] * 20,
-        ("red", "exist"),  # once in twenty is not often
-        ("blue", "query: color"),
-    ]
-    answers = np.array([tokens.index(answer) for answer, _ in kinds])
-    types = np.array([QUESTION_TYPES.index(kind) for _, kind in kinds])
-    predicted = np.full(len(kinds), tokens.index("large"))
-    found = answer_groups(answers, predicted, types, tokens)
-    assert [tokens[answer] for answer in found] == ["no", "yes", "2", "10", "blue", "red", "large"]
-    exist, count, color = (QUESTION_TYPES.index(name) for name in ("exist", "count", "query: color"))
-    assert list(found.values())[:6] == [exist, exist, count, count, color, color]
+KINDS = (
+    *(("no", "yes"), ("0", "1", "2", "5", "10"), ("large", "small"), ("blue", "red"), ("metal", "rubber")),
+    *(("cube", "sphere"), ("<UNK>", "zebra")),
+)
+ORDERED = [name for kind in KINDS for name in kind]
 
 
-def test_without_types_answers_stand_in_one_group():
-    answers = np.array([2, 1, 1])
-    assert answer_groups(answers, answers, np.full(3, -1), ("<NULL>", "b", "a")) == {2: 1, 1: 1}
+@given(st.permutations(ORDERED), st.lists(st.integers(0, len(ORDERED) - 1), min_size=1))
+def test_answers_of_one_kind_stand_together_numbers_by_value_whatever_occurs(tokens, answers):
+    found = answer_groups(answers, tokens)
+    assert [tokens[answer] for answer in found] == [name for name in ORDERED if tokens.index(name) in answers]
+    assert all(tokens[answer] in KINDS[group] for answer, group in found.items())
+
+
+def test_every_answer_of_clevr_is_of_a_kind():
+    tokens = [str(number) for number in range(11)] + ["no", "yes"] + [value for of in VALUES.values() for value in of]
+    assert Counter(answer_groups(range(28), tokens).values()) == {0: 2, 1: 11, 2: 2, 3: 8, 4: 2, 5: 3}

@@ -11,7 +11,7 @@ import torch
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
 from iep.evaluation.prediction_file import prediction_rows, question_text, words, write_predictions
-from iep.evaluation.report import Report, format_table, read_report, write_report
+from iep.evaluation.report import Report, format_table, mean_accuracy, read_report, write_report
 from iep.programs import QUESTION_TYPES
 from iep.vocab import SPECIAL_TOKENS, Vocab
 
@@ -151,6 +151,14 @@ def test_the_table_sets_models_and_baselines_side_by_side():
         "programs exact                     -   90.0       90.0",
         "questions/s                        -   1234       1234",
     ]
+
+
+def test_the_row_of_a_family_is_the_share_of_its_right_answers_to_the_last_bit():
+    """58.75 is half way between two digits; 79 * (47 / 79) is a little less than 47."""
+    types = ("query: size", "query: shape")
+    scores = Scores(47 / 80, dict(zip(types, (0.0, 47 / 79), strict=True)))
+    report = Report("val", 80, dict(zip(types, (1, 79), strict=True)), scores)
+    assert mean_accuracy(report, types) == mean_accuracy(report, None) == 47 / 80
 
 
 def test_five_columns_fit_in_100_characters():

@@ -75,10 +75,10 @@ def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
 
 def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
     whole = outcome(count=2)
-    shares = np.array([[0.5, 0.25], [0.75, 0]])
+    shares = np.array([[0.200496, 0.25], [0.75, 0]])
     whole = replace(whole, predictions=replace(whole.predictions, ranked_probabilities=shares))
     first, second = question_objects(whole, np.array([3, -1]), None)
-    assert first["ranked"] == [(whole.predictions.answers[0], 0.5), (0, 0.25)]
+    assert first["ranked"] == [(whole.predictions.answers[0], 0.200496), (0, 0.25)]
     assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, 0.75)
     unknown = outcome(count=1, parts="")
     (only,) = question_objects(unknown, None, None)

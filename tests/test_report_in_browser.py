@@ -384,17 +384,17 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
     evaluate(tmp_path, *arguments)
     with opened(browser, tmp_path / "report.html") as shown:
         assert "Listed are 8 of 26 questions" in shown.text("#listing .hint")
-        assert shown.found() == "8 questions of 26 in the split"
+        assert shown.found() == "8 questions of 26 evaluated"
         assert shown.column("table.by-type", 3)[0] == percent(report["accuracy"]["overall"])
         listed = shown.listed()
         assert len(set(listed)) == 8
         worst = max((row for row in rows if not row["correct"]), key=lambda row: row["probability"])
         assert listed[0] == worst["question_index"]
         shown.page.locator("table.by-type .link", has_text="exist").click()
-        assert shown.found().endswith(" of 2 in the split")
+        assert shown.found().endswith(" of 2 evaluated")
         shown.page.locator(".chip", has_text="all filters").click()
         shown.page.select_option("#filter-answer", "wrong")
         wrong = sum(not row["correct"] for row in rows)
-        assert shown.found().endswith(f" of {wrong} in the split")
+        assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
-        assert "in the split" not in shown.found()
+        assert "evaluated" not in shown.found()

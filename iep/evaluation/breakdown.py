@@ -6,14 +6,14 @@ for report.json; here are counts of anything, for the HTML report.
 Shapes: N questions, L program tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from iep.batching.graph import graph_from_prefix
-from iep.evaluation.metrics import UNKNOWN_TYPE
 from iep.programs import SCENE, arities
+from iep.synth.world import ATTRIBUTES, VALUES
 from iep.vocab import NULL, SPECIAL_TOKENS, START
 
 
@@ -80,29 +80,20 @@ def confusion(answers_N: np.ndarray, predicted_N: np.ndarray) -> dict[tuple[int,
     return {(true, predicted): count for (true, predicted), count in zip(pairs.tolist(), counts.tolist(), strict=True)}
 
 
-def answer_groups(
-    answers_N: np.ndarray, predicted_N: np.ndarray, types_N: np.ndarray, answer_tokens: Sequence[str]
-) -> dict[int, int]:
-    """Every answer that occurs, true or predicted -> its group, in the order in which to list them: by group, numbers
-    by their value, other answers by the alphabet.
+NUMBERS = 1
+KINDS_OF_ANSWERS = (("no", "yes"), (), *(VALUES[attribute] for attribute in ATTRIBUTES))
+"""Groups of answers in the order of CLEVR's question types; at `NUMBERS` are all whole ones, which need no list."""
 
-    Answers that are often true of one question type are of one group, which is called by its first type. Often is at
-    least a tenth as often as of the type that an answer is most often true of. Answers that are never true of any make
-    the last group.
-    """
-    known = np.asarray(types_N) != UNKNOWN_TYPE
-    table = np.zeros((len(answer_tokens), int(np.max(types_N, initial=0)) + 1), dtype=np.int64)
-    np.add.at(table, (answers_N[known], types_N[known]), 1)
-    often = (table > 0) & (table * 10 >= table.max(1, keepdims=True))
-    group_of_type = np.arange(table.shape[1])
-    for types in often[often.any(1)]:  # of each answer: joins the groups of its types
-        joined = np.isin(group_of_type, group_of_type[types])
-        group_of_type[joined] = group_of_type[types].min()
-    group = np.where(often.any(1), group_of_type[often.argmax(1)], table.shape[1])
 
-    def place(answer: int) -> tuple[int, bool, int, str]:
+def answer_groups(answers: Iterable[int], answer_tokens: Sequence[str]) -> dict[int, int]:
+    """The answers -> the group of each, in the order in which to list them: no and yes, numbers by their value, then
+    CLEVR's values attribute by attribute and what else there is, each by the alphabet."""
+
+    def place(answer: int) -> tuple[int, int, str]:
         token = answer_tokens[answer]
-        is_number = token.isascii() and token.isdigit()
-        return int(group[answer]), not is_number, int(token) if is_number else 0, token
+        if token.isascii() and token.isdigit():
+            return NUMBERS, int(token), token
+        kind = next((at for at, tokens in enumerate(KINDS_OF_ANSWERS) if token in tokens), len(KINDS_OF_ANSWERS))
+        return kind, 0, token
 
-    return {answer: int(group[answer]) for answer in sorted({*answers_N.tolist(), *predicted_N.tolist()}, key=place)}
+    return {answer: place(answer)[0] for answer in sorted(set(answers), key=place)}

@@ -230,7 +230,7 @@ def _confusion(outcome: Outcome) -> dict[str, Any] | None:
     answers, predicted = outcome.questions.answers, outcome.predictions.answers
     if outcome.right is None:
         return None
-    order = answer_groups(answers, predicted, outcome.types, outcome.vocab.answer)
+    order = answer_groups([*answers.tolist(), *predicted.tolist()], outcome.vocab.answer)
     counts = confusion(answers, predicted)
     return {"order": list(order.items()), "cells": [(*pair, count) for pair, count in counts.items()]}
 

@@ -73,7 +73,7 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
         image = int(questions.image_idxs[n])
         ranked = predictions.ranked_answers is not None and zip(
             predictions.ranked_answers[n].tolist(),
-            [round(share, 4) for share in predictions.ranked_probabilities[n].tolist()],
+            predictions.ranked_probabilities[n].tolist(),
             strict=True,
         )
         objects.append(

@@ -180,7 +180,7 @@ def mean_accuracy(report: Report, types: tuple[str, ...] | None) -> float | None
     if report.accuracy is None or types is None or not count_of(report, types):
         return report.accuracy.overall if report.accuracy and types is None else None
     right = (report.questions_by_type.get(name, 0) * report.accuracy.by_type.get(name, 0.0) for name in types)
-    return sum(right) / count_of(report, types)
+    return round(sum(right), 6) / count_of(report, types)  # rounded: 49 * (1 / 49) is a little less than 1
 
 
 def _percent(share: float | None) -> str:

@@ -42,19 +42,20 @@ function chart(title, curves) {
   const levels = isShare ? [0, 0.25, 0.5, 0.75, 1] : ticks(...extent(points.map(([, value]) => value)), 4);
   const [low, high] = [levels[0], levels[levels.length - 1]];
   const { width, height, left, right, top, bottom } = CHART;
-  const x = (step) => left + ((step - steps[0]) / (steps[1] - steps[0] || 1)) * (width - left - right);
+  const isOne = steps[0] === steps[1]; // a single step: in the middle
+  const x = (step) => left + (isOne ? 0.5 : (step - steps[0]) / (steps[1] - steps[0])) * (width - left - right);
   const y = (value) => top + ((high - value) / (high - low || 1)) * (height - top - bottom);
   const shown = (value) => (isShare ? `${percent(value)}%` : short(value));
   const grid = levels.flatMap((level) => [
     drawing("line", { class: "grid", x1: left, x2: width - right, y1: y(level), y2: y(level) }),
     drawing("text", { class: "tick", x: left - 6, y: y(level) + 4, "text-anchor": "end", text: isShare ? `${100 * level}%` : short(level) }),
   ]);
-  const marks = ticks(...steps, 5).filter((step) => step > steps[0] - 1e-9 && step < steps[1] + 1e-9);
+  const marks = isOne ? [steps[0]] : ticks(...steps, 5).filter((step) => step > steps[0] - 1e-9 && step < steps[1] + 1e-9);
   const below = marks.map((step) => drawing("text", { class: "tick", x: x(step), y: height - 8, "text-anchor": "middle", text: short(step) }));
-  below.push(drawing("text", { class: "tick", x: left - 6, y: height - 8, "text-anchor": "end", text: "step" }));
+  below.push(drawing("text", { class: "tick", x: 0, y: height - 8, text: "step" }));
   const lines = names.flatMap((name, at) => {
     const path = curves[name].map(([step, value]) => `${x(step).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
-    const dots = curves[name].length <= 40 ? curves[name].map(([step, value]) => drawing("circle", { class: `dot c${at}`, cx: x(step), cy: y(value), r: 2.5 })) : [];
+    const dots = curves[name].length <= 40 ? curves[name].map(([step, value]) => drawing("circle", { class: `dot c${at}`, cx: x(step), cy: y(value), r: curves[name].length === 1 ? 5 : 2.5 })) : [];
     return [drawing("polyline", { class: `curve c${at}`, points: path }), ...dots];
   });
   const cursor = drawing("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });

@@ -30,8 +30,12 @@ function byId(id) {
   return document.getElementById(id);
 }
 
+// A share in percent with one digit, rounded as the terminal's table is: what is exactly half way to the even digit,
+// where toFixed goes away from 0. Half way are only .25, which becomes .2, and .75, which becomes .8 in both.
 function percent(share) {
-  return share === null || share === undefined ? MISSING : (100 * share).toFixed(1);
+  if (share === null || share === undefined) return MISSING;
+  const value = 100 * share;
+  return (Math.abs(value % 1) === 0.25 ? value - Math.sign(value) * 0.05 : value).toFixed(1);
 }
 
 function whole(number) {

@@ -120,7 +120,9 @@ function listedHint() {
   const { given, problems } = DATA.images;
   const all = DATA.summary.questions;
   const listed = DATA.questions.length;
-  const which = listed === all ? "All questions are listed." : `Listed are ${whole(listed)} of ${whole(all)} questions: in turn the wrong answers and the wrong programs, most confident first, some of every cell above, and some of every family.`;
+  const some = `Listed are ${whole(listed)} of ${whole(all)} questions: in turn the wrong answers and the wrong programs, most confident first, some of every cell above, and some of every family.`;
+  const none = `None of ${count(all, "question")} is listed (--report-questions 0).`;
+  const which = listed === all ? "All questions are listed." : listed ? some : none;
   const without = given ? "" : " No images were given (--images).";
   const lost = problems.length ? ` ${count(problems.length, "image")} could not be shown, such as: ${problems[0]}.` : "";
   return which + without + lost;
@@ -139,7 +141,7 @@ function fillControls() {
   }
 }
 
-// How many questions of the whole split the filters let through, where that is known without listing all of them.
+// How many of all questions evaluated the filters let through, where that is known without listing all of them.
 function inSplit(filters) {
   const set = Object.keys(filters).filter((name) => filters[name] !== "");
   if (DATA.questions.length === DATA.summary.questions) return null;
@@ -167,7 +169,7 @@ function refresh() {
   const found = sorted(DATA.questions.filter((question) => matches(question, listing.filters)), key, listing.descending);
   listing.found = found;
   const all = inSplit(listing.filters);
-  byId("found").textContent = count(found.length, "question") + (all === null ? "" : ` of ${whole(all)} in the split`);
+  byId("found").textContent = count(found.length, "question") + (all === null ? "" : ` of ${whole(all)} evaluated`);
   for (const [name, [label]] of Object.entries(ORDERS)) {
     const pressed = name === listing.order;
     byId(`order-${name}`).setAttribute("aria-pressed", String(pressed));

@@ -1,0 +1,62 @@
+"""`iep-eval --report`: the page's numbers, orders and curves in a browser are those of the terminal, however few."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluate_cases import evaluate
+from pages import chromium, opened
+from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+def test_shares_are_rounded_as_the_terminal_rounds_them(browser: Browser, data, run, tmp_path: Path):
+    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--report", tmp_path)
+    drawn = np.random.default_rng(0).random(200)
+    shares = [*(part / count for count in (80, 400, 2000) for part in range(-3, count + 1)), *drawn.tolist(), 0.200496]
+    with opened(browser, tmp_path / "report.html") as shown:
+        texts = shown.page.evaluate("shares => shares.map(percent)", shares)
+    assert texts == [f"{100 * share:.1f}" for share in shares]
+    assert texts[shares.index(33 / 80)] == "41.2", "toFixed alone says 41.3"
+
+
+def test_a_single_step_is_a_dot_in_the_middle_and_its_number_stands_clear_of_the_word(browser, data, run, tmp_path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": 7, "loss": 2.5, "validation_accuracy": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        assert shown.page.locator("figure").count() == 2
+        for chart in shown.page.locator("figure svg").all():
+            frame, dot = chart.bounding_box(), chart.locator("circle").bounding_box()
+            assert frame["x"] + frame["width"] / 3 < dot["x"] < frame["x"] + 2 * frame["width"] / 3
+            assert dot["width"] > 8
+            word, number = (chart.get_by_text(text, exact=True).bounding_box() for text in ("step", "7"))
+            assert word["x"] + word["width"] < number["x"]
+            assert number["x"] < dot["x"] + dot["width"] / 2 < number["x"] + number["width"]
+
+
+def test_the_first_step_of_a_curve_stands_clear_of_the_word(browser: Browser, data, run, tmp_path: Path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": step, "loss": 1.0} for step in (20_000, 40_000, 60_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        word, number = (shown.page.get_by_text(text, exact=True).bounding_box() for text in ("step", "20k"))
+        assert word["x"] + word["width"] < number["x"]
+
+
+def test_a_page_that_lists_no_question_says_so_and_counts_those_that_were_evaluated(browser, data, run, tmp_path: Path):
+    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--num-samples", 12]
+    evaluate(tmp_path, *arguments, "--report-questions", 0)
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.text("#listing .hint").startswith("None of 12 questions is listed (--report-questions 0).")
+        assert shown.found() == "0 questions of 12 evaluated"
