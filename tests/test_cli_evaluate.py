@@ -271,10 +271,9 @@ def test_a_split_without_answers_gets_predictions_and_the_table_says_so(data, ru
     assert (report["accuracy"], report["program_exact_match"], report["baselines"]) == (None, None, {})
     assert len(rows) == report["questions"] == TEST
     assert all("predicted_answer" in row and "answer" not in row and "correct" not in row for row in rows)
-    said = "The test split has no answers: accuracies are unknown"
-    assert f"{said}, the answers are in {tmp_path / 'answers.txt'}." in output
+    assert "The test split has no answers: accuracies are unknown." in output
+    assert str(tmp_path / "answers.txt") in output.partition("Wrote ")[2]
     assert cells(output, "overall") == [str(TEST), "-"]
-    assert f"{said}." in iep_eval(*arguments).stdout
 
 
 def test_a_split_without_programs_is_answered_with_predicted_ones(data, run, tmp_path: Path):

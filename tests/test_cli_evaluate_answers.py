@@ -63,6 +63,28 @@ def test_where_nothing_answers_no_answers_of_an_earlier_evaluation_are_left(data
     assert "answers.txt" not in output
 
 
+def test_answers_under_one_number_are_said_not_to_be_told_apart(data, run, tmp_path: Path):
+    twice = Path(shutil.copytree(data, tmp_path / "data"))
+    content = {name: arrays(TEST)[name] for name in ("questions", "image_idxs", "orig_idxs")}
+    content["orig_idxs"][7] = content["orig_idxs"][4]
+    path = write_h5(twice / "test_questions.h5", content)
+    arguments = ["--baseline", run["lstm"], "--split", "test", "--data"]
+    _, _, output = evaluate(tmp_path / "out", *arguments, twice)
+    said = f"2 questions have the question_index 1004; {tmp_path / 'out' / 'answers.json'} does not tell their answers"
+    assert f"{path}: {said}" in output
+    assert len(answers(tmp_path / "out")[0]) == TEST
+    assert "question_index" not in evaluate(tmp_path / "out", *arguments, data)[2]
+
+
+def test_a_page_of_an_earlier_evaluation_is_said_to_be(data, run, tmp_path: Path):
+    arguments = ["--baseline", run["lstm"], "--data", data]
+    said = f"{tmp_path / 'report.html'} is not of this evaluation"
+    assert said not in evaluate(tmp_path, *arguments, "--report", tmp_path)[2]
+    assert said in evaluate(tmp_path, *arguments, "--num-samples", 5)[2]
+    assert said in evaluate(tmp_path, *arguments, "--report", tmp_path / "elsewhere")[2]
+    assert said not in evaluate(tmp_path, *arguments, "--report", tmp_path / "elsewhere" / "..")[2]
+
+
 def test_a_full_disk_leaves_the_earlier_answers_whole(data, run, tmp_path: Path):
     arguments = ["--baseline", run["lstm"], "--data", data, "--out", tmp_path]
     assert iep_eval(*arguments).exit_code == 0

@@ -36,6 +36,14 @@ def test_where_nothing_can_be_written_nothing_is_evaluated(data, run, tmp_path: 
         (["--baseline", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
         (["--pg", "{pg}", "--beam-size", "0"], "0 is not in the range x>=1", 2),
         (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range 2<=x<=1000", 2),
+        (
+            ["--baseline", "{lstm}", "--beam-size", "5"],
+            "--beam-size and --max-program-length are for",
+            2,
+        ),
+        (["--ee", "{ee}", "--max-program-length", "9"], "are for a program generator; give --pg CKPT", 2),
+        (["--baseline", "{lstm}", "--report", ""], "'--report': the name is empty, expected a directory", 2),
+        (["--baseline", "{lstm}", "--out", ""], "'--out': the name is empty, expected a directory", 2),
         (["--baseline", "{lstm}", "--num-samples", "0"], "0 is not in the range x>=1", 2),
         (["--baseline", "{lstm}", "--out", "{lstm}"], "is a file", 2),
         (["--baseline", "{lstm}", "--name", "a\udcff"], "--name: the name 'a\\udcff' is not UTF-8 text", 2),
@@ -104,3 +112,16 @@ def test_a_full_disk_leaves_the_earlier_report_and_names_the_file(data: Path, ru
         assert_one_error(result, f"{tmp_path / name}: file size limit reached")
         assert (tmp_path / name).read_bytes() == before[name]
     assert {path.name for path in tmp_path.iterdir()} == before.keys()
+
+
+@pytest.mark.parametrize("option", ["--out", "--report"])
+def test_the_table_is_printed_even_where_no_file_can_be_written(data, run, tmp_path: Path, option: str):
+    arguments = ["--baseline", run["lstm"], "--data", data, "--name", "blind"]
+    report, _, output = evaluate(tmp_path / "whole", *arguments)
+    with files_no_larger_than(500):
+        result = iep_eval(*arguments, option, tmp_path / "full")
+    assert_one_error(result, "file size limit reached")
+    overall = [line for line in output.splitlines() if line.startswith(("overall", "exist", "count"))]
+    assert f"{100 * report['accuracy']['overall']:.1f}" in overall[0]
+    assert [line for line in result.output.splitlines() if line.startswith(("overall", "exist", "count"))] == overall
+    assert "Wrote" not in result.output

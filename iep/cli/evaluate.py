@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.common import Command
-from iep.cli.options import decoding_options, families_option, placement_options, where
+from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
 from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS
 from iep.evaluation.settings import Evaluation
 from iep.locks import alone_in
@@ -63,13 +63,13 @@ from iep.locks import alone_in
 @placement_options
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DirectoryPath(),
     help="Directory for report.json, predictions.jsonl, answers.json, and answers.txt, as CLEVR's evaluation takes it.",
 )
 @click.option(
     "--report",
     "report_dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DirectoryPath(),
     metavar="DIR",
     help="Directory for report.html: accuracies, confusion, worst questions, training curves in one file to look at.",
 )
@@ -108,14 +108,16 @@ def main(
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report; give --report DIR too")
+    if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
+        raise click.UsageError("--beam-size and --max-program-length are for a program generator; give --pg CKPT")
     for flag, label in (("--name", name), *(("--against", label) for label, _ in others)):
         if label.encode(errors="replace").decode() != label:
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
     from iep.distributed import is_main, joined
     from iep.evaluation.html_report import PAGE, Page
-    from iep.evaluation.outputs import ANSWERS, OUTPUTS, REPORT
-    from iep.evaluation.report import format_table, read_report
+    from iep.evaluation.outputs import OUTPUTS, REPORT
+    from iep.evaluation.report import Report, format_table, read_report
     from iep.evaluation.run import evaluate
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
@@ -125,25 +127,29 @@ def main(
     if report_dir is not None:
         most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
         page = Page(report_dir, images, most_questions, name, tuple(earlier))
+
+    def show(report: Report) -> None:
+        click.echo(format_table([*earlier, (name, report)]))
+        if report.selection:
+            click.echo(f"Of the {report.split} split: {report.selection}.")
+        if report.accuracy is None and (options["ee"] or options["baseline"]):
+            click.echo(f"The {report.split} split has no answers: accuracies are unknown.")
+        if report.program_exact_match is None and options["pg"]:
+            click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
+
     with joined(), ExitStack() as held:
         if is_main():
             for directory in {path.resolve(): path for path in (out, report_dir) if path is not None}.values():
                 held.enter_context(alone_in(directory, *OUTPUTS, PAGE))
-        report = evaluate(settings, out, page)
+        report = evaluate(settings, out, page, show)
     if report is None:  # one of several processes, and not the one that speaks
         return
-    click.echo(format_table([*earlier, (name, report)]))
-    if report.selection:
-        click.echo(f"Of the {report.split} split: {report.selection}.")
-    if report.accuracy is None and (options["ee"] or options["baseline"]):
-        written = "" if out is None else f", the answers are in {out / ANSWERS}"
-        click.echo(f"The {report.split} split has no answers: accuracies are unknown{written}.")
-    if report.program_exact_match is None and options["pg"]:
-        click.echo(f"The {report.split} split has no programs: their exact match is unknown.")
     if out is not None:
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
     if report_dir is not None:
         click.echo(f"Wrote {report_dir / PAGE}")
+    if out is not None and (out / PAGE).exists() and (page is None or not out.samefile(page.directory)):
+        click.echo(f"{out / PAGE} is not of this evaluation; --report {out} writes one that is.")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,18 @@ class PicturePath(click.Path):
         return path
 
 
+class DirectoryPath(click.Path):
+    """A directory that files are written to; an empty name, perhaps of a variable that is not set, is none."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if value == "":
+            self.fail("the name is empty, expected a directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class CommaList(click.ParamType):
     """A comma list, each item converted by `item`; a tuple without repetitions."""
 

@@ -1,13 +1,16 @@
 """What a reader of an evaluation might take otherwise than it is meant -> lines, for the terminal and the HTML report.
 
-Covers where question types are from, why there is no column *commonest*, and pictures of other images than the
-features are of.
+Covers where question types are from, why there is no column *commonest*, pictures of other images than the
+features are of, and answers to a part of the questions or several under one number.
 """
 
 from pathlib import Path
 
+import numpy as np
+
 from iep.data_files import Questions, split_files
 from iep.evaluation.outcome import Outcome
+from iep.evaluation.outputs import ANSWERS, ANSWERS_JSON
 from iep.evaluation.page_images import Pictures
 from iep.features import Features
 
@@ -47,3 +50,19 @@ def pictures_note(pictures: Pictures, data: Path, split: str) -> str | None:
         f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the report's pictures "
         "may be wrong."
     )
+
+
+def answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
+    """Lines where the files of answers in `out` do not hold one to each of the split's `total` questions, or several
+    under one `question_index`."""
+    questions, notes = outcome.questions, []
+    if outcome.predictions.answers is None:
+        return notes
+    if len(questions) < total:
+        notes.append(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {total} questions.")
+    indices, counts = np.unique(questions.orig_idxs, return_counts=True)
+    if (counts > 1).any():
+        first = counts.argmax()
+        where = f"{counts[first]} questions have the question_index {indices[first]}"
+        notes.append(f"{questions.path}: {where}; {out / ANSWERS_JSON} does not tell their answers apart.")
+    return notes

@@ -1,6 +1,6 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from iep.distributed import gather, is_main
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
-from iep.evaluation.notes import commonest_note, pictures_note, types_note
+from iep.evaluation.notes import answers_notes, commonest_note, pictures_note, types_note
 from iep.evaluation.outcome import Outcome
-from iep.evaluation.outputs import ANSWERS, OUTPUTS, write_outputs
+from iep.evaluation.outputs import OUTPUTS, write_outputs
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
@@ -33,9 +33,17 @@ from iep.question_families import family_filter
 from iep.vocab import Vocab
 
 
-def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = None) -> Report | None:
+def evaluate(
+    settings: Evaluation,
+    out: Path | None = None,
+    page: Page | None = None,
+    show: Callable[[Report], None] | None = None,
+) -> Report | None:
     """Evaluate, and write report.json, predictions.jsonl and the answers into `out` where it is given, the HTML report
     of `page` where that is. Of several processes the first writes and returns the report, the others None.
+
+    Args:
+        show: gets the report at the end, where a file could not be written too: it may have taken hours to find.
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, the split lacks what is asked for, or there
@@ -75,13 +83,17 @@ def evaluate(settings: Evaluation, out: Path | None = None, page: Page | None = 
     notes = _notes(settings, outcome, bool(baselines), pictures)
     for note in notes:
         tqdm.write(note)
-    if out is not None:
-        write_outputs(out, outcome, report)
-        if predictions.answers is not None and len(questions) < split.total:
-            tqdm.write(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {split.total} questions.")
-    if page is not None:
-        shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
-        write_page(page, outcome, report, shown, pictures, notes)
+    try:
+        if out is not None:
+            write_outputs(out, outcome, report)
+            for note in answers_notes(out, outcome, split.total):
+                tqdm.write(note)
+        if page is not None:
+            shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
+            write_page(page, outcome, report, shown, pictures, notes)
+    finally:
+        if show is not None:
+            show(report)
     return report
 
 
