@@ -2,11 +2,11 @@
 
 The meaning of tokens is that of `batching/graph.py`: `<START>` is skipped, `<NULL>` and the end of the tokens stand for
 `scene`, what follows the complete tree is ignored, other special tokens inside of it are functions of one argument.
-Runs nothing.
+Which values are of a kind that nothing takes is the engine's to say (`without`). Runs nothing.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from iep.programs import SCENE, arity
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START
@@ -24,6 +24,8 @@ class Node:
     """The nodes whose results it takes, in order, by their place in the tree's list."""
     is_filled_in: bool = False
     """`scene`, where the program has `<NULL>` or had ended."""
+    unused: str = ""
+    """Why its value is not taken, `scene`'s standing in its place; empty where it is."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,30 @@ def program_tree(tokens: Sequence[str]) -> ProgramTree:
     return ProgramTree(tuple(nodes), tuple(token for token in rest[:end] if token != SPECIAL_TOKENS[NULL]))
 
 
+NOT_USED = "not used"
+
+
+def without(tree: ProgramTree, reasons: Mapping[int, str]) -> ProgramTree:
+    """The tree with nodes marked as unused, by their place in its list, and with them all below them."""
+    why = dict(reasons)
+    nodes = []
+    for number, node in enumerate(tree.nodes):
+        nodes.append(replace(node, unused=why.get(number, "")))
+        if number in why:
+            why |= dict.fromkeys(node.arguments, NOT_USED)
+    return replace(tree, nodes=tuple(nodes))
+
+
+def tokens_run(tree: ProgramTree) -> list[str]:
+    """The prefix tokens of what runs: `scene` in the place of each subtree that is not used."""
+    tokens, waiting = [], [0]
+    while waiting:
+        node = tree.nodes[waiting.pop()]
+        tokens.append(SCENE if node.unused else node.token)
+        waiting += [] if node.unused else reversed(node.arguments)
+    return tokens
+
+
 def tree_lines(tree: ProgramTree, label: Callable[[Node], str]) -> list[str]:
     """The tree drawn with lines, the root above, a line of text for each node, named by `label`."""
     lines = []
@@ -90,5 +116,6 @@ def tree_lines(tree: ProgramTree, label: Callable[[Node], str]) -> list[str]:
 
 
 def named(node: Node) -> str:
-    """A node's token, with a word where it was not in the program."""
-    return f"{node.token} (filled in)" if node.is_filled_in else node.token
+    """A node's token, with words where it was not in the program, or is not used."""
+    said = [*(["filled in"] if node.is_filled_in else []), *([node.unused] if node.unused else [])]
+    return f"{node.token} ({'; '.join(said)})" if said else node.token

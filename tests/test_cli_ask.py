@@ -170,7 +170,8 @@ def test_programs_run_instead_of_predicted_ones_and_need_no_generator(parts):
     [
         ("count filter_colour[red] scene", "program token 1 ('filter_colour[red]') is not in"),
         ("count filter_colour[red] scene", "did you mean 'filter_color[red]'?"),
-        ("count <END> scene", "program token 1 ('<END>') is not in"),
+        ("count <END> scene", "program token 1 ('<END>') is a special token, expected a function"),
+        ("count scene <END>", "program token 2 ('<END>') is a special token, expected a function"),
         ("count", "ends after 1 token, inside its tree"),
         ("count scene scene", "program token 2 (scene) comes after the tree is complete"),
         ("", "ends after 0 tokens"),

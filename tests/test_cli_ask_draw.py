@@ -46,7 +46,7 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
         "greater_than",
         "intersect",
         "[small]",
-        "unknown word: $x$",
+        "'Why', '$x$', '<'",
         "Lit up: norm over",
     ):
         assert name in found
@@ -98,6 +98,17 @@ def test_a_question_in_letters_that_the_font_lacks_is_drawn_without_a_word(asked
     answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.png")
     assert (tmp_path / "a.png").exists()
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_of_many_unknown_words_some_are_named_and_the_rest_counted(asked, tmp_path):
+    question = " ".join(f"zz{number}" for number in range(150))
+    output = answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.svg")
+    answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.png")
+    assert output.count("the vocabulary lacks") == 10
+    assert "\n  and 140 more words, taken as <UNK>\n" in output
+    assert "and 140 more" in texts(tmp_path / "a.svg")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.height < 2000
 
 
 def test_a_program_of_hundreds_of_functions_is_answered_and_not_drawn(asked, tmp_path):

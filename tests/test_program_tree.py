@@ -5,7 +5,7 @@ from batching_cases import quick
 from hypothesis import example, given, settings
 
 from iep.batching.reference import run_prefix
-from iep.program_tree import named, program_tree, tree_lines
+from iep.program_tree import named, program_tree, tokens_run, tree_lines, without
 from iep.programs import arity
 from iep.vocab import NULL, SPECIAL_TOKENS, START
 
@@ -87,3 +87,15 @@ def test_a_program_of_a_thousand_functions_is_no_deeper_than_python_can_go():
     assert len(tree.nodes) == 1501
     assert len(tree_lines(tree, named)) == 1501
     assert tree.post_order == list(range(1501))[::-1]
+
+
+def test_what_is_not_used_is_told_with_all_below_it_and_scene_runs_instead():
+    tree = without(program_tree(["union", "count", "filter_color[red]"]), {1: "not used: why"})
+    assert tree_lines(tree, named) == [
+        "union",
+        "├─ count (not used: why)",
+        "│  └─ filter_color[red] (not used)",
+        "│     └─ scene (filled in; not used)",
+        "└─ scene (filled in)",
+    ]
+    assert tokens_run(tree) == ["union", "scene", "scene"]

@@ -4,14 +4,18 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import PUBLISHED_LAYERS, quick
-from hypothesis import given, settings
-from tbd_cases import INDEX, TOKENS, any_programs, features, programs, tbd_engine
+from hypothesis import example, given, settings
+from tbd_cases import INDEX, PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
 from iep.asking.looks import look_maps
 from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.family import ATTENTION, MAP, misfits
+from iep.execution_engine.modules import IEP
 from iep.execution_engine.plans import plan_programs
+from iep.execution_engine.tbd import TBD
 from iep.execution_engine.trace import trace
+from iep.program_tree import program_tree, tokens_run, without
 
 
 def plan_of(*texts, **kwargs):
@@ -185,3 +189,33 @@ def test_a_trace_shows_where_each_function_looked():
     gradients = look_maps(traced, "gradient")
     assert gradients[2].any()
     assert not gradients[3].any()
+
+
+@given(programs_BL=any_programs)
+@example(programs_BL=PROGRAMS_BL)
+@settings(quick, max_examples=25)
+def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(programs_BL):
+    engine = tbd_engine()
+    for program_L in programs_BL:
+        tree = program_tree([TOKENS[token] for token in program_L])
+        fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, TBD)}))
+        assert misfits(program_tree(fitting), TBD) == []
+        logits = engine.reference(features(1), program_L[None])
+        assert torch.equal(logits, engine.reference(features(1), programs(" ".join(fitting))))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("query_size unique filter_color[red] scene", []),
+        ("less_than count scene scene", []),
+        ("scene", []),
+        ("filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
+        ("unique filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
+        ("count unique count scene", [(1, 0, MAP, ATTENTION)]),
+        ("equal_integer count scene filter_color[red] count scene", [(3, 0, ATTENTION, MAP), (4, 3, MAP, ATTENTION)]),
+    ],
+)
+def test_values_of_the_wrong_kind_are_found_with_what_takes_them(program, expected):
+    assert misfits(program_tree(program.split()), TBD) == expected
+    assert misfits(program_tree(program.split()), IEP) == []

@@ -6,3 +6,5 @@ LOOKS = {
 }
 """What a map can show, by the name that `--look` takes."""
 DEFAULT_LOOK = "norm"
+MOST_WORDS = 10
+"""Unknown words, ignored tokens and the like that are told or drawn one by one."""

@@ -15,7 +15,9 @@ from torch import Tensor
 from iep.asking.words import Words, read_program, read_question
 from iep.datasets import Batch
 from iep.evaluation.predict import Predictor, ranked
-from iep.program_tree import ProgramTree, program_tree
+from iep.execution_engine.families import family
+from iep.execution_engine.family import misfits
+from iep.program_tree import NOT_USED, ProgramTree, program_tree, without
 from iep.vocab import NULL, Vocab
 
 
@@ -26,7 +28,7 @@ class Answer:
     Attributes:
         question: None where only a program was given.
         program: (L,) the tokens that were run, as indices; none of a baseline.
-        tree: the tree that they stand for; None of a baseline.
+        tree: the tree that they stand for, with what the engine does not use of it marked; None of a baseline.
         ranked: all answers and their probabilities, the likeliest first.
     """
 
@@ -62,9 +64,11 @@ class Asker:
         """The answers of programs, prefix tokens with spaces between them; `questions`, if any, are what they ask.
 
         Raises:
-            InputError: a token is not in the vocabulary, or a program is not one complete tree.
+            InputError: a token is not in the vocabulary, a program is not one complete tree, or a function is given a
+                value of a kind that the engine's modules do not take there.
         """
-        programs_BL = _padded([read_program(text, self.vocab) for text in programs]).to(self.device)
+        own = family(self.predictor.engine.family_name)
+        programs_BL = _padded([read_program(text, self.vocab, own) for text in programs]).to(self.device)
         words = [read_question(text, self.vocab) for text in questions] or [None] * len(programs)
         return self._answers(words, programs_BL, programs_BL)
 
@@ -89,9 +93,16 @@ class Asker:
         for question, program_L, values_A, indices_A in zip(questions, programs, *ranks_BA, strict=True):
             pairs = zip(indices_A.tolist(), values_A.tolist(), strict=True)
             named = tuple((self.vocab.answer[index], value) for index, value in pairs)
-            tree = program_tree([self.vocab.program[token] for token in program_L]) if program_L else None
+            tree = self._tree(program_L) if program_L else None
             answers.append(Answer(question, tuple(program_L), tree, named))
         return answers
+
+    def _tree(self, program_L: Sequence[int]) -> ProgramTree:
+        """What runs of a program."""
+        tree = program_tree([self.vocab.program[token] for token in program_L])
+        found = misfits(tree, family(self.predictor.engine.family_name))
+        words = {misfit.node: misfit.words for misfit in found}
+        return without(tree, {node: f"{NOT_USED}: {made}, not {wanted}" for node, (made, wanted) in words.items()})
 
     def _batch(self, questions_BT: Tensor) -> Batch:
         rows_B = torch.zeros(len(questions_BT), dtype=torch.long)

@@ -22,16 +22,17 @@ from matplotlib.textpath import TextToPath
 from PIL import Image
 from torch.nn import functional
 
-from iep.asking import LOOKS
+from iep.asking import LOOKS, MOST_WORDS
 from iep.asking.answers import Answer, Asker
 from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
 from iep.asking.fonts import fonts_for
 from iep.asking.looks import look_maps, to_unit
+from iep.asking.words import some
 from iep.errors import InputError
 from iep.execution_engine.trace import trace
 from iep.pictures import DPI, save
 from iep.preprocess.images import open_image
-from iep.program_tree import Node, ProgramTree
+from iep.program_tree import NOT_USED, Node, ProgramTree
 
 MOST_NODES = 200
 """Functions of a program that is drawn: more is nothing that can be looked at."""
@@ -67,7 +68,10 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str
     traced = trace(asker.predictor.engine, asker.features, answer.program)
     attentions = [look == "norm" and output.shape[1] == 1 for output in traced.outputs]
     maps = [to_unit(*pair) for pair in zip(look_maps(traced, look), attentions, strict=True)]
-    notes = _notes(answer, look, any(attentions))
+    # What is not used did not run for the answer.
+    maps = [map_HW * (not node.unused) for node, map_HW in zip(answer.tree.nodes, maps, strict=True)]
+    is_all_lit = all(node.unused or bool(map_HW.any()) for node, map_HW in zip(answer.tree.nodes, maps, strict=True))
+    notes = _notes(answer, look, any(attentions), is_all_lit)
     names = (name for name, _ in answer.ranked[:top])
     fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
     with rc_context({"font.family": fonts}):
@@ -116,17 +120,24 @@ def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
 
 def _label(node: Node) -> list[str]:
     function, bracket, value = node.token.partition("[")
-    return [function, *([bracket + value] if bracket else []), *(["(filled in)"] if node.is_filled_in else [])]
+    said = [*(["(filled in)"] if node.is_filled_in else []), *([f"({NOT_USED})"] if node.unused else [])]
+    return [function, *([bracket + value] if bracket else []), *said]
 
 
-def _notes(answer: Answer, look: str, with_attentions: bool) -> list[tuple[str, str]]:
+def _notes(answer: Answer, look: str, with_attentions: bool, is_all_lit: bool) -> list[tuple[str, str]]:
     """What is said below the answers, with its colours."""
-    unknown = answer.question.unknown if answer.question else ()
-    notes = [(f"unknown word: {word}", WARNING) for word, _ in unknown]
+    notes = []
+    if unknown := [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []:
+        words = "unknown words" if len(unknown) > 1 else "unknown word"
+        notes.append((f"{words}: {some(unknown, MOST_WORDS)}", WARNING))
+    reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
+    if reasons:
+        notes.append((some(reasons, MOST_WORDS, "; "), WARNING))
     if answer.tree.ignored:
-        notes.append((f"ignored after the program's tree: {' '.join(answer.tree.ignored)}", WARNING))
+        notes.append((f"ignored after the program's tree: {some(answer.tree.ignored, MOST_WORDS, ' ')}", WARNING))
     alone = "; attentions as they are, from 0 to 1" if with_attentions else ""
-    return [*notes, (f"Lit up: {LOOKS[look]}, each from its least to its greatest{alone}.", GREY)]
+    dark = "" if is_all_lit else "; nothing where it is 0 or the same everywhere"
+    return [*notes, (f"Lit up: {LOOKS[look]}, each from its least to its greatest{alone}{dark}.", GREY)]
 
 
 def _measure(size: float, weight: str = "normal") -> Measure:
@@ -194,6 +205,6 @@ def _draw_tree(
             xs, ys = (x, x, below.middle[0], below.middle[0]), (picture.bottom, halfway, halfway, below.y)
             axis.plot(xs, ys, color=GREY, linewidth=1, zorder=1)
         _show(axis, picture, lit(image, map_HW))
-        color = GREY if node.is_filled_in else DARK
+        color = GREY if node.is_filled_in or node.unused else DARK
         text = "\n".join(lines)
         axis.text(name.x, name.middle[1], text, fontsize=LABEL, color=color, va="center", parse_math=False)

@@ -1,10 +1,12 @@
 """A question as a person types it, or a program -> token indices of a vocabulary, and which words it does not know."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from iep.errors import InputError, nearest
+from iep.execution_engine.family import Family, misfits
+from iep.program_tree import program_tree
 from iep.programs import prefix_to_json
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
@@ -45,6 +47,12 @@ def read_question(text: str, vocab: Vocab) -> Words:
     return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
 
 
+def some(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first `most` of the texts, and how many more there are."""
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
+
+
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """The most similar of the words `known`, one that differs in case alone before all others; None where none is."""
     by_lower_case: dict[str, list[str]] = {}
@@ -57,18 +65,29 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
     return min(by_lower_case[found[0]], key=lambda other: (other[:1].isupper() != word[:1].isupper(), other))
 
 
-def read_program(text: str, vocab: Vocab) -> tuple[int, ...]:
+def read_program(text: str, vocab: Vocab, own: Family) -> tuple[int, ...]:
     """The indices of a well-formed program's prefix tokens, with spaces between them in `text`.
 
+    Args:
+        own: the modules that are to run it.
+
     Raises:
-        InputError: a token is not in the vocabulary, or the tokens are not one complete tree.
+        InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or a function is
+            given a value of a kind that its module does not take.
     """
     tokens = text.split()
     known = {token: index for token, index in vocab.program_index.items() if token not in SPECIAL_TOKENS}
     for place, token in enumerate(tokens):
+        if token in SPECIAL_TOKENS:
+            raise InputError(f"program token {place} ({token!r}) is a special token, expected a function")
         if token not in known:
             raise InputError(
                 f"program token {place} ({token!r}) is not in the checkpoint's vocabulary{nearest(token, known)}"
             )
     prefix_to_json(tokens)
+    for misfit in misfits(program_tree(tokens), own):
+        made, wanted = misfit.words
+        taker = "the classifier" if misfit.taker is None else f"program token {misfit.taker} ({tokens[misfit.taker]})"
+        argument = f"program token {misfit.node} ({tokens[misfit.node]})"
+        raise InputError(f"{taker} takes {wanted}, but its argument, {argument}, makes {made}")
     return tuple(known[token] for token in tokens)

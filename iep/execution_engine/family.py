@@ -7,16 +7,20 @@ Shapes: B programs, L tokens, C H W feature maps.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
 from iep.batching.graph import Graph
 from iep.batching.types import Types
+from iep.program_tree import ProgramTree
 from iep.programs import SCENE, arity
 
 MAP, ATTENTION = 0, 1
 """Columns of values: (C, H, W), as stems are, and (1, H, W)."""
+KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
+"""What values of a column are, for people."""
 
 
 def as_column(column: int, maps_GCHW: Tensor) -> Tensor:
@@ -41,6 +45,11 @@ def maps_alone(token: str) -> tuple[int, ...]:
 def a_map(token: str) -> int:
     """Every function makes one."""
     return MAP
+
+
+def takes_and_makes_maps(token: str) -> tuple[tuple[int, ...], int]:
+    """All that every function takes and makes are maps, so that any program fits."""
+    return (MAP,) * arity(token), MAP
 
 
 def the_stem(stem_1CHW: Tensor) -> Tensor:
@@ -72,10 +81,48 @@ class Family:
     """(token) -> the column of each tensor that its module takes."""
     makes: Callable[[str], int] = a_map
     """(token) -> the column of what its module returns."""
+    kinds: Callable[[str], tuple[tuple[int, ...], int] | None] = takes_and_makes_maps
+    """(token) -> the column of each of its function's arguments, and that of its result; None for what hands on its
+    argument, and for a `scene` that stands for a value of any column."""
     scene: Callable[[Tensor], Tensor] = the_stem
     """(stem_1CHW) -> what `scene` stands for where it has no module."""
     attentions: Callable[[Graph, Sequence[str]], np.ndarray] | None = None
     """(graph, program tokens) -> slots of the attentions that a penalty counts; None for a family that makes none."""
+
+
+class Misfit(NamedTuple):
+    """A node of a program's tree whose value is of another column than what is to take it."""
+
+    node: int
+    """Its place in the tree's list."""
+    taker: int | None
+    """The node that it is an argument of; None for the root, whose value the classifier takes."""
+    made: int
+    wanted: int
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What it makes, and what is wanted."""
+        return KINDS[self.made], KINDS[self.wanted]
+
+
+def misfits(tree: ProgramTree, own: Family) -> list[Misfit]:
+    """The nodes whose values a family does not use, `scene`'s standing in their place, because the kind is another."""
+    found = []
+    made: list[int | None] = [None] * len(tree.nodes)  # None: any
+    for number in tree.post_order:
+        node = tree.nodes[number]
+        kinds = own.kinds(node.token)
+        if kinds is None:
+            made[number] = made[node.arguments[0]] if node.arguments else None
+            continue
+        wanted, made[number] = kinds
+        for argument, column in zip(node.arguments, wanted, strict=True):
+            if made[argument] not in (None, column):
+                found.append(Misfit(argument, number, made[argument], column))
+    if made[0] not in (None, MAP):
+        found.append(Misfit(0, None, made[0], MAP))
+    return sorted(found)
 
 
 def scene_token(program_tokens: Sequence[str]) -> int:

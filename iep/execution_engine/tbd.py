@@ -224,6 +224,11 @@ def _makes(token: str) -> int:
     return role_of(token).makes
 
 
+def _kinds(token: str) -> tuple[tuple[int, ...], int] | None:
+    role = role_of(token)
+    return None if role is None else (role.takes[role.looks :], role.makes)
+
+
 TBD = Family(
     make=make_module,
     runs=modules_run,
@@ -233,6 +238,7 @@ TBD = Family(
     inputs=inputs_of,
     takes=_takes,
     makes=_makes,
+    kinds=_kinds,
     scene=ones_like,
     attentions=penalized,
 )
