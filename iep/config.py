@@ -37,6 +37,8 @@ CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """Settings that say where a run computes; checkpoints do not remember them."""
+Given = list[tuple[str, Mapping[str, Any]]]
+"""Settings, nested ones in mappings, and where they were given."""
 LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4)}
 
@@ -221,16 +223,48 @@ def read_config(
         InputError: the file is missing or not a YAML mapping, a key is unknown (the nearest one is suggested), or a
             value has the wrong type, is too small, or is not among the choices.
     """
-    config = base or Config()
-    if file is not None:
-        config = update(config, _read_yaml(file), source=str(file))
+    return overridden(base or Config(), given_settings(file, assignments, overrides))
+
+
+def given_settings(
+    file: Path | None = None, assignments: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
+) -> Given:
+    """What `read_config` is given, the later ones overriding the earlier ones.
+
+    Raises:
+        InputError: as `read_config`, but for what needs the keys to be known.
+    """
+    given: Given = [] if file is None else [(str(file), _read_yaml(file))]
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             raise InputError(f"{assignment!r}: expected key=value, such as batch_size=128")
-        config = update(config, _nested(key, _yaml_value(text, assignment)), source=assignment)
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    return update(config, given, source="command line")
+        given.append((assignment, _nested(key, _yaml_value(text, assignment))))
+    return [*given, ("command line", {key: value for key, value in (overrides or {}).items() if value is not None})]
+
+
+def overridden(config: Config, given: Given) -> Config:
+    """`config` with all that is given put in.
+
+    Raises:
+        InputError: as `update`.
+    """
+    for source, values in given:
+        config = update(config, values, source)
+    return config
+
+
+def given_names(given: Given) -> frozenset[str]:
+    """The dotted names of all settings that are given, be they the defaults or not."""
+    return frozenset(name for _, values in given for name in flat(values))
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    found = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = "") -> Any:

@@ -5,6 +5,7 @@ A checkpoint keeps each network's constructor arguments beside its weights, so t
 settings in a config; `NETWORKS` says which a model has.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -94,8 +95,8 @@ def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The network `name` with new weights. It keeps its constructor arguments, `kwargs`, for its checkpoints, and its
-    `recipe`: how the features were made that it was trained on, none so far.
+    """The network `name` with new weights. It keeps its constructor arguments, `kwargs` and the defaults of those not
+    given, for its checkpoints, and its `recipe`: how the features were made that it was trained on, none so far.
 
     Raises:
         InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
@@ -104,7 +105,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
         network = CLASSES[name](**kwargs)
     except (TypeError, ValueError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
-    network.kwargs = dict(kwargs)
+    accepted = inspect.signature(CLASSES[name]).parameters.values()
+    network.kwargs = {each.name: kwargs.get(each.name, each.default) for each in accepted}
     network.recipe = {}
     return network
 

@@ -52,11 +52,11 @@ def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
     kwargs = {"num_question_tokens": 9, "num_program_tokens": 5, "embedding_dim": 400, "hidden_dim": 8}
     networks = [build("generator", kwargs) for _ in range(3)]
     for network, seed in zip(networks, (1, 1, 2), strict=True):
-        before = network.encoder_embed.weight.detach().clone()
+        before, told = network.encoder_embed.weight.detach().clone(), network.kwargs
         add_words(network, "generator", 50, seed)
         assert torch.equal(network.encoder_embed.weight[:9], before)
         assert network.encoder_embed.weight.shape == (59, 400)
-        assert network.kwargs == kwargs | {"num_question_tokens": 59}
+        assert network.kwargs == told | {"num_question_tokens": 59}
     one, again, other = (network.encoder_embed.weight[9:].detach() for network in networks)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)

@@ -1,7 +1,7 @@
 """Training that starts from checkpoints of the original toolkit, and what it makes of their settings."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from test_original_checkpoints import BASELINES, ENGINES
 from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, newest
 
 from iep.cli.train import main
+from iep.config import read_config
 from iep.networks import load_baseline, load_network
 from iep.preprocess.backbones import Patches
 from iep.preprocess.features import image_features
@@ -163,9 +164,45 @@ def test_a_question_is_answered_by_an_original_checkpoint(tmp_path: Path):
     assert said["answers"][0]["probability"] == pytest.approx(float(probability_A.max()), abs=1e-5)
 
 
-def test_another_setting_than_the_files_is_refused(data: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("asked", "key", "held"),
+    [
+        (["engine.module_dim=9"], "module_dim", 4),
+        (["engine.module_norm=example"], "module_norm", "none"),
+        (["--modules", "tbd"], "modules", "iep"),
+        (["engine.stem_stride=2"], "stem_stride", 1),
+        (["engine.stem_pixels=2"], "stem_pixels", 1),
+        (["engine.initialization=torch"], "initialization", "kaiming"),
+    ],
+)
+def test_another_setting_than_the_files_is_refused(asked: list[str], key: str, held: object, data, tmp_path: Path):
     path = write(tmp_path / "ee.pt", engine_file(**SIDES))
-    result = iep_train("ee", data, tmp_path / "run", "--ee", path, "engine.module_dim=9")
-    assert_one_error(result, f"{path}: was trained with engine.module_dim 4, cannot start with 9")
-    result = iep_train("ee", data, tmp_path / "run", "--ee", path, "engine.module_norm=example")
-    assert_one_error(result, f"{path}: was trained with engine.module_norm none, cannot start with example")
+    result = iep_train("ee", data, tmp_path / "run", "--ee", path, *asked)
+    wanted = asked[-1].rpartition("=")[2]
+    assert_one_error(result, f"{path}: was trained with engine.{key} {held}, cannot start with {wanted}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("how", ["key=value", "file"])
+def test_a_default_that_is_asked_for_is_refused_where_the_file_has_another_setting(how: str, data, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SIDES, module_batchnorm=True, classifier_downsample="none"))
+    for key, has, wanted in (("module_norm", "example", "none"), ("classifier_pool", 1, 2)):
+        (tmp_path / "settings.yaml").write_text(f"engine: {{{key}: {wanted}}}")
+        file = ["--config", tmp_path / "settings.yaml"]
+        asked = file if how == "file" else [f"engine.{key}={wanted}"]
+        result = iep_train("ee", data, tmp_path / "run", "--ee", path, *asked)
+        assert_one_error(result, f"{path}: was trained with engine.{key} {has}, cannot start with {wanted}")
+    assert iep_train("ee", data, tmp_path / "run", "--ee", path).exit_code == 0
+
+
+def test_the_runs_config_says_what_an_original_engine_is_and_starts_it_again(data: Path, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SIDES, stem_num_layers=3, module_residual=False))
+    assert iep_train("ee", data, tmp_path / "run", "--ee", path).exit_code == 0
+    said = read_config(tmp_path / "run" / "config.yaml").engine
+    kwargs = load_checkpoint(newest(tmp_path / "run"))["networks"]["engine"]["kwargs"]
+    assert {f.name: getattr(said, f.name) for f in fields(said)} == {
+        f.name: tuple(kwargs[f.name]) if isinstance(kwargs[f.name], list) else kwargs[f.name] for f in fields(said)
+    }
+    assert (said.modules, said.stem_widths, said.module_residual) == ("iep", (4, 4), False)
+    result = iep_train("ee", data, tmp_path / "again", "--ee", path, "--config", tmp_path / "run" / "config.yaml")
+    assert result.exit_code == 0, result.output

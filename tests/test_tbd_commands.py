@@ -53,6 +53,16 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert_one_error(other, "was trained with engine.modules tbd, cannot go on with iep")
 
 
+def test_it_is_no_start_for_an_engine_of_the_default_modules_where_these_are_asked_for(data, tbd: Path, tmp_path: Path):
+    start = ["--ee", tbd, "--data", data, "--out", tmp_path / "run", "workers=0", "iterations=1"]
+    for asked in (["--modules", "iep"], ["engine.modules=iep"]):
+        assert_one_error(
+            iep_train(*start, *asked), f"{tbd}: was trained with engine.modules tbd, cannot start with iep"
+        )
+    assert iep_train(*start).exit_code == 0
+    assert "modules: tbd" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_every_scheduler_answers_as_every_other(data: Path, tbd: Path, tmp_path: Path):
     answers = {}
     for batching in SCHEDULERS:

@@ -1,6 +1,5 @@
 """`iep-train`: preprocessed data in, a run directory with checkpoints out."""
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,11 @@ from iep.config import (
     PRECISIONS,
     PROGRAM_SOURCES,
     Config,
+    Given,
+    flat,
+    given_names,
+    given_settings,
+    overridden,
     read_config,
     to_dict,
     to_yaml,
@@ -112,8 +116,9 @@ def main(
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if modules is not None:
         overrides["engine"] = {"modules": modules}
+    given = given_settings(config_file, settings, overrides)
     if dry_run:
-        config, _ = _resolve(out, resume, config_file, settings, overrides)
+        config, _ = _resolve(out, resume, given)
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
@@ -121,19 +126,17 @@ def main(
     from iep.training.run import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = _resolve(out, resume or was_restarted(out), config_file, settings, overrides)
+        config, start = _resolve(out, resume or was_restarted(out), given)
         if is_main() and start is not None:
             _tell_changes(out, start, config)
-        trained = train_from(start, config, out)
+        trained = train_from(start, config, out, given_names(given))
         if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
         elif is_main():
             click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
-def _resolve(
-    out: Path, resume: bool, config_file: Path | None, settings: tuple[str, ...], overrides: dict[str, Any]
-) -> tuple[Config, "Saved | None"]:
+def _resolve(out: Path, resume: bool, given: Given) -> tuple[Config, "Saved | None"]:
     """The settings of the run, and the checkpoint that it goes on from if it is to and has one."""
     start, saved = _start(out) if resume else None, None
     if start is not None:
@@ -141,13 +144,13 @@ def _resolve(
     elif resume and (out / CONFIG).exists():  # a run that has not come to its first checkpoint
         begun = to_dict(read_config(out / CONFIG))
         saved = update(Config(), {key: begun[key] for key in begun if key not in PLACES}, source=str(out / CONFIG))
-    return read_config(config_file, settings, overrides, base=saved), start
+    return overridden(saved or Config(), given), start
 
 
 def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
     """Say which settings, but for its length, a run goes on with that are not those of its checkpoint."""
     saved = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
-    before, now = (_flat(to_dict(settings)) for settings in (saved, config))
+    before, now = (flat(to_dict(settings)) for settings in (saved, config))
     changes = [
         f"{key} {now[key]} instead of {before[key]}"
         for key in before
@@ -155,14 +158,6 @@ def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
     ]
     if changes:
         click.echo(f"{out}: goes on with {', '.join(changes)}")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _start(out: Path) -> "Saved | None":

@@ -1,6 +1,6 @@
 """A resolved config -> a trained run: opens the data, builds or loads the networks, picks the task, runs the loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -80,10 +80,11 @@ def was_restarted(out: Path) -> bool:
     return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
-def train_from(start: Saved | None, config: Config, out: Path) -> bool:
+def train_from(start: Saved | None, config: Config, out: Path, asked: Collection[str] = ()) -> bool:
     """Train as `config` says into the run directory `out`; False when the run was already complete.
 
-    `start` is the checkpoint of the same run to go on from, None for a new run.
+    `start` is the checkpoint of the same run to go on from, None for a new run. `asked` are the dotted names of the
+    settings that were asked for even where they are the defaults: networks to start from must have them.
 
     Raises:
         InputError: the config, the data or a checkpoint does not fit.
@@ -120,7 +121,7 @@ def train_from(start: Saved | None, config: Config, out: Path) -> bool:
         )
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
-    config = _with_networks_settings(config, task.networks, resumed=start is not None)
+    config = _with_networks_settings(config, task.networks, asked, resumed=start is not None)
     if (warning := check_module_norm(task.networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
     recipe = {} if training.features is None else training.features.recipe
@@ -226,21 +227,25 @@ def _start_of(name: str, config: Config) -> str | None:
     return {"generator": config.pg, "engine": config.ee}.get(name, config.baseline)
 
 
-def _with_networks_settings(config: Config, networks: Mapping[str, nn.Module], resumed: bool) -> Config:
+def _with_networks_settings(
+    config: Config, networks: Mapping[str, nn.Module], asked: Collection[str], resumed: bool
+) -> Config:
     """`config` with the settings that its networks have, which a checkpoint to start from brings along.
 
     Raises:
-        InputError: other settings than the checkpoint's, and than the defaults, were asked for.
+        InputError: other settings than the checkpoint's were asked for: by name, or by being no defaults.
     """
     sections = {}
     for name, network in networks.items():
-        given, start = getattr(config, name), _start_of(name, config)
-        held = {f.name: network.kwargs[f.name] for f in fields(given) if f.name in network.kwargs}
-        sections[name] = update(given, held, source=DESCRIPTIONS[name])
-        for key in held if start is not None and not resumed else ():
-            asked, default, has = (getattr(section, key) for section in (given, type(given)(), sections[name]))
-            if asked not in (default, has):
-                raise InputError(f"{start}: was trained with {name}.{key} {has}, cannot start with {asked}")
+        given, start = getattr(config, name), None if resumed else _start_of(name, config)
+        held = {f.name: network.kwargs[f.name] for f in fields(given)}
+        sections[name] = update(
+            given, held, source=DESCRIPTIONS[name] if start is None else f"{start}: {DESCRIPTIONS[name]}"
+        )
+        for key in held if start is not None else ():
+            wanted, default, has = (getattr(section, key) for section in (given, type(given)(), sections[name]))
+            if wanted != has and (wanted != default or f"{name}.{key}" in asked):
+                raise InputError(f"{start}: was trained with {name}.{key} {has}, cannot start with {wanted}")
     return replace(config, **sections)
 
 
