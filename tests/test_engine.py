@@ -308,7 +308,7 @@ def test_settings_that_cannot_be_built_are_refused(kwargs, message):
         small_engine(**kwargs)
 
 
-@pytest.mark.parametrize("token", ["forward", "stem", "a.b"])
+@pytest.mark.parametrize("token", ["forward", "stem", "training", "a.b", ""])
 def test_a_token_that_cannot_name_a_module_is_refused(token):
     with pytest.raises(ValueError, match=f"program token '{token}' cannot name a module"):
         ExecutionEngine([*TOKENS, token], num_answers=2)

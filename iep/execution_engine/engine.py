@@ -117,7 +117,7 @@ class ExecutionEngine(nn.Module):
         """Where each part lives, where they do not all live on one device; see `iep.networks.place_parts`."""
         self._runs = family(modules).runs(self.program_tokens, scene)
         for token in self._runs.values():
-            if "." in token or hasattr(self, token):
+            if not token or "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
             self.add_module(token, family(modules).make(token, module_dim, module_residual, module_norm))
         if initialization == "kaiming":
