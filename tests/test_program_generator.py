@@ -26,6 +26,15 @@ def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
     return model
 
 
+def test_dropout_has_no_place_in_one_layer_and_torch_no_reason_to_warn(recwarn: pytest.WarningsRecorder):
+    models = [make_model(num_layers=1, dropout=dropout).train() for dropout in (0.0, 0.5)]
+    asked = (pad_rows(random_rows(4, 9, 8, seed=1)), pad_rows(random_rows(4, 8, 9, seed=2)))
+    assert torch.equal(*(model(*asked) for model in models))
+    deep = make_model(num_layers=2, dropout=0.5).train()
+    assert not torch.equal(deep(*asked), deep(*asked))
+    assert not recwarn.list
+
+
 def pad_rows(rows: list[list[int]]) -> Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
 

@@ -33,7 +33,7 @@ class QuestionEncoder(nn.Module):
     def __init__(self, num_tokens: int, embedding_dim: int, hidden_dim: int, num_layers: int, dropout: float):
         super().__init__()
         self.embed = nn.Embedding(num_tokens, embedding_dim)
-        self.rnn = nn.LSTM(embedding_dim, hidden_dim, num_layers, dropout=dropout, batch_first=True)
+        self.rnn = encoder.make_lstm(embedding_dim, hidden_dim, num_layers, dropout)
 
     def forward(self, questions_BT: Tensor) -> Tensor:
         """(B, H) encodings of `<NULL>`-padded questions."""

@@ -1,6 +1,7 @@
 """Right-padded token sequences to one vector each: embed, run an LSTM, take the state at the last real token.
 
-Shared by the program generator and the LSTM baseline. Covers neither decoding nor bidirectional LSTMs.
+Shared by the program generator and the baselines, whose LSTMs are made here too. Covers neither decoding nor
+bidirectional LSTMs.
 
 Legend: B examples, T question tokens, H hidden units.
 """
@@ -9,6 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from iep.vocab import NULL
+
+
+def make_lstm(in_dim: int, hidden_dim: int, num_layers: int, dropout: float) -> nn.LSTM:
+    """An LSTM over (B, T, in_dim). Dropout is between layers: torch warns where it is asked for with one alone."""
+    dropout = dropout if num_layers > 1 else 0.0
+    return nn.LSTM(in_dim, hidden_dim, num_layers, dropout=dropout, batch_first=True)
 
 
 def lengths(tokens_BT: Tensor) -> Tensor:

@@ -39,11 +39,10 @@ class Seq2Seq(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        lstm = {"num_layers": num_layers, "dropout": dropout, "batch_first": True}
         self.encoder_embed = nn.Embedding(num_question_tokens, embedding_dim)
-        self.encoder_rnn = nn.LSTM(embedding_dim, hidden_dim, **lstm)
+        self.encoder_rnn = encoder.make_lstm(embedding_dim, hidden_dim, num_layers, dropout)
         self.decoder_embed = nn.Embedding(num_program_tokens, embedding_dim)
-        self.decoder_rnn = nn.LSTM(hidden_dim + embedding_dim, hidden_dim, **lstm)
+        self.decoder_rnn = encoder.make_lstm(hidden_dim + embedding_dim, hidden_dim, num_layers, dropout)
         self.decoder_linear = nn.Linear(hidden_dim, num_program_tokens)
 
     def encode(self, questions_BT: Tensor) -> Tensor:
