@@ -100,7 +100,7 @@ def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
     table = content.get(key)
     if not isinstance(table, dict):
         raise InputError(f"{source}: not a vocabulary, {key!r} is missing")
-    if sorted(table.values(), key=repr) != sorted(range(len(table)), key=repr):
+    if {repr(index) for index in table.values()} != {repr(index) for index in range(len(table))}:
         raise InputError(f"{source}: {key}: indices are not 0 to {len(table) - 1}, each once")
     tokens = tuple(sorted(table, key=table.__getitem__))
     if tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:

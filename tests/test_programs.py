@@ -200,6 +200,11 @@ def test_the_order_of_a_vocabularys_file_does_not_matter():
             "answer_token_to_idx: indices are not 0 to 1",
         ),
         (lambda c: c | {"answer_token_to_idx": {"<NULL>": "0"}}, "answer_token_to_idx: indices are not 0 to 0"),
+        (lambda c: c | {"answer_token_to_idx": {"<NULL>": 0.0}}, "answer_token_to_idx: indices are not 0 to 0"),
+        (
+            lambda c: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": True}},
+            "answer_token_to_idx: indices are not 0 to 1",
+        ),
         (lambda c: c | {"answer_token_to_idx": {"yes": 0}}, "expected <NULL>, <START>, <END>, <UNK> at indices 0 to 3"),
     ],
 )
