@@ -20,6 +20,7 @@ from iep.errors import InputError
 from iep.vocab import END, NULL, START, Vocab
 
 SHORT, LONG = "short", "long"
+EXPECTED = f"{SHORT}, {LONG} or a file that lists families"
 LONG_FROM = 16
 """A family is long from this mean program length on."""
 
@@ -70,12 +71,14 @@ def read_families(path: Path) -> tuple[int, ...]:
     """The families in a JSON or YAML file: a list of CLEVR's `question_family_index`, as the original toolkit's.
 
     Raises:
-        InputError: the file is missing, neither JSON nor YAML, or not a list of whole numbers from 0.
+        InputError: the file is missing, a directory, neither JSON nor YAML, or not a list of whole numbers from 0.
     """
     try:
         content = _read_json_or_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"families: {path}: no such file, expected {SHORT}, {LONG} or a list of families") from None
+        raise InputError(f"families: {path}: no such file, expected {EXPECTED}") from None
+    except IsADirectoryError:
+        raise InputError(f"families: {path}: a directory, expected {EXPECTED}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: neither JSON nor YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, list) or not content:

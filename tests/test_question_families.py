@@ -88,7 +88,7 @@ def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Pat
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "no such file, expected short, long or a list of families"),
+        (None, "no such file, expected short, long or a file that lists families"),
         ("[1", "neither JSON nor YAML"),
         ("families: [1]", "expected a list of question families, such as [0, 3, 12]"),
         ("[]", "expected a list of question families"),
@@ -227,7 +227,8 @@ def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
         ("train_split=trainA", "trainA_questions.h5: no such file"),
         (f"skip_val_samples={VAL}", f"val_questions.h5: of {VAL} questions the first {VAL} are skipped, none is left"),
         ("families=long", "no question of the families long, only of 0-12"),
-        ("families=longer", "families: longer: no such file, expected short, long or a list of families"),
+        ("families=/", "families: /: a directory, expected short, long or a file that lists families"),
+        ("families=longer", "families: longer: no such file, expected short, long or a file that lists families"),
     ],
 )
 def test_a_split_that_is_not_there_or_leaves_no_question_is_one_line(

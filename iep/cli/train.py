@@ -27,6 +27,7 @@ from iep.config import (
     to_yaml,
     update,
 )
+from iep.errors import InputError
 from iep.locks import alone_in
 
 if TYPE_CHECKING:
@@ -129,6 +130,10 @@ def main(
         config, start = _resolve(out, resume or was_restarted(out), given)
         if is_main() and start is not None:
             _tell_changes(out, start, config)
+        if resume and config.data is None and not (out / CONFIG).exists():
+            raise InputError(
+                f"{out}: holds no run to resume; for a new one give --data DIR, which iep-preprocess wrote"
+            )
         trained = train_from(start, config, out, given_names(given))
         if is_main() and trained:
             click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
