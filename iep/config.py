@@ -117,7 +117,7 @@ class CnnLstmSaConfig(LstmConfig):
     """CNN+LSTM+SA (the same place; Yang et al. 2016): the question's part, and stacked attention."""
 
     attention_dim: int = setting(512, minimum=1)
-    attention_steps: int = setting(2, minimum=1)
+    attention_steps: int = setting(2, minimum=0)
 
 
 @dataclass(frozen=True)

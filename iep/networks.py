@@ -6,6 +6,7 @@ settings in a config; `NETWORKS` says which a model has.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from iep.baselines.cnn_lstm import CNNLSTMBaseline
 from iep.baselines.lstm import LSTMBaseline
@@ -52,6 +54,10 @@ FEATURE_SIDES = {
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
 """Of the networks that look, the constructor arguments that say which features they are made for."""
+LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims"}
+"""Constructor arguments that say how many layers there are, or list the widths of them."""
+VARIANCES, COUNTS = "running_var", "num_batches_tracked"
+"""How torch's batch norms name what is never below 0, and what is a whole number."""
 Shape = tuple[int, int, int]
 
 
@@ -120,8 +126,9 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
 
     Raises:
-        InputError: the checkpoint holds other networks, weights that do not fit its own arguments or one that is not
-            finite (names the first), or no recipe where one stands.
+        InputError: the checkpoint holds other networks, arguments of which none can be built, weights that do not fit
+            them, one that is no number, not finite or a variance below 0 (names the first), or no recipe where one
+            stands.
     """
     recipe = checkpoint.get("features")
     if not isinstance(recipe, Mapping | None):
@@ -130,23 +137,71 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     packed = checkpoint.get("networks", {})
     if name not in packed:
         raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
-    network = build(name, packed[name]["kwargs"])
-    try:
-        network.load_state_dict(packed[name]["weights"])
-    except RuntimeError as error:
-        what = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
-        raise InputError(f"{path}: the weights do not make {DESCRIPTIONS[name]} of its settings ({what})") from None
-    _check_finite(network, name, path)
+    kwargs, weights = packed[name]["kwargs"], packed[name]["weights"]
+    _check_fit(name, kwargs, weights, path)
+    network = build(name, kwargs)
+    _load(network, name, weights, path)
+    _check_numbers(network, name, path)
     network.recipe = {} if recipe is None else recipe
     return network
 
 
-def _check_finite(network: nn.Module, name: str, path: Path | str) -> None:
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the random numbers of new weights; for those without memory torch would take seconds to start."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> None:
+    """Compare a checkpoint's settings with its weights, before they take time and memory."""
+    for key, value in weights.items():
+        if isinstance(value, Tensor) and not (value.is_floating_point() or key.endswith(COUNTS)):
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} is {dtype}, expected floating point")
+    for key in LAYERS & kwargs.keys():
+        count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
+        if isinstance(count, int) and count > len(weights):
+            what = f"{count} layers of {DESCRIPTIONS[name]}, and there are {len(weights)} weights"
+            raise InputError(f"{path}: {key} makes {what}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch does, of empty tensors, and that nothing is copied to the sketch
+        try:
+            with torch.device("meta"), _Unfilled():
+                sketch = build(name, kwargs)
+        except InputError as error:
+            raise InputError(f"{path}: {_short(error)}") from None
+        except RuntimeError as error:
+            raise InputError(f"{path}: {DESCRIPTIONS[name]} cannot be built: {_short(error)}") from None
+        _load(sketch, name, weights, path)
+
+
+def _load(network: nn.Module, name: str, weights: Mapping[str, Any], path: Path | str) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        what = f"the weights do not make {DESCRIPTIONS[name]} of its settings"
+        raise InputError(f"{path}: {what} ({_short(error)})") from None
+
+
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+
+
+def _check_numbers(network: nn.Module, name: str, path: Path | str) -> None:
     """With such a weight or running statistic every answer would be NaN, or be the first one without a word."""
     for key, value in network.state_dict().items():
-        if not (is_finite := value.isfinite()).all():
-            found = value[~is_finite][0].item()
-            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} holds {found}, expected finite numbers")
+        is_good, expected = value.isfinite(), "finite numbers"
+        if is_good.all() and key.endswith(VARIANCES):
+            is_good, expected = value >= 0, "no variance below 0"
+        if not is_good.all():
+            found = value[~is_good][0].item()
+            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} holds {found}, expected {expected}")
 
 
 def load_network(

@@ -6,10 +6,12 @@ import pytest
 import torch
 from ask_cases import IMAGE, iep_ask, sample_data, trained
 from evaluate_cases import iep_eval
-from tiny_data import arrays, assert_one_error, features, write_data, write_h5
+from original_cases import engine_file, write
+from tiny_data import CHANNELS, GRID, VOCAB, arrays, assert_one_error, features, write_data, write_h5
 
 from iep.errors import InputError
 from iep.evaluation.predict import ranked
+from iep.networks import load_network
 from iep.training.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -35,6 +37,17 @@ def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path, flag, n
     result = iep_eval({"lstm": "--baseline"}.get(flag, f"--{flag}"), path, "--data", data, "--out", tmp_path / "out")
     assert_one_error(result, f"{path}: {weight} of a", f"holds {value}, expected finite numbers")
     assert not (tmp_path / "out" / "predictions.jsonl").exists()
+
+
+def test_a_variance_below_0_is_named(data: Path, tmp_path: Path):
+    """Its root is no number: every answer would be none, whatever the questions."""
+    file = engine_file(feature_dim=(CHANNELS, GRID, GRID), stem_batchnorm=True)
+    file["execution_engine_state"]["stem.4.running_var"][1] = -0.5
+    path = write(tmp_path / "old.pt", file)
+    problem = "stem.4.running_var of an execution engine holds -0.5, expected no variance below 0"
+    assert_one_error(iep_eval("--ee", path, "--data", data, "--workers", 0), f"{path}: {problem}")
+    file["execution_engine_state"]["stem.4.running_var"][1] = 0
+    assert load_network(write(path, file), "engine", VOCAB, torch.device("cpu"))
 
 
 def test_features_that_are_not_finite_are_told_of_by_the_question(run, tmp_path: Path):

@@ -3,9 +3,11 @@
 import pickle
 import random
 import shutil
+import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,11 +177,54 @@ def test_weights_that_do_not_fit_their_own_arguments_are_named(runs: dict[str, P
     assert "\n" not in str(caught.value)
 
 
-def test_arguments_that_this_version_does_not_know_are_named(runs: dict[str, Path]):
-    held = load_checkpoint(runs["pg"])
-    held["networks"]["generator"]["kwargs"]["colour"] = 3
-    with pytest.raises(InputError, match=r"a program generator cannot be built: .*colour"):
-        unpack(held, "generator", "run")
+@pytest.mark.parametrize(
+    ("model", "name", "key", "value", "problem"),
+    [
+        ("pg", "generator", "colour", 3, "a program generator cannot be built: .*colour"),
+        (
+            "pg",
+            "generator",
+            "num_layers",
+            10**6,
+            "num_layers makes 1000000 layers of a program generator, and there are",
+        ),
+        ("pg", "generator", "hidden_dim", 10**7, "the weights do not make a program generator of its .*size mismatch"),
+        ("pg", "generator", "hidden_dim", 10**13, "a program generator cannot be built: .*overflow"),
+        ("ee", "engine", "stem", "stone", "an execution engine cannot be built: stem is 'stone', expected"),
+        ("ee", "engine", "classifier_hidden", [3] * 10**6, "classifier_hidden makes 1000000 layers of an execution"),
+        ("ee", "engine", "classifier_projection", 10**10, "the weights do not make an execution .*size mismatch"),
+        ("ee", "engine", "feature_height", 10**8, "the weights do not make an execution engine of its .*size mismatch"),
+    ],
+)
+def test_arguments_that_make_no_network_of_the_weights_are_named_before_they_take_time_and_memory(
+    runs: dict[str, Path], recwarn: pytest.WarningsRecorder, model: str, name: str, key: str, value: Any, problem: str
+):
+    held = load_checkpoint(runs[model])
+    held["networks"][name]["kwargs"][key] = value
+    begun = time.process_time()
+    with pytest.raises(InputError, match=f"^run: {problem}") as caught:
+        unpack(held, name, "run")
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - begun < 5
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda weight: weight.int(), "is int32, expected floating point"),
+        (lambda weight: weight.long(), "is int64, expected floating point"),
+        (lambda weight: weight * 1j, "is complex64, expected floating point"),
+    ],
+)
+def test_weights_that_are_no_floating_point_numbers_are_named(runs: dict[str, Path], change, problem: str):
+    held = load_checkpoint(runs["ee"])
+    weights = held["networks"]["engine"]["weights"]
+    weights["stem.0.weight"] = change(weights["stem.0.weight"])
+    with pytest.raises(InputError, match=f"^run: stem.0.weight of an execution engine {problem}"):
+        unpack(held, "engine", "run")
+    weights["stem.0.weight"] = weights["stem.0.weight"].real.half()
+    assert unpack(held, "engine", "run").stem[0].weight.dtype == torch.float32
 
 
 def test_a_recipe_of_features_that_is_none_is_named_and_a_missing_one_is_empty(runs: dict[str, Path]):

@@ -91,6 +91,7 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "CNN+LSTM, blocks alone": ("CNN+LSTM", {"cnn_num_res_blocks": 1, "cnn_proj_dim": 0, "fc_use_batchnorm": True}),
     "CNN+LSTM+SA": ("CNN+LSTM+SA", {}),
     "CNN+LSTM+SA, one step": ("CNN+LSTM+SA", {"num_stacked_attn": 1, "stacked_attn_dim": 8}),
+    "CNN+LSTM+SA, no step": ("CNN+LSTM+SA", {"num_stacked_attn": 0}),
     "CNN+LSTM+SA, three steps": ("CNN+LSTM+SA", {"num_stacked_attn": 3, "fc_dropout": 0.5, "fc_use_batchnorm": True}),
 }
 GENERATORS: dict[str, dict[str, Any]] = {

@@ -69,7 +69,7 @@ class StackedAttentionBaseline(nn.Module):
         num_layers: layers of the LSTM.
         dropout: probability of dropping a unit between the layers of the LSTM while training.
         attention_dim: K.
-        attention_steps: how many.
+        attention_steps: how many; with none the answer is of the question alone.
         classifier_dims: hidden sizes of the perceptron, each followed by a ReLU.
         classifier_norm: batch norm in the perceptron; see `make_mlp`.
         classifier_dropout: probability of dropping a unit of the perceptron's input and hidden layers while training.
