@@ -139,6 +139,27 @@ def test_what_another_toolkit_saved_is_refused(tmp_path: Path, content: object):
     assert f"not a checkpoint of this toolkit, expected format {FORMAT}" in refusal(tmp_path / "c.pt")
 
 
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_another_pickle_protocol_is_loaded_where_that_is_safe_and_else_named_with_what_to_do(
+    copy: Path, recwarn: pytest.WarningsRecorder, archive: bool, protocol: int
+):
+    held = load_checkpoint(copy)
+    torch.save(held, copy, pickle_protocol=protocol, _use_new_zipfile_serialization=archive)
+    if protocol in (2, 3):
+        assert load_checkpoint(copy)["step"] == held["step"]
+    else:
+        message = refusal(copy)
+        assert f"written with pickle protocol {protocol if protocol > 1 else '0 or 1'}, which torch does" in message
+        assert (
+            "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives" in message
+        )
+        if protocol > 0:  # of which torch itself makes nothing
+            torch.save(torch.load(copy, "cpu", weights_only=False), copy)
+            assert load_checkpoint(copy)["step"] == held["step"]
+    assert not recwarn.list
+
+
 def test_an_archive_of_something_else_is_refused(tmp_path: Path):
     with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
         archive.writestr("readme.txt", "hello")

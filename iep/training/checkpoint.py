@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -37,8 +38,12 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
     "config": dict,
 }
 BEST = "best.pt"
-_BEFORE_ARCHIVES = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
-"""How torch's files began until version 1.6, which made them zip archives."""
+_BEFORE_ARCHIVES = {
+    pickle.dumps(0x1950A86A20F9469CFC6C, protocol): protocol for protocol in range(pickle.HIGHEST_PROTOCOL, -1, -1)
+}
+"""How torch's files began until version 1.6, which made them zip archives, and with which pickle protocol."""
+_SAFE_PROTOCOLS = (2, 3)
+"""Those that torch loads without executing anything; it writes the first unless told otherwise."""
 _ARCHIVE = b"PK\x03\x04"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
@@ -108,11 +113,20 @@ def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict
 def _read(path: Path) -> Any:
     """What a torch file holds, whoever wrote it; nothing in it is executed."""
     with open(path, "rb") as file:
-        is_old = file.read(len(_BEFORE_ARCHIVES)) == _BEFORE_ARCHIVES
-    if not is_old:
+        start = file.read(max(map(len, _BEFORE_ARCHIVES)))
+    protocol = next((number for begins, number in _BEFORE_ARCHIVES.items() if start.startswith(begins)), None)
+    if protocol is None:
         _check_archive(path)
+        protocol = _protocol_in_archive(path)
+    if protocol not in _SAFE_PROTOCOLS:
+        what = (
+            f"pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected {_SAFE_PROTOCOLS[0]}"
+        )
+        how = "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives"
+        raise InputError(f"{path}: written with {what}; {how}")
     try:
-        with torch.serialization.safe_globals(safe_globals()):
+        with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))
@@ -123,6 +137,17 @@ def _read(path: Path) -> Any:
     except Exception as error:
         # A file that is damaged outside of what checksums cover can make torch fail in any way.
         raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
+
+
+def _protocol_in_archive(path: Path) -> int:
+    """The pickle protocol of a torch file that is an archive; 0 stands for 1 too."""
+    with zipfile.ZipFile(path) as archive:
+        pickled = next((name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"), None)
+        if pickled is None:
+            raise InputError(f"{path}: not a checkpoint file, it is an archive without data.pkl")
+        with archive.open(pickled) as part:
+            start = part.read(2)
+    return start[1] if start[:1] == pickle.PROTO and len(start) > 1 else 0
 
 
 def _load_best(out: Path, parts: Mapping[str, type] | None) -> dict[str, Any]:
