@@ -114,7 +114,7 @@ def test_the_saved_state_is_no_checkpoint(data: Path, tmp_path: Path, failing_at
     assert train(config, tmp_path / "run", resume=True)
 
 
-def test_features_that_are_not_finite_are_found_by_their_question(tmp_path: Path):
+def test_features_that_are_not_finite_are_named_by_file_and_image_and_found_by_their_question(tmp_path: Path):
     data = write_data(tmp_path / "data")
     values = features(0)
     values[2] = float("nan")
@@ -122,9 +122,20 @@ def test_features_that_are_not_finite_are_found_by_their_question(tmp_path: Path
     about = arrays(39)["image_idxs"] == 2
     arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", "batch_size=1", "workers=0", "seed=3"]
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert_one_error(result, "the loss is nan at iteration")
+    path = data / "train_features.h5"
+    assert_one_error(result, "the loss is nan at iteration", f"; {path}: the features of image 2 are not finite")
+    assert "learning_rate" not in result.output
     (saved,) = (tmp_path / "run").glob("not-finite-*.pt")
     assert about[torch.load(saved, weights_only=True)["positions"]].all()
+
+
+def test_of_features_that_are_not_finite_those_of_the_minibatch_are_named(tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    values = features(0)
+    values[[0, 3]] = float("inf")
+    path = write_h5(data / "train_features.h5", {"features": values})
+    with pytest.raises(InputError, match=rf"{path}: the features of images 0, 3 are not finite$"):
+        train(tiny_config(data, "ee", "batch_size=39"), tmp_path / "run", resume=False)
 
 
 def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, monkeypatch):

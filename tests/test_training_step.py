@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 from torch import nn
 
 from iep.config import read_config
-from iep.data_files import read_questions
+from iep.data_files import Split, open_split
 from iep.datasets import Batch, ClevrDataset
-from iep.features import Features
 from iep.networks import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
@@ -35,9 +34,13 @@ def small_joint(frozen: str | None = None, **kwargs: Any) -> JointTask:
 
 
 @pytest.fixture
-def batch(data: Path) -> Batch:
-    questions = read_questions(data / "train_questions.h5", VOCAB)
-    return ClevrDataset(questions, Features(data / "train_features.h5")).batch((np.arange(8), None))
+def split(data: Path) -> Split:
+    return open_split(data, "train", VOCAB, with_features=True, num_samples=None)
+
+
+@pytest.fixture
+def batch(split: Split) -> Batch:
+    return ClevrDataset(split.questions, split.features).batch((np.arange(8), None))
 
 
 def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
@@ -134,9 +137,9 @@ def test_the_baseline_is_a_moving_average_of_the_mean_reward(batch: Batch):
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_gradients_are_clipped_to_the_norm_given(batch: Batch, tmp_path: Path, clip: float | None):
+def test_gradients_are_clipped_to_the_norm_given(split: Split, batch: Batch, tmp_path: Path, clip: float | None):
     config = tiny_config(Path(), "joint", f"clip_gradients={'null' if clip is None else clip}")
-    trainer = Trainer(small_joint(), config, VOCAB, tmp_path, CPU, np.arange(TRAIN), {})
+    trainer = Trainer(small_joint(), config, VOCAB, tmp_path, CPU, split)
     trainer.train_step(batch)
     norm = torch.stack([p.grad.norm() for p in trainer.parameters if p.grad is not None]).norm().item()
     assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)

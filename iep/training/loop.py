@@ -9,7 +9,7 @@ it gives the bits of a run that never ended.
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.config import PLACES, Config, to_dict
+from iep.data_files import Split
 from iep.datasets import Batch
 from iep.devices import autocast, is_out_of_memory, peak_memory
 from iep.distributed import gather, is_main, rank, total, world_size
@@ -30,7 +31,7 @@ from iep.ordering import step_seed
 from iep.signals import Stopped, answering, deferred
 from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
 from iep.training.freezing import train_mode
-from iep.training.not_finite import refuse_not_finite
+from iep.training.not_finite import LOWER, describe_images, refuse_not_finite
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.records import VALIDATION, Records
 from iep.training.tasks import Metrics
@@ -64,20 +65,17 @@ class Trainer:
         vocab: Vocab,
         out: Path,
         device: torch.device,
-        question_index: np.ndarray,
-        features: Mapping[str, str | int],
+        training: Split,
         families: str | None = None,
     ):
-        """`question_index` are CLEVR's numbers of the training questions, by position; `features` is how the training
-        features were made of images, for `iep-ask`, empty where that is unknown or none are used; `families` is what
-        the config's file of question families lists, None without one."""
+        """`training` is what the batches are made of; how its features were made of images is saved, for `iep-ask`.
+        `families` is what the config's file of question families lists, None without one."""
         self.task = task
         self.config = config
         self.vocab = vocab
         self.out = out
         self.device = device
-        self.question_index = question_index
-        self.features = dict(features)
+        self.training = training
         self.families = families
         self.step = 0
         self.best = -1.0
@@ -103,7 +101,7 @@ class Trainer:
             "task": self.task.state,
             "config": {key: value for key, value in to_dict(self.config).items() if key not in PLACES},
             "vocab": self.vocab.to_json(),
-            "features": self.features,
+            "features": {} if self.training.features is None else dict(self.training.features.recipe),
             "families": self.families,
             **self._learnt(),
         }
@@ -258,13 +256,23 @@ class Trainer:
 
     def _refuse(self, batch: Batch, loss: float) -> NoReturn:
         """End the run before a step whose loss is not finite."""
-        gathered = gather(batch.index.cpu().numpy())
+        gathered = gather((batch.index.cpu().numpy(), self._images_not_finite(batch)))
         if gathered is None:
             raise InputError(f"{self.out}: the loss is {loss} at iteration {self.step + 1}")
-        positions = np.concatenate(gathered)
-        questions = self.question_index[positions]
+        positions = np.concatenate([positions for positions, _ in gathered])
+        images = np.unique(np.concatenate([images for _, images in gathered]))
+        questions = self.training.questions.orig_idxs[positions]
         finite = self._weights_are_finite()
-        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt(), finite)
+        hint = describe_images(self.training.features.path, images) if len(images) else LOWER
+        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt(), finite, hint)
+
+    def _images_not_finite(self, batch: Batch) -> np.ndarray:
+        """(M,) images of the batch whose features are not finite."""
+        if batch.features is None:
+            return np.zeros(0, dtype=np.int64)
+        is_finite_N = batch.features.isfinite().flatten(1).all(1).cpu().numpy()
+        positions_B = batch.index.cpu().numpy()
+        return self.training.questions.image_idxs[positions_B[~is_finite_N[batch.image_rows]]]
 
     def _learnt(self) -> dict[str, Any]:
         return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
@@ -274,7 +282,7 @@ class Trainer:
         if not self._weights_are_finite():
             raise InputError(
                 f"{self.out}: weights are not finite after iteration {self.step}; nothing was saved since the last "
-                "checkpoint; try a lower learning_rate or clip_gradients=1"
+                f"checkpoint; {LOWER}"
             )
 
     def _weights_are_finite(self) -> bool:

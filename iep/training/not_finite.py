@@ -12,6 +12,7 @@ from iep.files import write_bytes
 
 FORMAT = "iep-not-finite-1"
 SHOWN = 8
+LOWER = "try a lower learning_rate or clip_gradients=1"
 
 
 def not_finite_name(iteration: int) -> str:
@@ -27,6 +28,7 @@ def refuse_not_finite(
     question_index: np.ndarray,
     state: dict[str, Any],
     were_finite: bool,
+    hint: str,
 ) -> NoReturn:
     """Save `state`, with which `iteration` gave this loss, and its batch; then end the run.
 
@@ -41,6 +43,7 @@ def refuse_not_finite(
         question_index: (B,) CLEVR's numbers of them.
         state: networks and optimiser.
         were_finite: the weights are; if not, an earlier step is to blame, not this batch.
+        hint: what to look at, or to try.
 
     Raises:
         InputError: always.
@@ -54,11 +57,16 @@ def refuse_not_finite(
         write_bytes(path, content.getvalue())
     except OSError as error:
         saved = f"the state could not be saved: {error.strerror or error}"
-    first = ", ".join(map(str, question_index[:SHOWN])) + (", ..." if len(question_index) > SHOWN else "")
-    about = f"on {len(question_index)} questions (question_index {first})"
+    about = f"on {len(question_index)} questions (question_index {_first(question_index)})"
     if not were_finite:
         about += ", which are not to blame: weights were not finite already"
-    raise InputError(
-        f"{out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; "
-        "try a lower learning_rate or clip_gradients=1"
-    )
+    raise InputError(f"{out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; {hint}")
+
+
+def describe_images(path: Path, images: np.ndarray) -> str:
+    """A hint at the (M,) images, one at least, whose features in the file `path` are not finite."""
+    return f"{path}: the features of image{'s' if len(images) > 1 else ''} {_first(images)} are not finite"
+
+
+def _first(numbers: np.ndarray) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

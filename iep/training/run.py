@@ -124,8 +124,7 @@ def train_from(start: Saved | None, config: Config, out: Path, asked: Collection
     config = _with_networks_settings(config, task.networks, asked, resumed=start is not None)
     if (warning := check_module_norm(task.networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
-    recipe = {} if training.features is None else training.features.recipe
-    trainer = Trainer(task, config, vocab, out, device, training.questions.orig_idxs, recipe, families)
+    trainer = Trainer(task, config, vocab, out, device, training, families)
     if start is not None:
         trainer.restore(start.content)
 
