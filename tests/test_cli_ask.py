@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from iep.asking import sight
 from iep.asking.loading import Asking, make_asker
 from iep.asking.telling import describe
 from iep.asking.words import nearest_word
-from iep.cli.ask import typed_questions
 from iep.evaluation.predict import Predictor
 from iep.training.checkpoint import load_checkpoint
 
@@ -109,10 +107,6 @@ def test_without_a_question_they_are_read_line_by_line_until_the_end_but_for_bla
 
 def test_no_question_at_all_is_no_error(parts):
     assert answered(*parts, typed="") == ""
-
-
-def test_input_that_is_no_text_is_one_line(parts):
-    assert_one_error(iep_ask(*parts, typed=b"\xff\xfe\n"), "standard input: not UTF-8 text at byte 0")
 
 
 def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_unk(parts, tmp_path):
@@ -338,29 +332,6 @@ def test_without_networks_nothing_answers():
 
 def test_a_checkpoint_without_a_baseline_is_none(parts):
     assert_one_error(iep_ask("--baseline", parts[3], "--image", IMAGE), "expected a checkpoint with a baseline")
-
-
-@pytest.mark.parametrize(("typed", "expected"), [(["a?", "b?"], ["a?", "b?"]), (["a?", " ", "b?"], ["a?"]), ([], [])])
-def test_at_a_terminal_questions_are_prompted_for_until_its_end_or_an_empty_line(monkeypatch, capsys, typed, expected):
-    lines = iter(typed)
-    prompts = []
-
-    def line(prompt: str) -> str:
-        prompts.append(prompt)
-        for text in lines:
-            return text
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert [question for questions in typed_questions(True) for question in questions] == expected
-    assert prompts == ["question: "] * (len(expected) + 1)
-
-
-def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", StringIO("a?\nb?\n\n"))
-    assert [text.strip() for texts in typed_questions(True) for text in texts] == ["a?", "b?"]
-    assert capsys.readouterr() == ("", "question: " * 3)
 
 
 def test_at_a_terminal_the_question_is_not_told_again(parts):

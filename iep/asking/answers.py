@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from iep.asking.words import Words, read_program, read_question
+from iep.asking.words import Words, read_each, read_program, read_question
 from iep.datasets import Batch
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.families import family
@@ -54,7 +54,7 @@ class Asker:
         Raises:
             InputError: a question is empty or not text.
         """
-        words = [read_question(text, self.vocab) for text in questions]
+        words = self._words(questions)
         questions_BT = _padded([question.indices for question in words]).to(self.device)
         with torch.inference_mode():
             programs_BL = self.predictor.programs(self._batch(questions_BT))
@@ -68,8 +68,9 @@ class Asker:
                 value of a kind that the engine's modules do not take there.
         """
         own = family(self.predictor.engine.family_name)
-        programs_BL = _padded([read_program(text, self.vocab, own) for text in programs]).to(self.device)
-        words = [read_question(text, self.vocab) for text in questions] or [None] * len(programs)
+        programs_BL = _padded(read_each("program", programs, lambda text: read_program(text, self.vocab, own)))
+        words = self._words(questions) or [None] * len(programs)
+        programs_BL = programs_BL.to(self.device)
         return self._answers(words, programs_BL, programs_BL)
 
     @torch.inference_mode()
@@ -96,6 +97,9 @@ class Asker:
             tree = self._tree(program_L) if program_L else None
             answers.append(Answer(question, tuple(program_L), tree, named))
         return answers
+
+    def _words(self, questions: Sequence[str]) -> list[Words]:
+        return read_each("question", questions, lambda text: read_question(text, self.vocab))
 
     def _tree(self, program_L: Sequence[int]) -> ProgramTree:
         """What runs of a program."""

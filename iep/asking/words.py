@@ -1,14 +1,17 @@
 """A question as a person types it, or a program -> token indices of a vocabulary, and which words it does not know."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
 
 from iep.errors import InputError, nearest
 from iep.execution_engine.family import Family, misfits
 from iep.program_tree import program_tree
 from iep.programs import prefix_to_json
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,21 @@ def read_question(text: str, vocab: Vocab) -> Words:
     unknown = dict.fromkeys(word for word in words if word not in known)
     indices = (known.get(word, UNK) for word in words)
     return Words(text, (START, *indices, END), tuple((word, nearest_word(word, known)) for word in unknown))
+
+
+def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> list[Read]:
+    """`read` of every text.
+
+    Raises:
+        InputError: that of `read`; of one of several it says which, as "question 2" where `what` is "question".
+    """
+    found = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            found.append(read(text))
+        except InputError as error:
+            raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None
+    return found
 
 
 def some(texts: Sequence[str], most: int, between: str = ", ") -> str:

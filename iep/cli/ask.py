@@ -3,9 +3,10 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, cho
 from iep.errors import InputError
 from iep.evaluation.settings import Evaluation
 from iep.files import check_writable
+
+if TYPE_CHECKING:
+    from iep.asking.answers import Answer, Asker
 
 
 @click.command(cls=Command)
@@ -82,11 +86,16 @@ def main(
     """
     decoding = {"beam_size": beam_size, "max_program_length": max_program_length}
     _check_options(image, pg, ee, baseline, questions, programs, {**decoding, "draw": draw, "look": look})
+    inputs = {"--image": image, "--pg": pg, "--ee": ee, "--baseline": baseline}
+    inputs["--weights"] = Path(of_backbone["weights"]) if of_backbone["weights"] else None
+    num_given = len(programs or questions)
+    pictures = _pictures(draw, num_given)
     if draw is not None:
+        for picture in islice(_pictures(draw, num_given), num_given):
+            _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
     from iep.asking.loading import Asking, make_asker
-    from iep.asking.telling import describe, to_json
 
     given = {name: of_backbone[name] for name in BACKBONE_OPTIONS if of_backbone[name] is not None}
     backbone = chosen_backbone(given) if given else None
@@ -95,30 +104,91 @@ def main(
     asking = Asking(image, ee, pg, baseline, backbone, given.get("weights"), flags, device=device, **lengths)
     asker = make_asker(asking, say=lambda line: click.echo(line, err=True))
     is_typed = not questions and not programs and sys.stdin.isatty()
-    if programs:
-        rounds = iter([asker.run(programs, questions)])
-    else:
-        rounds = map(asker.ask, [questions] if questions else typed_questions(is_typed))
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
-    is_one = len(programs or questions) == 1
-    for number, answer in enumerate(chain.from_iterable(rounds), start=1):
-        picture = draw if draw is None or is_one else draw.with_stem(f"{draw.stem}-{number}")
+    show = _Shown(asker, image, pictures, inputs, look or DEFAULT_LOOK, top, as_json, with_question=not is_echoed)
+    if programs or questions:
+        for answer in asker.run(programs, questions) if programs else asker.ask(questions):
+            show(answer)
+    elif not _answer_lines(asker, show, is_typed):
+        click.get_current_context().exit(1)
+
+
+@dataclass
+class _Shown:
+    """Prints answers, one after the other, and draws them where that is asked for."""
+
+    asker: "Asker"
+    image: Path | None
+    pictures: Iterator[Path | None]
+    inputs: Mapping[str, Path | None]
+    look: str
+    top: int
+    as_json: bool
+    with_question: bool
+
+    def __call__(self, answer: "Answer") -> None:
+        """Show one.
+
+        Raises:
+            InputError, OSError: it cannot be drawn; it is printed before.
+        """
+        from iep.asking.telling import describe, to_json
+
         failure, missing = None, ""
+        picture = next(self.pictures)
         if picture is not None:
             from iep.asking.picture import draw_answer  # matplotlib takes a second
 
             try:
-                missing = draw_answer(picture, image, asker, answer, look or DEFAULT_LOOK, top)
+                _check_not_read(picture, self.inputs)
+                missing = draw_answer(picture, self.image, self.asker, answer, self.look, self.top)
             except (InputError, OSError) as error:
-                picture, failure = None, error  # the answer stands all the same, and is told first
-        if as_json:
-            click.echo(json.dumps(to_json(answer, top, asker.vocab.program, picture), ensure_ascii=False))
+                picture, failure = None, error
+        if self.as_json:
+            told = to_json(answer, self.top, self.asker.vocab.program, picture)
+            click.echo(json.dumps(told, ensure_ascii=False))
         else:
-            click.echo(describe(answer, top, picture, with_question=not is_echoed) + "\n")
+            click.echo(describe(answer, self.top, picture, self.with_question) + "\n")
         if missing:
             click.echo(f"{picture}: no installed font has {missing}; boxes stand for them", err=True)
         if failure is not None:
             raise failure
+
+
+def _answer_lines(asker: "Asker", show: _Shown, is_terminal: bool) -> bool:
+    """Answer the questions of the standard input. A bad one is a line on the standard error and ends nothing.
+
+    Returns:
+        whether all is well: at a terminal whatever was typed, elsewhere if no question was bad.
+    """
+    is_well = True
+    for number, line in typed_questions(is_terminal):
+        try:
+            for answer in asker.ask([line]):
+                show(answer)
+        except InputError as error:
+            where = "" if is_terminal else f"standard input, line {number}: "
+            click.echo(f"Error: {where}{' '.join(str(error).split())}", err=True)
+            is_well = is_terminal
+    return is_well
+
+
+def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
+    """The picture of one answer after the other; FILE-1.png and so on, but of a single question or program."""
+    if draw is None or given == 1:
+        return repeat(draw)
+    return (draw.with_stem(f"{draw.stem}-{number}") for number in count(1))
+
+
+def _check_not_read(picture: Path, inputs: Mapping[str, Path | None]) -> None:
+    """`inputs` are files and directories that are read, by option.
+
+    Raises:
+        InputError: the picture would be written over one of them.
+    """
+    for option, path in inputs.items():
+        if path is not None and path.exists() and picture.exists() and path.samefile(picture):
+            raise InputError(f"{picture}: is what {option} reads, and would be overwritten by --draw")
 
 
 def _flag(name: str) -> str:
@@ -157,14 +227,15 @@ def _check_options(
         raise click.UsageError(f"{len(questions)} --question for {len(programs)} --program: give as many, or none")
 
 
-def typed_questions(is_terminal: bool) -> Iterator[list[str]]:
-    """Questions from the standard input, a line each, until it ends; at a terminal an empty line ends them too,
-    elsewhere it is passed over. At a terminal they are prompted for; where the answers go elsewhere the prompt stays
-    out of them."""
+def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
+    """Questions from the standard input, a line each, with the line's number, until it ends; at a terminal an empty
+    line ends them too, elsewhere it is passed over. At a terminal they are prompted for; where the answers go
+    elsewhere the prompt stays out of them. What is not UTF-8 comes as surrogates."""
+    sys.stdin.reconfigure(errors="surrogateescape")
     is_edited = is_terminal and sys.stdout.isatty()
     if is_edited:
         import readline  # noqa: F401 - lines that can be edited
-    while True:
+    for number in count(1):
         if is_terminal and not is_edited:
             click.echo("question: ", nl=False, err=True)
         try:
@@ -172,12 +243,10 @@ def typed_questions(is_terminal: bool) -> Iterator[list[str]]:
         except EOFError:
             click.echo()
             return
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input: not UTF-8 text at byte {error.start}") from None
         if not line or (is_terminal and not line.strip()):
             return
         if line.strip():
-            yield [line]
+            yield number, line
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import errno
 import os
+import select
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -63,6 +64,8 @@ class Command(_Stoppable):
                 click.echo(err=True)  # the first process may have a progress bar on this line
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+                raise  # click ends without a word, as other programs do in a pipe
             raise click.ClickException(describe_os_error(error)) from error
         except MemoryError as error:
             raise click.ClickException(f"not enough memory: {first_line(error) or 'for what was asked'}") from error
@@ -76,6 +79,17 @@ class Command(_Stoppable):
                 f"a process that loads data was lost, perhaps because memory ran out ({what}): lower workers, prefetch "
                 "or the batch size; training goes on with --resume"
             ) from error
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether the stream is a pipe whose reader is gone."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a stream in memory
+        return False
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0))
 
 
 def first_line(error: Exception) -> str:

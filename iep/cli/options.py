@@ -89,38 +89,43 @@ class DeviceList(click.ParamType):
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
     "backbone": {
         "type": click.Choice((*RESNETS, "patches")),
-        "help": "What makes features of pixels; patches needs no weights.",
+        "help": "What makes features of pixels; patches needs no weights.{only}",
     },
     "stage": {
         "type": click.IntRange(1, 4),
-        "help": f"ResNet: take the features at the end of this stage.  [default: {RESNET_STAGE}]",
+        "help": f"ResNet: take the features at the end of this stage.  [{{default}}: {RESNET_STAGE}]",
     },
-    "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [default: default]"},
-    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [default: 0]"},
+    "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [{default}: default]"},
+    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [{default}: 0]"},
     "image_size": {
         "type": click.IntRange(min=32),
-        "help": f"ResNet: pixels to a side after resizing.  [default: {RESNET_IMAGE_SIZE}]",
+        "help": f"ResNet: pixels to a side after resizing.  [{{default}}: {RESNET_IMAGE_SIZE}]",
     },
     "patch_size": {
         "type": click.IntRange(min=1),
-        "help": f"patches: pixels to a side of each of the 14x14.  [default: {PATCH_SIZE}]",
+        "help": f"patches: pixels to a side of each of the 14x14.  [{{default}}: {PATCH_SIZE}]",
     },
 }
-"""What `backbone_options` adds, by the name under which a command gets it."""
+"""What `backbone_options` adds, by the name under which a command gets it; in `help`, `{default}` and `{only}` are its
+words for when the default counts and when the options do."""
 
 
 def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
     """Add the options that say what makes features of images, unset unless given, to a command.
 
     Args:
-        default: the backbone where none is given; None to leave that unset too.
+        default: the backbone where none is given; None to leave that unset too, for a command that asks a checkpoint
+            first.
     """
+    only = " This and the options below, but for --weights, are for checkpoints that do not say it themselves."
+    words = {"default": "default where the checkpoint does not say", "only": only}
+    words = words if default is None else {"default": "default", "only": ""}
     of_backbone = {"default": default, "show_default": default is not None}
 
     def add(command: Callable) -> Callable:
         for name, settings in reversed(BACKBONE_OPTIONS.items()):
-            more = of_backbone if name == "backbone" else {}
-            command = click.option(f"--{name.replace('_', '-')}", **settings, **more)(command)
+            more = {"help": settings["help"].format(**words), **(of_backbone if name == "backbone" else {})}
+            command = click.option(f"--{name.replace('_', '-')}", **(settings | more))(command)
         return command
 
     return add
