@@ -109,7 +109,7 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """
     try:
         network = CLASSES[name](**kwargs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
     accepted = inspect.signature(CLASSES[name]).parameters.values()
     network.kwargs = {each.name: kwargs.get(each.name, each.default) for each in accepted}

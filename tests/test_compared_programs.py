@@ -5,18 +5,20 @@ from hypothesis import strategies as st
 from tiny_data import VOCAB
 
 from iep.evaluation.compared_programs import Kind, Line, program_lines, side_by_side
+from iep.execution_engine.families import family
 from iep.vocab import END, NULL, START
 
 TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
 
 
-def lines(program: str, end: bool = True) -> list[Line]:
+def lines(program: str, end: bool = True, modules: str | None = None) -> list[Line]:
     tokens = [VOCAB.program_index[token] for token in program.split()]
-    return program_lines([START, *tokens, *([END] if end else []), NULL], VOCAB)
+    own = None if modules is None else family(modules)
+    return program_lines([START, *tokens, *([END] if end else []), NULL], VOCAB, own)
 
 
 def drawn(found: list[Line]) -> list[str]:
-    marks = {Kind.FUNCTION: "", Kind.FILLED_IN: "?", Kind.IGNORED: "!"}
+    marks = {Kind.FUNCTION: "", Kind.FILLED_IN: "?", Kind.IGNORED: "!", Kind.NOT_USED: "-"}
     return ["." * line.depth + line.token + marks[line.kind] for line in found]
 
 
@@ -32,6 +34,13 @@ def test_what_is_filled_in_or_ignored_is_marked():
     assert drawn(lines("scene count exist")) == ["scene", "count!", "exist!"]
     assert drawn(lines("union <NULL> scene count")) == ["union", ".scene?", ".scene", "count!"]
     assert drawn(program_lines([], VOCAB)) == ["scene?"]
+
+
+def test_values_of_a_kind_that_the_modules_do_not_take_are_marked_with_all_below_them():
+    program = "count filter_color[red] exist filter_shape[cube] scene"
+    expected = ["count", ".filter_color[red]", "..exist", "...filter_shape[cube]", "....scene"]
+    assert drawn(lines(program)) == drawn(lines(program, modules="iep")) == expected
+    assert drawn(lines(program, modules="tbd")) == [*expected[:2], *(line + "-" for line in expected[2:])]
 
 
 @given(TOKENS, TOKENS)

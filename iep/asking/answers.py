@@ -16,8 +16,8 @@ from iep.asking.words import Words, read_each, read_program, read_question
 from iep.datasets import Batch
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.families import family
-from iep.execution_engine.family import misfits
-from iep.program_tree import NOT_USED, ProgramTree, program_tree, without
+from iep.execution_engine.family import tree_run
+from iep.program_tree import ProgramTree
 from iep.vocab import NULL, Vocab
 
 
@@ -102,11 +102,8 @@ class Asker:
         return read_each("question", questions, lambda text: read_question(text, self.vocab))
 
     def _tree(self, program_L: Sequence[int]) -> ProgramTree:
-        """What runs of a program."""
-        tree = program_tree([self.vocab.program[token] for token in program_L])
-        found = misfits(tree, family(self.predictor.engine.family_name))
-        words = {misfit.node: misfit.words for misfit in found}
-        return without(tree, {node: f"{NOT_USED}: {made}, not {wanted}" for node, (made, wanted) in words.items()})
+        tokens = [self.vocab.program[token] for token in program_L]
+        return tree_run(tokens, family(self.predictor.engine.family_name))
 
     def _batch(self, questions_BT: Tensor) -> Batch:
         rows_B = torch.zeros(len(questions_BT), dtype=torch.long)

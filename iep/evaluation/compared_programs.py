@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.program_tree import program_tree
+from iep.execution_engine.family import Family, tree_run
+from iep.program_tree import Node, program_tree
 from iep.vocab import Vocab
 
 
@@ -20,6 +21,8 @@ class Kind(IntEnum):
     """A `scene` that the program lacks: it has `<NULL>` there, or had ended."""
     IGNORED = 2
     """A token after the tree is complete, which does not run."""
+    NOT_USED = 3
+    """A function whose value is of another kind than what is to take it, or one below it."""
 
 
 class Line(NamedTuple):
@@ -30,17 +33,24 @@ class Line(NamedTuple):
     kind: Kind
 
 
-def program_lines(program_L: np.ndarray, vocab: Vocab) -> list[Line]:
+def program_lines(program_L: np.ndarray, vocab: Vocab, own: Family | None = None) -> list[Line]:
     """The lines of the tree that a program stands for, from its root by depth-first search, and of what is ignored.
 
     Args:
         program_L: program tokens with `<START>`, `<END>` and padding.
         vocab: what they are indices of.
+        own: the modules that run it; None where nothing does.
     """
-    tree = program_tree([vocab.program[token] for token in np.asarray(program_L).tolist()])
-    kinds = (Kind.FUNCTION, Kind.FILLED_IN)
-    lines = [Line(node.depth, node.token, kinds[node.is_filled_in]) for node in tree.nodes]
+    tokens = [vocab.program[token] for token in np.asarray(program_L).tolist()]
+    tree = program_tree(tokens) if own is None else tree_run(tokens, own)
+    lines = [Line(node.depth, node.token, _kind(node)) for node in tree.nodes]
     return lines + [Line(0, token, Kind.IGNORED) for token in tree.ignored]
+
+
+def _kind(node: Node) -> Kind:
+    if node.unused:
+        return Kind.NOT_USED
+    return Kind.FILLED_IN if node.is_filled_in else Kind.FUNCTION
 
 
 def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[int | None, int | None]]:

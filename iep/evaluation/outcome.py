@@ -24,6 +24,8 @@ class Outcome:
     vocab: Vocab
     questions: Questions
     predictions: Predictions
+    modules: str | None = None
+    """The family of the modules that ran programs; None where none did."""
 
     @property
     def programs(self) -> np.ndarray | None:

@@ -15,6 +15,7 @@ from iep.evaluation.compared_programs import Line, program_lines, side_by_side
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.prediction_file import question_text
+from iep.execution_engine.families import family
 from iep.vocab import NULL, Vocab
 
 
@@ -97,8 +98,9 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
 
 def _programs(outcome: Outcome, n: int) -> dict[str, Any]:
     vocab = outcome.vocab
+    own = None if outcome.modules is None else family(outcome.modules)
     true, predicted = (
-        None if programs is None else program_lines(programs[n], vocab)
+        None if programs is None else program_lines(programs[n], vocab, own)
         for programs in (outcome.questions.programs, outcome.predictions.programs)
     )
     is_exact = outcome.exact is not None and outcome.exact[n]

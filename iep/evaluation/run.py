@@ -77,7 +77,8 @@ def evaluate(
     if predictions is None:
         return None
 
-    outcome = Outcome(vocab, questions, predictions)
+    modules = None if predictor.engine is None else predictor.engine.family_name
+    outcome = Outcome(vocab, questions, predictions, modules)
     baselines = _baselines(settings.data, outcome)
     report = _report(settings, outcome, str(device), max(memory), baselines)
     notes = _notes(settings, outcome, bool(baselines), pictures)

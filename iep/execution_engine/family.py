@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from iep.batching.graph import Graph
 from iep.batching.types import Types
-from iep.program_tree import ProgramTree
+from iep.program_tree import NOT_USED, ProgramTree, program_tree, without
 from iep.programs import SCENE, arity
 
 MAP, ATTENTION = 0, 1
@@ -123,6 +123,13 @@ def misfits(tree: ProgramTree, own: Family) -> list[Misfit]:
     if made[0] not in (None, MAP):
         found.append(Misfit(0, None, made[0], MAP))
     return sorted(found)
+
+
+def tree_run(tokens: Sequence[str], own: Family) -> ProgramTree:
+    """The tree that prefix tokens stand for, with what a family does not use of it marked."""
+    tree = program_tree(tokens)
+    words = {misfit.node: misfit.words for misfit in misfits(tree, own)}
+    return without(tree, {node: f"{NOT_USED}: {made}, not {wanted}" for node, (made, wanted) in words.items()})
 
 
 def scene_token(program_tokens: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 // True and predicted program of a question side by side, as indented trees with their differences marked.
-const KINDS = ["", "filled-in", "ignored"];
+const KINDS = ["", "filled-in", "ignored", "not-used"];
 const REMARKS = {
   "filled-in": "not in the program, which ends before it is complete: the engine takes the scene.",
   ignored: "after the tree is complete: it does not run.",
+  "not-used": "its value is of another kind than what is to take it, an attention or an encoding: the scene's stands in its place.",
 };
 
 function drawPrograms(question) {

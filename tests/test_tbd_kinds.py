@@ -1,4 +1,5 @@
-"""`iep-ask` with attention modules: programs whose values are of the wrong kind are refused, or shown as they ran."""
+"""Attention modules and programs whose values are of the wrong kind: `iep-ask` refuses them where they are given, and
+shows those that were predicted as they ran, as the report of `iep-eval` does."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
+from evaluate_cases import evaluate
+from pages import chromium, opened
 from tiny_data import assert_one_error
 
 from iep.asking import picture
@@ -103,3 +106,19 @@ def test_what_has_no_gradient_is_not_promised_to_be_lit(predicted, tmp_path):
 )
 def test_a_given_program_of_the_wrong_kinds_is_refused_by_function_and_argument(tbd, program, expected):
     assert_one_error(iep_ask("--ee", tbd[1], "--image", IMAGE, "--program", program), expected)
+
+
+def test_a_report_marks_what_was_not_used(tbd, monkeypatch, tmp_path: Path):
+    pg, ee = tbd
+    tokens = load_checkpoint(ee)["vocab"]["program_token_to_idx"]
+    wrong = ["count", "exist", "unique", "scene"]
+    program_L = torch.tensor([tokens[token] for token in wrong])
+    monkeypatch.setattr(Predictor, "programs", lambda self, batch: program_L.repeat(len(batch.index), 1))
+    data = pg.parent / "data"
+    evaluate(tmp_path, "--pg", pg, "--ee", ee, "--data", data, "--num-samples", 1, "--workers", 0, "--report", tmp_path)
+    with chromium() as browser, opened(browser, tmp_path / "report.html") as shown:
+        shown.open_programs()
+        predicted = "table.programs td:nth-child(2) code"
+        assert shown.texts(predicted) == wrong
+        assert shown.texts(f"{predicted}.not-used") == wrong[1:]
+        assert [text.strip() for text in shown.texts("article .hint b")] == ["not used:"]
