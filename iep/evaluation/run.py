@@ -86,9 +86,7 @@ def evaluate(
         tqdm.write(note)
     try:
         if out is not None:
-            write_outputs(out, outcome, report)
-            for note in answers_notes(out, outcome, split.total):
-                tqdm.write(note)
+            _write_outputs(out, outcome, report, split.total)
         if page is not None:
             shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
             write_page(page, outcome, report, shown, pictures, notes)
@@ -96,6 +94,13 @@ def evaluate(
         if show is not None:
             show(report)
     return report
+
+
+def _write_outputs(out: Path, outcome: Outcome, report: Report, total: int) -> None:
+    """`total`: questions of the split."""
+    write_outputs(out, outcome, report)
+    for note in answers_notes(out, outcome, total):
+        tqdm.write(note)
 
 
 def _notes(settings: Evaluation, outcome: Outcome, has_commonest: bool, pictures: Pictures | None) -> list[str]:

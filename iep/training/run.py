@@ -303,13 +303,7 @@ def _learn_words(config: Config, name: str, start: str, network: nn.Module, coun
         tqdm.write(f"{start}: {count} new question words")
 
 
-def _make_task(
-    config: Config,
-    vocab: Vocab,
-    training: Split,
-    device: torch.device,
-    resumed: Saved | None,
-) -> Any:
+def _make_task(config: Config, vocab: Vocab, training: Split, device: torch.device, resumed: Saved | None) -> Any:
     """The task of the config's model, its networks new, from the start checkpoints, or from the run's own."""
     feature_shape = None if training.features is None else training.features.shape[1:]
 
@@ -356,11 +350,4 @@ def _make_task(
     for part, start in (("pg", config.pg), ("ee", config.ee)):
         if start is None and resumed is None:
             raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
-    return JointTask(
-        generator(),
-        engine(),
-        execution,
-        max_length,
-        config.reward_decay,
-        config.temperature,
-    )
+    return JointTask(generator(), engine(), execution, max_length, config.reward_decay, config.temperature)
