@@ -36,6 +36,7 @@ from iep.errors import InputError
 from iep.features import Features
 from iep.loader import Loading, Slots, _Held, on_device
 from iep.memory import SharedMemory, _left_in_groups, attach
+from iep.signals import handled
 from iep.training.checkpoint import load_checkpoint
 from iep.training.run import train
 
@@ -93,11 +94,12 @@ def workers_of_this_process() -> list[int]:
 def load_and_signal_workers(data: Path) -> int:
     """How many questions come though the workers are told to stop after the first."""
     count = 0
-    for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):
-        for worker in workers_of_this_process() if not count else ():
-            os.kill(worker, signal.SIGINT)
-            os.kill(worker, signal.SIGTERM)
-        count += len(batch.index)
+    with handled():  # as in every command: a worker that has only just begun has its parent's handlers
+        for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):
+            for worker in workers_of_this_process() if not count else ():
+                os.kill(worker, signal.SIGINT)
+                os.kill(worker, signal.SIGTERM)
+            count += len(batch.index)
     return count
 
 
