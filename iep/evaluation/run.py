@@ -1,6 +1,6 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -82,8 +82,7 @@ def evaluate(
     baselines = _baselines(settings.data, outcome)
     report = _report(settings, outcome, str(device), max(memory), baselines)
     notes = _notes(settings, outcome, bool(baselines), pictures)
-    for note in notes:
-        tqdm.write(note)
+    _tell(notes)
     try:
         if out is not None:
             _write_outputs(out, outcome, report, split.total)
@@ -99,7 +98,11 @@ def evaluate(
 def _write_outputs(out: Path, outcome: Outcome, report: Report, total: int) -> None:
     """`total`: questions of the split."""
     write_outputs(out, outcome, report)
-    for note in answers_notes(out, outcome, total):
+    _tell(answers_notes(out, outcome, total))
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
         tqdm.write(note)
 
 
