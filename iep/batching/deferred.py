@@ -13,12 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from iep.batching.rows import is_batched, on_rows
+functorch = torch._C._functorch
+is_batched = functorch.is_batchedtensor
+
+
+def on_rows(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    """Inside `torch.vmap`, call `function`, which maps (G, ...) rows to rows, on the rows of a batched tensor."""
+    level, axis = functorch.maybe_get_level(input), functorch.maybe_get_bdim(input)
+    with temporarily_pop_interpreter_stack():
+        rows = function(functorch.get_unwrapped(input).movedim(axis, 0))
+    return functorch._add_batch_dim(rows, 0, level)
 
 
 class DeferredWeightGrads(TorchFunctionMode):

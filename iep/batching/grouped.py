@@ -7,7 +7,7 @@ function that has rows. This file computes the products; it does not choose whic
 Shapes: E functions, R rows, I inputs, O outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +17,27 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from iep.batching.schedulers import Segment
+
 EXECUTIONS = ("auto", "grouped", "loop")
+
+
+def run_segments(
+    modules: Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]], segments: Sequence[Segment], *arguments: Tensor
+) -> Tensor | tuple[Tensor, ...]:
+    """Run the module of each segment on its rows, and return their results side by side.
+
+    Args:
+        modules: by op, what maps the (G, ...) rows of the arguments to one tensor (G, ...) or several.
+        segments: segments that follow each other, of all rows.
+        arguments: (R, ...) each, sorted by function.
+    """
+    sizes = [segment.rows.stop - segment.rows.start for segment in segments]
+    parts = zip(*(argument.split(sizes) for argument in arguments), strict=True)
+    results = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 class Segments:
@@ -31,17 +51,15 @@ class Segments:
         self.sizes_E = sizes_E
 
     @classmethod
-    def of(cls, functions: Sequence[int], offsets: Sequence[int], num_functions: int) -> "Segments":
-        """Return the segments of which segment s has function `functions[s]` and rows `offsets[s]` to `offsets[s + 1]`.
+    def of(cls, segments: Sequence[Segment], ops: Sequence[int]) -> "Segments":
+        """Return those of a family's call.
 
         Args:
-            functions: S functions that have rows, in rising order.
-            offsets: S + 1 offsets, the first of them 0.
-            num_functions: E.
+            segments: in the order of `ops`.
+            ops: the op of each of the E functions.
         """
-        sizes_E = torch.zeros(num_functions, dtype=torch.int64)
-        sizes_E[list(functions)] = torch.tensor(offsets, dtype=torch.int64).diff()
-        return cls(sizes_E)
+        sizes = dict.fromkeys(ops, 0) | {segment.op: segment.rows.stop - segment.rows.start for segment in segments}
+        return cls(torch.tensor(list(sizes.values())))
 
     @cached_property
     def sizes(self) -> list[int]:
