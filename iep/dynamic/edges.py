@@ -51,7 +51,7 @@ class Joined(NamedTuple):
     graph: Graph
     """Its roots: the last vertex of each sample, then output by output the vertices that push it."""
     fields: list[np.ndarray]
-    """For each output, its place among the pushes of each of these vertices' functions."""
+    """For each output, its index among the results of each of these vertices' functions."""
     pulls: np.ndarray
     """(num_inputs,) the input, in the order of `names_of`, of which each input of the graph is a row."""
     rows: dict[str, np.ndarray]
@@ -62,6 +62,7 @@ def join(
     samples: Sequence[Edges],
     pulls: Sequence[Sequence[str]],
     pushes: Sequence[Sequence[str]],
+    results: Sequence[Sequence[str]],
     sharing: bool,
     tables: Mapping[str, int],
 ) -> Joined:
@@ -70,6 +71,7 @@ def join(
     Args:
         pulls: names of inputs, by function.
         pushes: names of outputs, by function.
+        results: names of all states and outputs that a function computes, by function.
         sharing: make each row of an input one input of the graph, however many vertices pull it.
         tables: the number of rows of the inputs whose whole tables are inputs of the graph.
 
@@ -110,10 +112,9 @@ def join(
 
     outputs, fields = [num_inputs + sizes_S.cumsum() - 1], []
     for name in names_of(pushes):
-        field_N = _index_of(name, pushes)[function_N]
-        vertices = np.flatnonzero(field_N >= 0)
+        vertices = np.flatnonzero(_index_of(name, pushes)[function_N] >= 0)
         outputs.append(num_inputs + vertices)
-        fields.append(field_N[vertices])
+        fields.append(_index_of(name, results)[function_N[vertices]])
     op = (children_NA.T >= 0).sum(axis=0) * len(pulls) + function_N
     graph = Graph(num_inputs, op, args, sample_N, np.concatenate(outputs))
     return Joined(graph, fields, np.concatenate(pull_of_input), rows)

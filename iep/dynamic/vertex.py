@@ -79,7 +79,7 @@ class VertexFunction:
     pulls: tuple[str, ...] = ()
     """Names of the inputs of which each vertex pulls a row."""
     pushes: tuple[str, ...] = ()
-    """Names of the outputs of which each vertex pushes a row."""
+    """Names of the outputs of which each vertex pushes a row. A state's name stands for what the vertex scatters."""
 
     def __post_init__(self) -> None:
         for kind in ("gathers", "pulls", "pushes"):
@@ -147,9 +147,10 @@ class VertexNetwork:
         self.shapes = {name: tuple(shape) for name, shape in states.items()}
         self.pulls = names_of([function.pulls for function in functions])
         self.pushes = names_of([function.pushes for function in functions])
-        names = (*self.shapes, *self.pushes, *self.pulls)  # each has a column of the plan, in this order
+        outputs = tuple(name for name in self.pushes if name not in states)
+        names = (*states, *outputs, *self.pulls)  # each has a column of the plan, in this order
         if len(set(names)) < len(names):
-            raise ValueError("states, pulls and pushes have a name in common, expected different ones")
+            raise ValueError("an input has the name of a state or an output, expected different names")
         self._column = {name: column for column, name in enumerate(names)}
         self._kind = repr((names, [(function.gathers, function.pulls, function.pushes) for function in functions]))
 
@@ -177,7 +178,8 @@ class VertexNetwork:
         if unknown:
             raise ValueError(f"no function pulls of a table {unknown[0]!r}, expected of {', '.join(self.pulls)}")
         pulls, pushes = ([getattr(function, kind) for function in self.functions] for kind in ("pulls", "pushes"))
-        joined = join(samples, pulls, pushes, sharing, tables)
+        results = [self._results(function) for function in self.functions]
+        joined = join(samples, pulls, pushes, results, sharing, tables)
         graph = share(joined.graph) if sharing else joined.graph
         whole = np.array([name in tables for name in self.pulls], dtype=bool)
         key = key_of(
@@ -228,13 +230,11 @@ class VertexNetwork:
         slot[order] = np.arange(graph.num_inputs)
         graph = replace(graph, args=slot[graph.args])
         last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, joined.fields)])[:-1])
-        states = range(len(self.shapes))
-        roots = [(last, state) for state in states]
         # An output that no vertex of the minibatch pushes has no shape, and is left out.
-        pushed = zip(pushing, joined.fields, strict=True)
-        roots += [(slots, len(states) + fields) for slots, fields in pushed if len(slots)]
+        pushed = [root for root in zip(pushing, joined.fields, strict=True) if len(root[0])]
+        roots = (*((last, state) for state in range(len(self.shapes))), *pushed)
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
-        types = Types(joined.pulls + self._column[self.pulls[0]], signatures, tuple(roots))
+        types = Types(joined.pulls + self._column[self.pulls[0]], signatures, roots)
         return graph, schedule, make_plan(graph, schedule, types), order
 
     def _function(self, op: int) -> tuple[VertexFunction, int]:
@@ -242,18 +242,21 @@ class VertexNetwork:
         num_children, function = divmod(op, len(self.functions))
         return self.functions[function], num_children
 
+    def _results(self, function: VertexFunction) -> tuple[str, ...]:
+        """Return the names of the states and outputs that a function computes, in order."""
+        return *self.shapes, *(name for name in function.pushes if name not in self.shapes)
+
     def _signature(self, op: int) -> Signature:
         function, num_children = self._function(op)
         first = len(function.pulls)
         gathers = [self._column[state] for state in function.gathers] if num_children else []
         reads = [*map(Read, range(first)), *(Read(first, num_children, state) for state in gathers)]
-        return Signature(tuple(reads), tuple(self._column[name] for name in (*self.shapes, *function.pushes)))
+        return Signature(tuple(reads), tuple(self._column[name] for name in self._results(function)))
 
     def _module(self, op: int) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function of an op as a module: inputs and children's states -> states and outputs."""
         function, num_children = self._function(op)
-        names = (*self.shapes, *function.pushes)
-        first = len(function.pulls)
+        names, first = self._results(function), len(function.pulls)
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
             pulled, gathered = dict(zip(function.pulls, arguments, strict=False)), arguments[first:]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.batching import scope
+from iep.dynamic import scope
 from iep.workloads.trees import Tree, TreePair
 
 

@@ -127,7 +127,7 @@ class _Rows(Function):
 
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """Return (R, X), rows `index_R` of `x_NX`. `inverse_R` has the results that read row 0, then row 1, and so on."""
+        """Return (R, X), rows `index_R` of `x_NX`. `inverse_R` has the reads of row 0, then of row 1, and so on."""
         ctx.save_for_backward(inverse_R)
         ctx.reads = len(index_R) // len(x_NX)
         return x_NX.index_select(0, index_R)

@@ -14,25 +14,33 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-def lstm_state(gates: Tensor, c_children: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return h and c, (G, H) each, of cells with a forget gate for each child (Tai et al. 2015, equations 9 to 14).
 
     Gradients cannot be differentiated again.
 
     Args:
         gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u. They are overwritten.
+        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates; None for no bias. On CPUs this is faster than a bias in
+            the linear layer.
         c_children: (G, A, H); None for cells without children.
 
     Raises:
         ValueError: the shapes do not fit.
     """
-    if c_children is None:
-        c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
-    count, children, width = c_children.shape
-    if gates.shape != (count, (3 + children) * width):
-        found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
-        raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
-    return _State.apply(gates, c_children.to(gates.dtype))
+    # Else a mode such as `DeferredWeightGrads` would look at each of the operations, which takes longer than a small one.
+    with torch._C.DisableTorchFunction():
+        if c_children is None:
+            c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
+        count, children, width = c_children.shape
+        if gates.shape != (count, (3 + children) * width):
+            found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
+            raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
+        if c_children.dtype != gates.dtype:
+            c_children = c_children.to(gates.dtype)
+        if torch.is_grad_enabled():
+            return _State.apply(gates, bias, c_children)
+        return _states(gates, bias, c_children)[:2]
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
@@ -42,27 +50,22 @@ def by_columns(weight: nn.Parameter) -> nn.Parameter:
 
 class _State(Function):
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, c_children: Tensor) -> tuple[Tensor, Tensor]:
-        width = c_children.shape[2]
-        u = _tanh(gates[:, -width:])
-        sigmoids = gates[:, :-width].sigmoid_()
-        i, o, *forget = sigmoids.split(width, dim=1)
-        c = i * u
-        for f, c_child in zip(forget, c_children.unbind(1), strict=True):
-            c.addcmul_(f, c_child)
-        tanh_c = _tanh(c)
-        ctx.save_for_backward(sigmoids, u, tanh_c, c_children)
+    def forward(ctx: Any, gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor]:
+        gates = gates.detach()  # autograd need not follow that its views are overwritten
+        h, c, tanh_c = _states(gates, bias, c_children)
+        ctx.save_for_backward(gates, tanh_c, c_children)
+        ctx.bias_dims = 0 if bias is None else bias.dim()
         ctx.set_materialize_grads(False)
-        return o * tanh_c, c
+        return h, c
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_h: Tensor | None, of_c: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        sigmoids, u, tanh_c, c_children = ctx.saved_tensors
-        width = u.shape[1]
-        i, o, forget = sigmoids.tensor_split((width, 2 * width), dim=1)
-        of_gates = sigmoids.new_empty(len(u), sigmoids.shape[1] + width)
-        of_i, of_o, of_forget, of_u = of_gates.tensor_split((width, 2 * width, of_gates.shape[1] - width), dim=1)
+    def backward(ctx: Any, of_h: Tensor | None, of_c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        gates, tanh_c, c_children = ctx.saved_tensors
+        width = tanh_c.shape[1]
+        of_gates, of_children = torch.empty_like(gates), torch.empty_like(c_children)
+        i, o, *forget, u = gates.split(width, dim=1)
+        of_i, of_o, *of_forget, of_u = of_gates.split(width, dim=1)
         if of_h is None:
             of_o.zero_()
         else:
@@ -70,16 +73,42 @@ class _State(Function):
             through_h = torch.ops.aten.tanh_backward(of_h * o, tanh_c)
             of_c = through_h if of_c is None else through_h.add_(of_c)
         torch.mul(of_c, u, out=of_i)
-        torch.mul(of_c[:, None], c_children, out=of_forget.view(c_children.shape))
         torch.mul(of_c, i, out=of_u)
-        of_sigmoids = of_gates[:, :-width]
+        for f, c, of_f, of_child in zip(forget, c_children.unbind(1), of_forget, of_children.unbind(1), strict=True):
+            torch.mul(of_c, c, out=of_f)
+            torch.mul(of_c, f, out=of_child)
+        # Through the nonlinearities of the gates.
+        sigmoids, of_sigmoids = gates[:, :-width], of_gates[:, :-width]
         torch.ops.aten.sigmoid_backward.grad_input(of_sigmoids, sigmoids, grad_input=of_sigmoids)
         torch.ops.aten.tanh_backward.grad_input(of_u, u, grad_input=of_u)
-        return of_gates, of_c[:, None] * forget.view(c_children.shape)
+        of_bias = None if not ctx.bias_dims else of_gates if ctx.bias_dims == 2 else of_gates.sum(0)
+        return of_gates, of_bias, of_children
 
 
-def _tanh(x: Tensor) -> Tensor:
-    """tanh x; on CPUs 2 sigmoid(2 x) - 1, because PyTorch's sigmoid takes an eighth of the time of its tanh there."""
-    if x.is_cpu and x.dtype in (torch.float32, torch.float64):
-        return (x * 2).sigmoid_().mul_(2).sub_(1)
-    return x.tanh()
+def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return h, c and tanh c; the gates are overwritten with what their nonlinearities return."""
+    if bias is not None:
+        gates.add_(bias)
+    i, o, *forget, u = gates.split(c_children.shape[2], dim=1)
+    if _is_sigmoid_faster(u):
+        u.mul_(2)
+        gates.sigmoid_()
+        u.mul_(2).sub_(1)
+    else:
+        tanh_u = u.tanh()
+        gates.sigmoid_()
+        u.copy_(tanh_u)
+    c = i * u
+    for f, child in zip(forget, c_children.unbind(1), strict=True):
+        c.addcmul_(f, child)
+    tanh_c = (c * 2).sigmoid_().mul_(2).sub_(1) if _is_sigmoid_faster(c) else c.tanh()
+    return o * tanh_c, c, tanh_c
+
+
+def _is_sigmoid_faster(x: Tensor) -> bool:
+    """Return whether 2 sigmoid(2 x) - 1 is faster than tanh x, and as precise.
+
+    On CPUs PyTorch's sigmoid takes an eighth of the time of its tanh, which outweighs the additional calls for 4096
+    numbers and more. In low precision the difference would lose what is near zero.
+    """
+    return x.is_cpu and x.numel() > 4096 and x.dtype in (torch.float32, torch.float64)

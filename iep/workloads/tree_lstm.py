@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
 from iep.workloads.lstm import by_columns, lstm_state
@@ -63,11 +64,12 @@ class BinaryTreeLSTM(nn.Module):
         return self.classifier(h[-1])
 
     def _leaf(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.leaf(vertices.pull("word")))
+        h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), self.leaf.bias)
         vertices.scatter(h=h, c=c)
 
     def _inner(self, vertices: Vertices) -> None:
-        h, c = lstm_state(self.inner(vertices.gather("h").flatten(1)), vertices.gather("c"))
+        gates = functional.linear(vertices.gather("h").flatten(1), self.inner.weight)
+        h, c = lstm_state(gates, self.inner.bias, vertices.gather("c"))
         vertices.scatter(h=h, c=c)
 
 
