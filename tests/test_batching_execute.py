@@ -204,7 +204,10 @@ def test_a_weight_gets_its_gradient_however_a_module_reaches_it(change, defer):
 
 
 def test_a_run_under_autocast_equals_the_reference_to_bfloat16s_precision():
-    modules, rows = toy_modules(dtype=torch.float32), matrix([[BINARY_A, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_A, LEAF]])
+    modules, rows = (
+        toy_modules(dtype=torch.float32),
+        matrix([[BINARY_A, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_A, LEAF]]),
+    )
 
     def run(x, way):
         with torch.autocast("cpu", torch.bfloat16):
@@ -307,7 +310,12 @@ def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
         ([], {}, torch.zeros(0, 3), "no roots: an empty minibatch cannot be run"),
         ([[LEAF]] * 2, MODULES, torch.zeros(3, 3), "3 inputs in column 0, expected 2"),
         ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:1]}, torch.zeros(2, 3), r"op 6 returned \(1, 3\), expected \(2"),
-        ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:, :1]}, torch.zeros(2, 3), r"returned \(2, 1\), expected \(2, 3"),
+        (
+            [[UNARY_A, LEAF]] * 2,
+            {UNARY_A: lambda x: x[:, :1]},
+            torch.zeros(2, 3),
+            r"returned \(2, 1\), expected \(2, 3",
+        ),
         ([[UNARY_A, LEAF]], {UNARY_A: lambda x: (x, x)}, torch.zeros(1, 3), "op 6 returned 2 tensors, expected 1"),
         (
             [[UNARY_A, LEAF]],
