@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
+from batching_cases import ARITY_V, BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
 from schedule_cases import (
     assert_valid,
