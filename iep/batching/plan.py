@@ -43,7 +43,7 @@ class Types:
     """The columns of a graph's values, for nodes that return several tensors or tensors of several shapes."""
 
     inputs: np.ndarray
-    """(num_inputs,) column of each input, which is one tensor. A column's inputs are given in the order of the slots."""
+    """(num_inputs,) column of each input, one tensor; the inputs of a column are given in the order of the slots."""
     signatures: Mapping[int, Signature]
     """By op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
@@ -104,6 +104,8 @@ class Plan:
     """The first rows of the columns that have inputs."""
     roots: tuple[Argument, ...]
     """The tensors that a run returns."""
+    num_devices: int = 1
+    """Column c of the types, on the device at position p, is column c * num_devices + p; see `placement.py`."""
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
@@ -206,6 +208,7 @@ def make_plan(
         ),
         tuple(Result(column, slice(0, count)) for column, count in inputs if count),
         roots,
+        max(1, len(devices)),
     )
 
 

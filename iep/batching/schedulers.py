@@ -10,7 +10,8 @@ Shapes: N nodes, A greatest number of arguments, K calls.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -124,7 +125,7 @@ def lookahead(graph: Graph) -> Schedule:
     by_height = _pool(distance, graph.op)
     if len(by_height) == int(distance.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
-    if graph.num_nodes * len({group.op for group in by_height}) < MOST_COUNTED and len(by_height) == lower_bound(graph):
+    if _has_fewest_calls(by_height, graph):
         return by_height
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
@@ -175,16 +176,25 @@ def lower_bound(graph: Graph) -> int:
     return sum(most_on_a_path(graph).values())
 
 
-def most_on_a_path(graph: Graph) -> dict[int, int]:
-    """By op, the most of its nodes that lie on any one path, and so wait for one another."""
-    ops, kind = np.unique(graph.op, return_inverse=True)
+def most_on_a_path(graph: Graph, ops: Sequence[int] | None = None) -> dict[int, int]:
+    """Return by op, for all or some, the most of its nodes that lie on any one path, and so wait for one another."""
+    ops = np.unique(graph.op) if ops is None else np.array(ops)
+    is_op_NP = graph.op[:, None] == ops
     # Level by level; the last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int32)
     takes = _takes(graph)
     for nodes in levels(graph.height):
-        count[nodes] = count[takes[nodes]].max(axis=1)
-        count[nodes, kind[nodes]] += 1
+        count[nodes] = count[takes[nodes]].max(axis=1) + is_op_NP[nodes]
     return dict(zip(ops.tolist(), count.max(axis=0, initial=0).tolist(), strict=True))
+
+
+def _has_fewest_calls(by_height: Schedule, graph: Graph) -> bool:
+    """Return whether a schedule by height has as few calls as the lower bound; quick where it does not."""
+    calls = Counter(group.op for group in by_height)
+    op, most = calls.most_common(1)[0]
+    if most_on_a_path(graph, [op])[op] < most or graph.num_nodes * len(calls) >= MOST_COUNTED:
+        return False
+    return len(by_height) == lower_bound(graph)
 
 
 def distance_from_root(graph: Graph) -> np.ndarray:
