@@ -70,7 +70,7 @@ class Experts(nn.Module):
                 it is a device-side assertion).
             ValueError: the execution is `grouped` and PyTorch has no such product here.
         """
-        dtype, device = self.hidden_weights.dtype, x_TD.device.type
+        dtype, device = self.hidden_weights.dtype, self.hidden_weights.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x_TD, gates_TK = x_TD.to(dtype), gates_TK.to(dtype)

@@ -77,7 +77,7 @@ def tree_from_parents(parents: np.ndarray, words: np.ndarray, label: int | float
     """The tree in which vertex n's parent is `parents[n]`, -1 for the root; numbered anew, in post-order.
 
     Raises:
-        ValueError: the parents go round in circles.
+        ValueError: the parents have a cycle.
     """
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for vertex, parent in enumerate(parents.tolist()):
@@ -87,7 +87,7 @@ def tree_from_parents(parents: np.ndarray, words: np.ndarray, label: int | float
         preorder.append(waiting.pop())
         waiting += below[preorder[-1]]
     if len(preorder) < len(parents):
-        raise ValueError(f"{len(parents) - len(preorder)} words go round in circles, expected a tree")
+        raise ValueError(f"{len(parents) - len(preorder)} words are in cycles, expected a tree")
     order = np.array(preorder[::-1])
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
