@@ -62,10 +62,9 @@ class _State(Function):
     @once_differentiable
     def backward(ctx: Any, of_h: Tensor | None, of_c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         gates, tanh_c, c_children = ctx.saved_tensors
-        width = tanh_c.shape[1]
         of_gates, of_children = torch.empty_like(gates), torch.empty_like(c_children)
-        i, o, *forget, u = gates.split(width, dim=1)
-        of_i, of_o, *of_forget, of_u = of_gates.split(width, dim=1)
+        i, o, *forget, u = _by_gate(gates, c_children)
+        of_i, of_o, *of_forget, of_u = _by_gate(of_gates, c_children)
         if of_h is None:
             of_o.zero_()
         else:
@@ -73,14 +72,12 @@ class _State(Function):
             through_h = torch.ops.aten.tanh_backward(of_h * o, tanh_c)
             of_c = through_h if of_c is None else through_h.add_(of_c)
         torch.mul(of_c, u, out=of_i)
-        torch.mul(of_c, i, out=of_u)
         for f, c, of_f, of_child in zip(forget, c_children.unbind(1), of_forget, of_children.unbind(1), strict=True):
             torch.mul(of_c, c, out=of_f)
             torch.mul(of_c, f, out=of_child)
-        # Through the nonlinearities of the gates.
-        sigmoids, of_sigmoids = gates[:, :-width], of_gates[:, :-width]
-        torch.ops.aten.sigmoid_backward.grad_input(of_sigmoids, sigmoids, grad_input=of_sigmoids)
-        torch.ops.aten.tanh_backward.grad_input(of_u, u, grad_input=of_u)
+        # Through the nonlinearities: of all gates as if they were sigmoids, then of u.
+        torch.ops.aten.sigmoid_backward.grad_input(of_gates, gates, grad_input=of_gates)
+        torch.ops.aten.tanh_backward.grad_input(of_c * i, u, grad_input=of_u)
         of_bias = None if not ctx.bias_dims else of_gates if ctx.bias_dims == 2 else of_gates.sum(0)
         return of_gates, of_bias, of_children
 
@@ -89,7 +86,7 @@ def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Ten
     """Return h, c and tanh c; the gates are overwritten with what their nonlinearities return."""
     if bias is not None:
         gates.add_(bias)
-    i, o, *forget, u = gates.split(c_children.shape[2], dim=1)
+    i, o, *forget, u = _by_gate(gates, c_children)
     if _is_sigmoid_faster(u):
         u.mul_(2)
         gates.sigmoid_()
@@ -103,6 +100,12 @@ def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Ten
         c.addcmul_(f, child)
     tanh_c = (c * 2).sigmoid_().mul_(2).sub_(1) if _is_sigmoid_faster(c) else c.tanh()
     return o * tanh_c, c, tanh_c
+
+
+def _by_gate(gates: Tensor, c_children: Tensor) -> tuple[Tensor, ...]:
+    """Return views (G, H) of each gate."""
+    count, children, width = c_children.shape
+    return gates.view(count, 3 + children, width).unbind(1)
 
 
 def _is_sigmoid_faster(x: Tensor) -> bool:
