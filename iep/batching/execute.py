@@ -91,7 +91,8 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     """
     if call.op < 0:
         devices = [plan.columns[result.column].device for result in call.results]
-        return tuple(each.to(to, non_blocking=True) for each, to in zip(arguments, devices, strict=True))
+        # A copy to the CPU has to be waited for: calls there read it as soon as it is issued.
+        return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
     if call.segments is None:
         returned = modules[call.op](*arguments)
     elif call.op in modules:

@@ -1,4 +1,4 @@
-"""Programs of a minibatch -> the plan of their module calls: graph, schedule and layout.
+"""Programs of a minibatch -> the plan of their module calls: graph, schedule and calls.
 
 A plan is made without tensors' values, so that the data loader's workers can make it; running one is `engine.py`'s.
 
