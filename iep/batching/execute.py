@@ -33,7 +33,8 @@ def execute(
     Args:
         plan: its index tensors on the device of `inputs`; those of a placed plan on the devices of its columns.
         modules: by op, what maps a call's arguments, (G, ...) each in their order, to its results (G, ...): a tensor,
-            or as many as the op's signature says. Row g belongs to node g. It must not change its arguments in place.
+            or as many as the op's signature says. Row g belongs to node g. It must not change its arguments in place
+            (where gradients are computed, PyTorch raises an error), as they may be the memory of other calls' results.
             A family's number may have a function `(segments, *arguments)`; without one, its functions run in a loop.
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in their
             dtype and memory format. Otherwise one such tensor for each column that has inputs, and a tuple is
@@ -47,13 +48,14 @@ def execute(
             than its column holds, or numbers that the column's dtype cannot hold.
     """
     given = {0: inputs} if isinstance(inputs, Tensor) else inputs
-    expected = {made.column: made.rows.stop for made in plan.inputs}
+    expected = {made.column // plan.num_devices: made.rows.stop for made in plan.inputs}
     found = {column: len(tensor) for column, tensor in given.items() if len(tensor)}
-    if found != expected:
-        raise ValueError(f"inputs by column: {found}, but the plan has {expected}")
+    for column in sorted(expected.keys() | found.keys()):
+        if found.get(column, 0) != expected.get(column, 0):
+            raise ValueError(f"{found.get(column, 0)} inputs in column {column}, expected {expected.get(column, 0)}")
     if not any(root.rows.stop > root.rows.start for root in plan.roots):
-        raise ValueError("the plan has no roots, expected at least one")
-    results = tuple(given[made.column] for made in plan.inputs)
+        raise ValueError("the plan has no roots: an empty minibatch cannot be run")
+    results = tuple(given[column] for column in expected)
     if torch.is_grad_enabled():
         values = _run_recorded(_Run(plan), modules, results, defer_weight_grads)
     else:
@@ -166,7 +168,7 @@ class _Run:
         if values.shape != (size, *kind.shape):
             raise ValueError(f"{what} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
         if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
-            raise ValueError(f"{what} returned {values.dtype}, expected what {kind.dtype} can hold")
+            raise ValueError(f"{what} returned {values.dtype}, which column {made.column} of {kind.dtype} cannot hold")
         kind.view(self.values[made.column][made.rows]).copy_(values)
 
     def read(self, argument: Argument) -> Tensor:
@@ -180,10 +182,7 @@ class _Run:
 
     def roots(self) -> tuple[Tensor, ...]:
         """Return copies of the roots' values."""
-        return tuple(
-            self.read(root).clone(memory_format=torch.preserve_format) if root.is_adjacent else self.read(root)
-            for root in self.plan.roots
-        )
+        return tuple(self.read(root).clone(memory_format=torch.preserve_format) for root in self.plan.roots)
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to those of the rows that it was read from."""

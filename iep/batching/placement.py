@@ -118,21 +118,21 @@ def _on_devices(types: Types, placement: OpPlacement, kinds: Mapping[tuple, int]
     return found
 
 
-def rows_copied(plan: Plan, column: int, num_devices: int) -> int:
+def rows_copied(plan: Plan, column: int) -> int:
     """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
     results = (result for call in plan.calls if call.op < 0 for result in call.results)
-    return sum(each.rows.stop - each.rows.start for each in results if each.column // num_devices == column)
+    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
-def least_time(plan: Plan, num_devices: int, cost_of_row: Mapping[int, float]) -> float:
+def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
     """Return how long a placed plan takes at least, where a call takes its size times its op's `cost_of_row`, a device
     runs one call at a time, and copies take no time. The gain of several devices is the rest of the calls' sum."""
-    clocks = [0.0] * num_devices
+    clocks = [0.0] * plan.num_devices
     ready = [np.zeros(column.num_rows) for column in plan.columns]
     for call in plan.calls:
         time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
         if call.op >= 0:
-            device = call.results[0].column % num_devices
+            device = call.results[0].column % plan.num_devices
             time = clocks[device] = max(clocks[device], time) + call.size * cost_of_row[call.op]
         for result in call.results:
             ready[result.column][result.rows] = time

@@ -104,6 +104,8 @@ class Plan:
     """The first rows of the columns that have inputs."""
     roots: tuple[Argument, ...]
     """The tensors that a run returns."""
+    num_devices: int = 1
+    """Column c of the types, on the device at position p, is column c * num_devices + p; see `placement.py`."""
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
@@ -206,6 +208,7 @@ def make_plan(
         ),
         tuple(Result(column, slice(0, count)) for column, count in inputs if count),
         roots,
+        max(1, len(devices)),
     )
 
 
