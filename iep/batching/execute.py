@@ -241,4 +241,7 @@ class _Exchange(Function):
             run.gradients = {}  # this backward pass begins; the buffers of an earlier one were handed out
         for argument, gradient in zip(ctx.taken, gradients, strict=True):
             run.add_gradient(argument, gradient)
-        return None, None, None, *(run.gradient(made) for made in ctx.made)
+        found = [run.gradient(made) for made in ctx.made]
+        if not ctx.needs_input_grad[0]:
+            run.gradients = {}  # nothing before this exchange has gradients: the pass ends, the loss may live longer
+        return None, None, None, *found

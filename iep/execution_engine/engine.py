@@ -203,10 +203,7 @@ class ExecutionEngine(nn.Module):
 
     def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, C, H, W) the programs' last maps, and the sum of the attentions."""
-        inputs = family(self.family_name).inputs(stems_NCHW)
-        if self.placement is not None:
-            inputs = self.placement.by_column(inputs)
-        found = execute(calls, self._module_of_op(), inputs, defer)
+        found = execute(calls, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))

@@ -64,11 +64,6 @@ class Placement:
             roots=self.parts[CLASSIFIER],
         )
 
-    def by_column(self, inputs: torch.Tensor | Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return a graph's inputs, which are on the stem's device, by their columns in a placed plan."""
-        given = {MAP: inputs} if isinstance(inputs, torch.Tensor) else inputs
-        return {column * len(self.devices) + self.parts[STEM]: tensor for column, tensor in given.items()}
-
     def to_yaml(self) -> str:
         """Return the placement as `read_placement` reads it: devices by name, or by position where names repeat."""
         distinct = self.labels == self.devices
@@ -267,7 +262,7 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
     return "\n".join(lines)
 
 
-def describe_copies(plans: Sequence[Plan], num_devices: int, costs: Costs, number_bytes: int, what: str) -> str:
+def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what: str) -> str:
     """Return what the forward pass of `what` copies, and the least time of the modules: means over placed plans.
 
     Args:
@@ -275,13 +270,13 @@ def describe_copies(plans: Sequence[Plan], num_devices: int, costs: Costs, numbe
     """
     kinds, shares, total = [], [], 0.0
     for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=True)):
-        rows = mean(rows_copied(plan, column, num_devices) for plan in plans)
+        rows = mean(rows_copied(plan, column) for plan in plans)
         if rows or column == MAP:
             kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
         total += rows * size * number_bytes
     for plan in plans:
         alone = sum(call.size * costs.flops_of_op[call.op] for call in plan.calls if call.op >= 0)
-        shares.append(least_time(plan, num_devices, costs.flops_of_op) / alone if alone else 1.0)
+        shares.append(least_time(plan, costs.flops_of_op) / alone if alone else 1.0)
     return (
         f"  the forward pass of {what} copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the "
         "backward pass as many gradients\n"
@@ -301,7 +296,7 @@ def describe_engine(
     plans = [planner(programs_BL, image_rows_B=rows_B).calls for programs_BL, rows_B in batches]
     number_bytes = 2 if precision == "bfloat16" else 4
     what = f"a minibatch of {min(batch_size, len(sample.programs_QL))} questions"
-    return f"{text}\n{describe_copies(plans, len(engine.placement.devices), costs, number_bytes, what)}"
+    return f"{text}\n{describe_copies(plans, costs, number_bytes, what)}"
 
 
 def _minibatches(sample: Sample, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
