@@ -44,12 +44,12 @@ def on_cpu(values):
 @settings(quick, max_examples=6)
 def test_on_any_placement_logits_and_all_gradients_match_the_reference(name, devices, data, seed):
     make, cases = ENGINES[name]
-    programs_BL = data.draw(st.just(cases.PROGRAMS_BL) | cases.any_programs)
+    programs_BL, families = data.draw(st.just(cases.PROGRAMS_BL) | cases.any_programs), data.draw(st.booleans())
     engine, rows_B = make(), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, batching, sharing)
+        plan = placed.plan(programs_BL, rows_B, batching, sharing, families=families)
 
         def run(x, plan=plan, defer=defer):
             return placed(x.to(devices[0]), plan, defer).cpu()

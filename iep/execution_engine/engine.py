@@ -133,6 +133,7 @@ class ExecutionEngine(nn.Module):
         sharing: bool | None = None,
         training: bool = False,
         attentions: bool = False,
+        families: bool = False,
     ) -> Planner:
         """`plan_programs` for this engine as it is placed, without its weights: cheap to send to the loader's workers.
 
@@ -141,6 +142,7 @@ class ExecutionEngine(nn.Module):
                 dropout makes a result depend on how often it is computed.
             training: what the plans are for.
             attentions: as in `plan_programs`.
+            families: schedule families of functions of one architecture, which differ only in their weights.
         """
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
@@ -151,6 +153,7 @@ class ExecutionEngine(nn.Module):
             "scene": self.scene_kind,
             "placement": self.placement,
             "attentions": attentions,
+            "families": self._families() if families else None,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
@@ -161,10 +164,11 @@ class ExecutionEngine(nn.Module):
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
         attentions: bool = False,
+        families: bool = False,
     ) -> ProgramPlan:
         """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
         device = next(self.parameters()).device
-        planner = self.planner(batching, sharing, self.training, attentions)
+        planner = self.planner(batching, sharing, self.training, attentions, families)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
     def forward(self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False) -> torch.Tensor:
@@ -216,6 +220,13 @@ class ExecutionEngine(nn.Module):
             for program_L, stem_1CHW in zip(programs_BL.tolist(), self.stem(features_BCHW).split(1), strict=True)
         ]
         return self.classifier(torch.cat(maps))
+
+    def _families(self) -> dict[int, int]:
+        """Return the family of every op that runs, numbered from the vocabulary's length on."""
+        numbers: dict[tuple, int] = {}
+        places = {} if self.placement is None else self.placement.parts
+        kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
+        return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
 
     def _module_of_op(self) -> dict[int, nn.Module]:
         return {op: getattr(self, token) for op, token in self._runs.items()}

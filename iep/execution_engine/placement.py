@@ -19,7 +19,7 @@ import torch
 import yaml
 from torch import nn
 
-from iep.batching.placement import OpPlacement, least_time, rows_copied
+from iep.batching.placement import OpPlacement, cost_of_call, least_time, rows_copied
 from iep.batching.plan import Plan
 from iep.devices import resolve_device
 from iep.distributed import world_size
@@ -275,7 +275,7 @@ def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what
             kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
         total += rows * size * number_bytes
     for plan in plans:
-        alone = sum(call.size * costs.flops_of_op[call.op] for call in plan.calls if call.op >= 0)
+        alone = sum(cost_of_call(call, costs.flops_of_op) for call in plan.calls if call.op >= 0)
         shares.append(least_time(plan, costs.flops_of_op) / alone if alone else 1.0)
     return (
         f"  the forward pass of {what} copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the "

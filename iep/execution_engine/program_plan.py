@@ -5,7 +5,7 @@ A plan is made without tensors' values, so that the data loader's workers can ma
 Shapes: B programs, L program tokens, N images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,6 +63,7 @@ def plan_programs(
     placement: Placement | None = None,
     modules: str = "iep",
     attentions: bool = False,
+    families: Mapping[int, int] | None = None,
 ) -> ProgramPlan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
@@ -82,6 +83,8 @@ def plan_programs(
         modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
         attentions: the engine is to return the sum of the attentions too. One that several programs share counts for
             each of them.
+        families: by op, the number of its family, as `iep.batching.schedulers.make_schedule` takes them: one call then
+            runs several functions of one architecture.
 
     Raises:
         ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
@@ -98,7 +101,7 @@ def plan_programs(
         graph = replace(graph, roots=np.concatenate([graph.roots, own.attentions(graph, program_tokens)]))
     if sharing:
         graph, rows = share(graph), None
-    schedule = make_schedule(graph, batching)
+    schedule = make_schedule(graph, batching, families)
     types = own.types(graph, program_tokens, len(programs_BL))
     if placement is None:
         calls = make_plan(graph, schedule, types)
