@@ -1,7 +1,6 @@
 """An engine on several devices computes, and learns, what it does on one."""
 
 import itertools
-import pickle
 from collections import Counter
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import DEVICE_LISTS, ONE_GPU, placed_copy
 from test_engine import PROGRAMS_BL, small_engine
-from torch import nn
 
 from iep.batching.placement import rows_copied
 from iep.batching.schedulers import SCHEDULERS
@@ -92,33 +90,12 @@ def test_in_bfloat16_all_devices_compute_in_it(devices, defer):
     assert_same(on_cpu(actual), expected, 0.03)
 
 
-@pytest.mark.parametrize("devices", DEVICE_LISTS)
-def test_steps_of_the_optimizer_give_the_weights_of_one_device(devices):
-    engine = small_engine()
-    placed = placed_copy(engine, devices)
-    for each, device in ((engine, "cpu"), (placed, devices[0])):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, fused=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            each(features(4).to(device), each.plan(PROGRAMS_BL)).pow(2).sum().backward()
-            nn.utils.clip_grad_norm_(list(each.parameters()), 0.1)
-            optimizer.step()
-    assert_same(on_cpu(placed.state_dict()), engine.state_dict(), 1e-7)
-
-
 def test_attentions_have_the_same_sum_on_several_devices():
     engine = tbd_cases.tbd_engine()
     placed = placed_copy(engine, ("cpu", "cpu", "cpu"))
     look = [each.look(features(16), each.plan(tbd_cases.PROGRAMS_BL, attentions=True)) for each in (engine, placed)]
     torch.testing.assert_close(look[0], look[1])
     assert look[0][1] > 0
-
-
-def test_the_loaders_workers_make_placed_plans_that_can_be_pickled():
-    placed = placed_copy(small_engine(), ("cpu", "cpu"))
-    planner = pickle.loads(pickle.dumps(placed.planner()))
-    plan = pickle.loads(pickle.dumps(planner(PROGRAMS_BL, image_rows_B=ROWS_B)))
-    assert placed(features(2), plan).equal(placed(features(2), placed.plan(PROGRAMS_BL, ROWS_B)))
 
 
 @ONE_GPU

@@ -17,13 +17,11 @@ from iep.config import EngineConfig
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import (
-    Placement,
     Sample,
     balanced,
     check_options,
     costs_of,
     describe_engine,
-    main_device,
     read_placement,
     round_robin,
 )
@@ -124,14 +122,6 @@ def test_options_that_do_not_fit_together_are_an_error(options: tuple, words: st
     assert words in str(error.value)
 
 
-def test_what_is_not_placed_is_on_the_device_or_on_the_first_of_several() -> None:
-    for options in (("none", (), "cpu"), ("round-robin", ("cpu", "meta"), "auto")):
-        check_options(*options)
-    assert main_device("none", (), "cpu") == main_device("round-robin", ("cpu", "cpu"), "auto") == torch.device("cpu")
-    with pytest.raises(InputError, match="'meta': holds no values"):
-        main_device("round-robin", ("cpu", "meta"), "auto")
-
-
 def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that_programs_make() -> None:
     programs_BL = matrix([*PROGRAMS_BL.tolist(), program("union", "count")], pad=NULL)  # the last one lacks two scenes
     engine = make_engine((1024, 14, 14), EngineConfig())
@@ -148,15 +138,6 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     assert costs.work == pytest.approx({part: runs.get(part, 0) / 5 * costs.flops[part] for part in engine.parts})
 
 
-def test_balanced_needs_programs() -> None:
-    engine, unknown = make_engine(), Sample(None, np.arange(3), "val_questions.h5")
-    with pytest.raises(InputError, match=r"val_questions.h5: has no programs, from which --placement balanced"):
-        place_engine(engine, "balanced", ("cpu", "cpu"), unknown)
-    costs = place_engine(engine, "round-robin", ("cpu", "cpu"), unknown)
-    text = describe_engine("round-robin", engine, costs, unknown, engine.planner(), 8, "float32")
-    assert "depends on programs, which are not known yet" in text
-
-
 @pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_parts_and_copies_are_described_in_maps_and_bytes(precision: str, size: int) -> None:
     engine, sample = make_engine(), Sample(PROGRAMS_BL, np.arange(4), "here")
@@ -169,4 +150,3 @@ def test_parts_and_copies_are_described_in_maps_and_bytes(precision: str, size: 
     assert f"a minibatch of 4 questions copies {rows} maps of {4 * 4 * 4 * size} bytes between devices" in text
     assert {"cpu#0", "cpu#1", *engine.parts} <= set(text.split())
     assert torch.get_rng_state().equal(state)
-    assert isinstance(engine.placement, Placement)
