@@ -45,7 +45,7 @@ def assert_same_plans(ours: ProgramPlan, theirs: ProgramPlan) -> None:
     assert [group.op for group in ours.schedule] == [group.op for group in theirs.schedule]
     for our_group, their_group in zip(ours.schedule, theirs.schedule, strict=True):
         np.testing.assert_array_equal(our_group.nodes, their_group.nodes)
-    assert str(ours.calls) == str(theirs.calls)
+    assert str(ours.plan) == str(theirs.plan)
 
 
 def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:

@@ -124,7 +124,7 @@ def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kep
     engine = small_engine(dtype=torch.float32)
     engine.stem.requires_grad_(not is_frozen)
     plan = engine.plan(PROGRAMS_BL)
-    buffer_bytes = plan.calls.columns[0].num_rows * 3 * 3 * 4 * 4
+    buffer_bytes = plan.plan.columns[0].num_rows * 3 * 3 * 4 * 4
     loss = engine(torch.randn(4, 5, 3, 4), plan).sum()
     loss.backward()
     gc.collect()

@@ -70,8 +70,8 @@ def test_a_value_is_copied_once_to_each_other_device_that_reads_it(name, sharing
     reads = {(slot, parts[name]) for name, slots in zip(names, graph.args.tolist(), strict=True) for slot in slots}
     reads |= {(slot, parts["classifier"]) for slot in graph.roots.tolist()}
     expected = Counter(columns[slot] for slot, at in reads if slot >= 0 and position[slot] != at)
-    assert {column: rows_copied(plan.calls, column) for column in (0, 1)} == {0: expected[0], 1: expected[1]}
-    assert sum(call.size for call in plan.calls.calls if call.op < 0) == expected.total()
+    assert {column: rows_copied(plan.plan, column) for column in (0, 1)} == {0: expected[0], 1: expected[1]}
+    assert sum(call.size for call in plan.plan.calls if call.op < 0) == expected.total()
 
 
 @pytest.mark.parametrize("devices", DEVICE_LISTS)
@@ -104,7 +104,7 @@ def test_a_batch_moves_the_index_tensors_to_the_devices_of_their_columns():
     plan, nothing = placed.planner()(PROGRAMS_BL, image_rows_B=ROWS_B), torch.zeros(4, dtype=torch.int64)
     batch = Batch(nothing, nothing, None, nothing, features(2, torch.float32), ROWS_B, plan)
     there = batch.pin_memory().to(torch.device("cpu"))
-    assert [column.index.device.type for column in there.plan.calls.columns] == ["cpu", "cuda"]
+    assert [column.index.device.type for column in there.plan.plan.columns] == ["cpu", "cuda"]
     assert placed(there.features, there.plan).device.type == "cpu"
 
 

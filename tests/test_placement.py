@@ -145,7 +145,7 @@ def test_parts_and_copies_are_described_in_maps_and_bytes(precision: str, size: 
     costs = place_engine(engine, "round-robin", ("cpu", "cpu"), sample)
     planner = engine.planner(families=precision == "bfloat16")
     text = describe_engine("round-robin", engine, costs, sample, planner, 4, precision)
-    rows = rows_copied(planner(PROGRAMS_BL).calls, 0)
+    rows = rows_copied(planner(PROGRAMS_BL).plan, 0)
     assert rows > 0
     assert f"a minibatch of 4 questions copies {rows} maps of {4 * 4 * 4 * size} bytes between devices" in text
     assert {"cpu#0", "cpu#1", *engine.parts} <= set(text.split())

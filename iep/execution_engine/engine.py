@@ -202,7 +202,7 @@ class ExecutionEngine(nn.Module):
         if placement is not None:
             features_NCHW = features_NCHW.to(placement.device(STEM))
         with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            maps_BCHW, attention = self._execute(plan.calls, self.stem(features_NCHW), defer_weight_grads)
+            maps_BCHW, attention = self._execute(plan.plan, self.stem(features_NCHW), defer_weight_grads)
             return self.classifier(maps_BCHW).to(device), attention.to(device)
 
     def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:

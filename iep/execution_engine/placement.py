@@ -293,7 +293,7 @@ def describe_engine(
     if not sample.is_known:
         return f"{text}\n  what is copied between devices depends on programs, which are not known yet"
     batches = _minibatches(sample, batch_size)
-    plans = [planner(programs_BL, image_rows_B=rows_B).calls for programs_BL, rows_B in batches]
+    plans = [planner(programs_BL, image_rows_B=rows_B).plan for programs_BL, rows_B in batches]
     number_bytes = 2 if precision == "bfloat16" else 4
     what = f"a minibatch of {min(batch_size, len(sample.programs_QL))} questions"
     return f"{text}\n{describe_copies(plans, costs, number_bytes, what)}"
