@@ -325,7 +325,7 @@ def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
             [[UNARY_A, LEAF]],
             {UNARY_A: lambda x: x + 0.5},
             torch.zeros(1, 3, dtype=torch.int64),
-            "op 6 returned torch.float32, which column 0 of torch.int64 cannot hold",
+            "op 6 returned torch.float32, which a column of torch.int64 cannot hold",
         ),
     ],
 )
