@@ -106,7 +106,7 @@ def test_a_family_of_linear_layers_is_one_call_of_the_executor(execution):
     (gradient,) = torch.autograd.grad(found.square().sum(), weight_EIO)
     torch.testing.assert_close(gradient, *torch.autograd.grad(expected.square().sum(), weight_EIO))
     with pytest.raises(ValueError, match="execution 'fast', expected one of auto, grouped, loop"):
-        grouped_linear(x, weight_EIO, Segments(torch.tensor([4, 0, 0])), "fast")
+        grouped_linear(x, weight_EIO, Segments(torch.tensor([4, 4, 4], dtype=torch.int32)), "fast")
 
 
 @pytest.mark.parametrize("execution", ["loop", "auto"])

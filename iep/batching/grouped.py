@@ -44,32 +44,28 @@ class Segments:
     """The segments of R rows that are sorted by function: function 0 has the first rows, and so on.
 
     Attributes:
-        sizes_E: int64 (E,), the number of rows of each function, on the device of the rows.
+        ends_E: int32 (E,), where the rows of each function end, on the device of the rows.
     """
 
-    def __init__(self, sizes_E: Tensor):
-        self.sizes_E = sizes_E
+    def __init__(self, ends_E: Tensor):
+        self.ends_E = ends_E
 
     @classmethod
     def of(cls, segments: Sequence[Segment], ops: Sequence[int]) -> "Segments":
-        """Return those of a family's call.
+        """Return those of a family's call, on the CPU.
 
         Args:
             segments: in the order of `ops`.
             ops: the op of each of the E functions.
         """
         sizes = dict.fromkeys(ops, 0) | {segment.op: segment.rows.stop - segment.rows.start for segment in segments}
-        return cls(torch.tensor(list(sizes.values())))
+        return cls(torch.tensor(list(sizes.values())).cumsum(0).to(torch.int32))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of rows of each function. Reading it waits for the device that holds `sizes_E`."""
-        return self.sizes_E.tolist()
-
-    @cached_property
-    def ends_E(self) -> Tensor:  # noqa: N802
-        """int32 (E,), where the rows of each function end."""
-        return self.sizes_E.cumsum(0).to(torch.int32)
+        """The number of rows of each function. Reading it waits for the device of `ends_E`."""
+        ends = self.ends_E.tolist()
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, segments: Segments, execution: str = "auto") -> Tensor:
@@ -98,6 +94,7 @@ def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, segments: Segments, executi
     return product.rows(x_RI, weight_EIO, segments)
 
 
+@cache
 def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
     """Return why PyTorch has no grouped matrix product for this device, dtype and these widths of rows, or None.
 
@@ -107,17 +104,11 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
     for width in widths:
         if width * dtype.itemsize % 16:
             return f"rows of {width} numbers ({dtype}) are {width * dtype.itemsize} bytes, expected a multiple of 16"
-    return _refusal_of_kind(device, dtype)
-
-
-@cache
-def _refusal_of_kind(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Try the three products that a layer and its gradients need, on a few numbers."""
     wide = 16 // dtype.itemsize
     rows = torch.zeros(3, wide, dtype=dtype, device=device)
     weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    try:
+    try:  # the three products that a layer and its gradients need
         for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
             _grouped_mm(left, right, ends)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
@@ -155,7 +146,8 @@ class _Grouped(Function):
         if ctx.needs_input_grad[1]:
             of_weight = _grouped_mm(x_RI.contiguous().T, gradient_RO, segments.ends_E)
             if not x_RI.is_cpu:  # Some GPUs' kernels do not write the gradients of functions without rows.
-                of_weight.masked_fill_((segments.sizes_E == 0)[:, None, None], 0)
+                ends_E = segments.ends_E
+                of_weight.masked_fill_((ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None], 0)
         return of_x, of_weight, None
 
 

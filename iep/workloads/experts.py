@@ -8,12 +8,9 @@ Shapes: T tokens, K experts each, R = T K rows sorted by expert, D inputs, H hid
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from iep.batching.grouped import EXECUTIONS, Segments, grouped_linear, grouped_refusal
 from iep.errors import InputError
@@ -70,13 +67,12 @@ class Experts(nn.Module):
                 it is a device-side assertion).
             ValueError: the execution is `grouped` and PyTorch has no such product here.
         """
-        dtype, device = self.hidden_weights.dtype, self.hidden_weights.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x_TD, gates_TK = x_TD.to(dtype), gates_TK.to(dtype)
-        self._check(x_TD, experts_TK, gates_TK, dtype)
+        device = self.hidden_weights.device.type
+        if not torch.is_autocast_enabled(device):
+            return self._sums(x_TD, experts_TK, gates_TK, self.hidden_weights.dtype)
+        dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return self._sums(x_TD, experts_TK, gates_TK, dtype)
+            return self._sums(x_TD.to(dtype), experts_TK, gates_TK.to(dtype), dtype)
 
     def one(self, x_D: Tensor, experts_K: Sequence[int], gates_K: Tensor) -> Tensor:
         """Return (O,), the layer's output for one token: the slow reference in plain PyTorch."""
@@ -85,19 +81,19 @@ class Experts(nn.Module):
         return sum(gate * result for gate, result in zip(gates_K, results, strict=True))
 
     def _sums(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        self._check(x_TD, experts_TK, gates_TK, dtype)
         k = experts_TK.shape[1]
         if not experts_TK.numel():
             return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
-        expert_R = experts_TK.flatten()
-        order_R = expert_R.argsort(stable=True)
-        row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        sizes_E = order_R.new_zeros(len(self.hidden_weights)).scatter_add_(0, expert_R, torch.ones_like(expert_R))
-        segments = Segments(sizes_E)
-        x_RD = _Rows.apply(x_TD, order_R // k, row_R)
-        hidden_RH = grouped_linear(x_RD, self.hidden_weights.to(dtype), segments, self.execution).relu()
+        expert_R, order_R = experts_TK.flatten().sort(stable=True)
+        numbers_E = torch.arange(len(self.hidden_weights), device=order_R.device)
+        segments = Segments(torch.searchsorted(expert_R, numbers_E, right=True, out_int32=True))
+        x_RD = x_TD.index_select(0, order_R if k == 1 else order_R // k)
+        hidden_RH = grouped_linear(x_RD, self.hidden_weights.to(dtype), segments, self.execution).relu_()
         output_RO = grouped_linear(hidden_RH, self.output_weights.to(dtype), segments, self.execution)
-        output_TKO = _Rows.apply(output_RO, row_R, order_R).view(*experts_TK.shape, -1)
-        return torch.bmm(gates_TK[:, None], output_TKO).squeeze(1)
+        output_TKO = output_RO.index_select(0, order_R.argsort()).view(*experts_TK.shape, -1)
+        output_TKO = output_TKO * gates_TK.unsqueeze(2)
+        return output_TKO.squeeze(1) if k == 1 else output_TKO.sum(1)
 
     def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> None:
         if x_TD.dim() != 2 or x_TD.shape[1] != self.sizes[0]:
@@ -114,27 +110,6 @@ class Experts(nn.Module):
         if experts_TK.dtype != torch.int64:
             raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
         if experts_TK.is_cpu and experts_TK.numel():
-            least, greatest, count = int(experts_TK.min()), int(experts_TK.max()), len(self.hidden_weights)
-            if least < 0 or greatest >= count:
-                raise InputError(f"experts {least} to {greatest}, expected 0 to {count - 1}")
-
-
-class _Rows(Function):
-    """Rows of a tensor by index, where each row is read equally often.
-
-    The inverse index makes the backward pass a gather, which is faster than the `index_add` of `index_select`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_NX: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-        """Return (R, X), rows `index_R` of `x_NX`. `inverse_R` has the reads of row 0, then of row 1, and so on."""
-        ctx.save_for_backward(inverse_R)
-        ctx.reads = len(index_R) // len(x_NX)
-        return x_NX.index_select(0, index_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_RX: Tensor) -> tuple[Tensor, None, None]:
-        (inverse_R,) = ctx.saved_tensors
-        found_RX = gradient_RX.index_select(0, inverse_R)
-        return found_RX if ctx.reads == 1 else found_RX.view(-1, ctx.reads, found_RX.shape[1]).sum(1), None, None
+            least, greatest = map(int, experts_TK.aminmax())
+            if least < 0 or greatest >= len(self.hidden_weights):
+                raise InputError(f"experts {least} to {greatest}, expected 0 to {len(self.hidden_weights) - 1}")
