@@ -21,14 +21,13 @@ def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = N
 
     Args:
         gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u. They are overwritten.
-        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates; None for no bias. On CPUs this is faster than a bias in
-            the linear layer.
+        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates, which is faster than a linear layer's bias; or None.
         c_children: (G, A, H); None for cells without children.
 
     Raises:
         ValueError: the shapes do not fit.
     """
-    # Else a mode such as `DeferredWeightGrads` would look at each of the operations, which takes longer than a small one.
+    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small one itself.
     with torch._C.DisableTorchFunction():
         if c_children is None:
             c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)

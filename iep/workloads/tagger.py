@@ -4,13 +4,13 @@ Words have vectors of their own, and rare ones, where the tagger spells, the sta
 their letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation Graphs, section 5; Qiao & Taura
 2019, section 4.1). Each direction is a chain of vertices; all sentences run side by side.
 
-Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, G vertices of a call,
-H width, E embedding.
+Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, L letters and S spelled
+words of a minibatch, H width, E embedding.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -68,10 +68,10 @@ class BiLSTM(nn.Module):
         first = np.empty_like(lengths)
         first[order] = np.cumsum(lengths[order]) - lengths[order]
         step_W = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        forward_W = np.repeat(2 * first, lengths) + step_W  # each sequence's forward states, then its backward ones
-        backward_W = np.repeat(2 * (first + lengths) - 1, lengths) - step_W
+        # A sequence's forward states come first, then its backward states, from its last item to the first.
+        states = [np.repeat(2 * first, lengths) + step_W, np.repeat(2 * (first + lengths) - 1, lengths) - step_W]
         chains = self.network.plan([_chains(sequences[index]) for index in order], scheduler, sharing)
-        return BiLSTMPlan(chains, torch.from_numpy(np.stack([forward_W, backward_W], axis=1).ravel()))
+        return BiLSTMPlan(chains, torch.from_numpy(np.stack(states, axis=1).ravel()))
 
     def forward(self, plan: BiLSTMPlan, x_RE: Tensor, defer_weight_grads: bool = True) -> Tensor:
         """Return (W, 2, H), the forward and backward states of all items, sequence by sequence, from all vectors."""
@@ -106,17 +106,10 @@ class BiLSTM(nn.Module):
 
 def _chains(rows_T: np.ndarray) -> Edges:
     """Return a forward and a backward chain over the items of a sequence."""
-    children, function = _links(len(rows_T))
+    children = np.arange(-1, 2 * len(rows_T) - 1)[:, None]
+    children[len(rows_T)] = -1
     rows = np.concatenate([rows_T, rows_T[::-1]])
-    return Edges(children, function, {f"gates{way}": rows for way in DIRECTIONS})
-
-
-@lru_cache(maxsize=1024)
-def _links(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (2 T, 1) children and (2 T,) functions of two chains."""
-    children = np.arange(-1, 2 * length - 1)[:, None]
-    children[length] = -1
-    return children, np.repeat(DIRECTIONS, length)
+    return Edges(children, np.repeat(DIRECTIONS, len(rows_T)), {f"gates{way}": rows for way in DIRECTIONS})
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,10 +122,8 @@ class TaggerPlan:
     letters: Tensor | None = None
     """The letters of all spelled words, whose vectors are the last rows of x; None without spelled words."""
     spelling: BiLSTMPlan | None = None
-    last: Tensor | None = None
-    """The last letter of each spelled word among `letters`."""
-    first: Tensor | None = None
-    """The first letter of each spelled word."""
+    ends: Tensor | None = None
+    """(2 S,) for each spelled word the last letter's forward and the first letter's backward state."""
 
     @property
     def schedule(self) -> Schedule:
@@ -187,27 +178,29 @@ class Tagger(nn.Module):
             raise ValueError(f"{which}, expected one word or more")
         words_W = np.concatenate([sentence.words for sentence in sentences])
         spelled = self._spelled(sentences)
-        vocabulary, row_W = _rows(words_W, list(spelled), sharing)
+        is_spelled_W = np.isin(np.arange(len(words_W)), list(spelled))
+        vocabulary, row = words_W[~is_spelled_W], np.arange((~is_spelled_W).sum())
+        if sharing:
+            vocabulary, row = np.unique(vocabulary, return_inverse=True)
+        row_W = np.empty(len(words_W), dtype=np.int64)
+        row_W[~is_spelled_W] = row
+        row_W[is_spelled_W] = len(vocabulary) + np.arange(len(spelled))
         sequences = np.split(row_W, np.cumsum([len(sentence) for sentence in sentences])[:-1])
         plan = TaggerPlan(self.lstm.plan(sequences, scheduler, sharing), torch.from_numpy(vocabulary))
         if not spelled:
             return plan
-        letters, ends = np.concatenate([*spelled.values()]), np.cumsum([len(word) for word in spelled.values()])
-        pieces = np.split(np.arange(len(letters)), ends[:-1])
-        return replace(
-            plan,
-            letters=torch.from_numpy(letters),
-            spelling=self.spelling.plan(pieces, scheduler),
-            last=torch.from_numpy(ends - 1),
-            first=torch.tensor([int(piece[0]) for piece in pieces]),
-        )
+        letters, lengths = np.concatenate([*spelled.values()]), np.array([len(word) for word in spelled.values()])
+        first = np.cumsum(lengths) - lengths
+        spelling = self.spelling.plan(np.split(np.arange(len(letters)), first[1:]), scheduler)
+        ends = np.stack([2 * (first + lengths - 1) + FORWARD, 2 * first + BACKWARD], axis=1).ravel()
+        return replace(plan, letters=torch.from_numpy(letters), spelling=spelling, ends=torch.from_numpy(ends))
 
     def forward(self, plan: TaggerPlan, defer_weight_grads: bool = True) -> Tensor:
         """Return (W, tags), the scores of each word, sentence by sentence."""
         x_RE = self.embedding(plan.vocabulary)
         if plan.spelling is not None:
-            h = self.spelling(plan.spelling, self.letters(plan.letters), defer_weight_grads)
-            x_RE = torch.cat([x_RE, torch.cat([h[plan.last, FORWARD], h[plan.first, BACKWARD]], dim=1)])
+            h_L2H = self.spelling(plan.spelling, self.letters(plan.letters), defer_weight_grads)
+            x_RE = torch.cat([x_RE, h_L2H.flatten(0, 1).index_select(0, plan.ends).view(-1, x_RE.shape[1])])
         return self._scores(self.lstm(plan.words, x_RE, defer_weight_grads))
 
     def one(self, sentence: Sentence) -> Tensor:
@@ -227,15 +220,3 @@ class Tagger(nn.Module):
             return {}
         words = (word for sentence in sentences for word in sentence.characters or [()] * len(sentence))
         return {index: word for index, word in enumerate(words) if len(word)}
-
-
-def _rows(words_W: np.ndarray, spelled: list[int], sharing: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the words whose vectors are looked up, and (W,) the row of each word's vector; spelled words come last."""
-    is_spelled_W = np.zeros(len(words_W), dtype=bool)
-    is_spelled_W[spelled] = True
-    found = words_W[~is_spelled_W]
-    vocabulary, row = np.unique(found, return_inverse=True) if sharing else (found, np.arange(len(found)))
-    row_W = np.empty(len(words_W), dtype=np.int64)
-    row_W[~is_spelled_W] = row
-    row_W[is_spelled_W] = len(vocabulary) + np.arange(len(spelled))
-    return vocabulary, row_W
