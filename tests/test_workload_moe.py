@@ -211,7 +211,7 @@ def ran(x=(1, 3), experts=((1,),), gates=(1, 1), integers=torch.int64, on="cpu")
         (lambda: ran(gates=(1, 2)), "for 1 tokens"),
         (lambda: ran(x=(1, 4)), r"inputs \(1, 4\), expected \(tokens, 3\)"),
         (lambda: ran(integers=torch.int32), "experts are torch.int32"),
-        (lambda: ran(on="meta"), "inputs on meta"),
+        (lambda: ran(on="meta"), "inputs, gates and experts on meta, cpu, cpu"),
         (lambda: Experts(3, 3, 3, 2).double()(torch.zeros(1, 3), torch.tensor([[1]]), torch.ones(1, 1)), "float64"),
     ],
 )

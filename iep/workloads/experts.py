@@ -103,10 +103,9 @@ class Experts(nn.Module):
             raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
         if x_TD.dtype != dtype or gates_TK.dtype != dtype:
             raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {dtype}")
-        device = self.hidden_weights.device
-        if any(each.device != device for each in (x_TD, gates_TK, experts_TK)):
-            given = f"inputs on {x_TD.device}, gates on {gates_TK.device}, experts on {experts_TK.device}"
-            raise InputError(f"{given}, expected the weights' {device}")
+        devices = [each.device for each in (x_TD, gates_TK, experts_TK)]
+        if any(device != self.hidden_weights.device for device in devices):
+            raise InputError("inputs, gates and experts on {}, {}, {}, expected the weights' device".format(*devices))
         if experts_TK.dtype != torch.int64:
             raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
         if experts_TK.is_cpu and experts_TK.numel():

@@ -115,20 +115,13 @@ class NoisyTopKGating(nn.Module):
         if deviation_TE is None or self.k == experts:
             load_E = torch.bincount(experts_TK.flatten(), minlength=experts).to(wide)
         else:
-            load_E = chosen_probability(clean_TE, noisy_TE, deviation_TE, self.k).sum(dim=0)
+            greatest = noisy_TE.topk(self.k + 1, dim=1).values
+            kth_T1, next_T1 = greatest[:, -2:-1], greatest[:, -1:]
+            # Among the other experts the kth greatest is the k+1st of all where this one is among the first k.
+            threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
+            # The probability of each expert to be chosen if only its own noise is drawn again (eqs. 8 and 9).
+            load_E = torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE).sum(dim=0)
         return Gates(experts_TK, gates_TK.to(x_TD.dtype), importance_E, load_E)
-
-
-def chosen_probability(clean_TE: Tensor, noisy_TE: Tensor, deviation_TE: Tensor, k: int) -> Tensor:
-    """Return (T, E), the probability that a token goes to an expert if only that expert's noise is drawn again.
-
-    It is Phi((x W_g - kth greatest of the others' H) / softplus(x W_noise)) (eqs. 8 and 9); k must be less than E.
-    """
-    greatest = noisy_TE.topk(k + 1, dim=1).values
-    kth_T1, next_T1 = greatest[:, k - 1 : k], greatest[:, k:]
-    # Among the other experts the kth greatest is the k+1st of all where this one is among the first k.
-    threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
-    return torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE)
 
 
 def squared_variation(values_E: Tensor) -> Tensor:

@@ -29,11 +29,7 @@ class TreeFC(nn.Module):
         self.network = VertexNetwork(functions, states={"h": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return how to run a minibatch of trees; see `VertexNetwork.plan` for the arguments.
-
-        Raises:
-            ValueError: there is no tree, an inner vertex has a word, or there is no such scheduler.
-        """
+        """Return how to run a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
         return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:

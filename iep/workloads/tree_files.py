@@ -31,10 +31,8 @@ def read_lines(path: Path) -> list[str]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: a directory, expected a file of text") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
     return text.removesuffix("\n").split("\n") if text else []
@@ -63,7 +61,11 @@ def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[
         raise InputError(f"{path}: no trees, expected one a line, such as (3 (2 It) (4 works))")
     if word_to_idx is None:
         word_to_idx = index_words(word for _, words, _ in parsed for word in words if word is not None)
-    return [_sst_tree(*each, word_to_idx) for each in parsed], word_to_idx
+    trees = []
+    for children, words, labels in parsed:
+        indices = [-1 if word is None else word_to_idx.get(word, word_to_idx[UNKNOWN]) for word in words]
+        trees.append(Tree(np.array(children), np.array(indices), labels[-1], np.array(labels)))
+    return trees, word_to_idx
 
 
 def _parse_sst(line: str, where: str) -> tuple[list[tuple[int, int]], list[str | None], list[int]]:
@@ -97,12 +99,6 @@ def _parse_sst(line: str, where: str) -> tuple[list[tuple[int, int]], list[str |
     return children, words, labels
 
 
-def _sst_tree(children: list, words: list, labels: list, word_to_idx: Mapping[str, int]) -> Tree:
-    unknown = word_to_idx[UNKNOWN]
-    indices = [-1 if word is None else word_to_idx.get(word, unknown) for word in words]
-    return Tree(np.array(children, dtype=np.int64), np.array(indices, dtype=np.int64), labels[-1], np.array(labels))
-
-
 def read_sick(
     directory: Path, word_to_idx: Mapping[str, int] | None = None
 ) -> tuple[list[TreePair], Mapping[str, int]]:
@@ -126,7 +122,7 @@ def read_sick(
         if len(found) != len(lines[0]):
             raise InputError(f"{part}: {len(found)} lines, expected {len(lines[0])} as in {parts[0].name}")
     if not lines[0]:
-        raise InputError(f"{parts[0]}: empty, expected a sentence a line")
+        raise InputError(f"{parts[0]}: empty, expected one sentence in each line")
     if word_to_idx is None:
         word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in WORD.findall(line))
     pairs = []
@@ -152,12 +148,11 @@ def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Map
         raise InputError(f"{where}: {(parent == 0).sum()} roots (parent 0), expected 1")
     if (parent[parent[used][parent[used] > 0] - 1] < 0).any():
         raise InputError(f"{where}: a parent is in no tree")
-    place = np.full(len(heads) + 1, -1)
-    place[used + 1] = np.arange(len(used))
-    unknown = word_to_idx[UNKNOWN]
-    indices = np.array([word_to_idx.get(words[n], unknown) for n in used], dtype=np.int64)
+    position = np.full(len(heads) + 1, -1)
+    position[used + 1] = np.arange(len(used))
+    indices = np.array([word_to_idx.get(words[n], word_to_idx[UNKNOWN]) for n in used], dtype=np.int64)
     try:
-        return tree_from_parents(place[parent[used]], indices, relatedness)
+        return tree_from_parents(position[parent[used]], indices, relatedness)
     except ValueError as error:
         raise InputError(f"{where}: {error}") from None
 

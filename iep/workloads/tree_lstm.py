@@ -36,11 +36,7 @@ class BinaryTreeLSTM(nn.Module):
         self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return how to run a minibatch of trees; see `VertexNetwork.plan` for the arguments.
-
-        Raises:
-            ValueError: there is no tree, an inner vertex has a word, or there is no such scheduler.
-        """
+        """Return how to run a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
         return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
@@ -80,7 +76,7 @@ def leaves_and_inner(trees: Sequence[Tree]) -> list[Edges]:
         ValueError: an inner vertex has a word.
     """
     for index, tree in enumerate(trees):
-        if tree.inner_with_word is not None:
-            vertex = tree.inner_with_word
+        vertex = tree.inner_with_word
+        if vertex is not None:
             raise ValueError(f"tree {index}, vertex {vertex} has children and a word, expected words at leaves alone")
     return [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]
