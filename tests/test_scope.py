@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from iep.batching import Future, scope
+from iep.dynamic import Future, scope
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.trees import sick_like
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from iep.batching import scope
+from iep.dynamic import scope
 
 
 class Double(torch.autograd.Function):

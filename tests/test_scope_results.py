@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from iep.batching import scope
-from iep.batching.lazy import kernels
+from iep.dynamic import scope
+from iep.dynamic import kernels
 
 
 class Counted(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from iep import batching
-from iep.batching import scope
+from iep.dynamic import scope
 
 
 class Pair(nn.Module):

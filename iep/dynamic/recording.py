@@ -1,0 +1,380 @@
+"""Calls on futures -> nodes: what a lazy scope has recorded since something last ran, in plain lists of integers.
+
+Every result has an *address*: results of nodes count up from 0 in the order of recording, tensors from outside are
+-1, -2, ... Nodes of one key (function or module, its arguments' structure, shapes, dtypes, devices and static values,
+gradients on or off, autocast) are of one op. `lowering.py` makes a graph of them.
+
+A run computes every future that is still held, so that nothing recorded before it can be used after it: then the
+recording starts anew, and what was computed counts as tensors from outside.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+
+from iep.dynamic.future import Future, is_in_forward, loses_gradient, recording_into, values_of
+from iep.dynamic.kernels import (
+    NOW,
+    SINGLY,
+    STATIC,
+    Call,
+    Kernel,
+    Modes,
+    Spec,
+    find_kernel,
+    has_statics,
+    name_of,
+    remembered_kernels,
+    state_of,
+    tensors_of,
+    warn_singly,
+)
+from iep.dynamic.nested import Leaf, fill, mapped
+
+STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
+"""The kinds of most arguments that are not tensors."""
+PLAIN_KINDS = STATIC_KINDS | {float, complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format}
+DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Column:
+    """Tensors of one shape, dtype and device."""
+
+    recording: "Recording"
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Constant:
+    """A tensor that all calls of an op share, such as a parameter."""
+
+    tensor: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """What the nodes of one key run."""
+
+    index: int
+    call: Call
+    kernel: Kernel
+    num_leaves: int
+    """How many tensors each node takes."""
+    columns: tuple[Column, ...]
+    """Of the results."""
+    modes: Modes
+    shared: tuple[Tensor, ...]
+    """The tensors among the arguments that all calls share."""
+    noted: tuple
+    """What the calls depend on besides their arguments, as it was when the first was recorded."""
+    is_single: bool
+    """A call returns one tensor."""
+    is_tuple: bool
+    """A call returns a tuple of tensors."""
+
+    def note(self) -> tuple:
+        """Return what the calls depend on besides their arguments; equal while nothing changes."""
+        tensors = (*tensors_of(self.call.function), *self.shared)
+        return state_of(self.call.function), tensors, tuple(map(version_of, tensors))
+
+    def check(self) -> None:
+        """Raise ValueError if what the calls depend on has changed."""
+        state, tensors, versions = self.note()
+        same = len(tensors) == len(self.noted[1]) and all(a is b for a, b in zip(tensors, self.noted[1], strict=True))
+        if not same or (state, versions) != (self.noted[0], self.noted[2]):
+            raise ValueError(
+                f"{name_of(self.call.function)} was changed (parameters, buffers, parts, hooks or training mode) after "
+                "a call of it was recorded and before it ran: calls run when a value is read and at the scope's end"
+            )
+
+
+Run = Callable[["Recording", list[Future], str], None]
+
+
+class Recording:
+    """Nodes, and tensors from outside, of one scope.
+
+    Args:
+        run: called with the recording, its held futures in the order of their addresses, and what asked for them;
+            gives each of them its value.
+        ran_at_once: counts the calls that cannot be recorded, by their name and why.
+        constants: tensors that are shared by all calls, besides parameters.
+    """
+
+    def __init__(self, run: Run, ran_at_once: Counter[tuple[str, str]], constants: Iterable[Tensor]):
+        self._run, self._ran_at_once = run, ran_at_once
+        self.is_over, self._is_in_forward = False, is_in_forward()
+        self._constants = {id(tensor): Constant(tensor) for tensor in constants}
+        self._columns: dict[tuple, Column] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.ops: list[Op] = []
+        self.node_op = array("q")
+        self.taken = array("q")
+        """The addresses that nodes take, node after node."""
+        self.inputs: list[Tensor] = []
+        self.input_columns: list[Column] = []
+        self._input_versions: list[int | None] = []
+        self._input_addresses: dict[int, int] = {}
+        self._num_results = 0
+        self._held: set[ref] = set()
+        self._ops_by_key: dict[tuple, Op | Kernel] = {}
+
+    def run(self, why: str) -> None:
+        """Run what was recorded and give all held futures their values.
+
+        Args:
+            why: what asks for it, for the report.
+
+        Raises:
+            ValueError: the scope has ended, or what a recorded call depends on was changed.
+        """
+        if self.is_over:
+            raise ValueError("the scope of this future ended with an exception before it was computed")
+        futures = [future for reference in list(self._held) if (future := reference()) is not None]
+        if futures:
+            for op in self.ops:
+                op.check()
+            with recording_into(None):
+                self._run(self, sorted(futures, key=lambda future: future._address), why)
+        self._start()
+
+    def end(self) -> None:
+        """Let go of everything that futures do not hold."""
+        self._start()
+        self._constants.clear()
+        self.is_over = True
+
+    def unchanged(self, numbers: Iterable[int]) -> list[Tensor]:
+        """Return tensors from outside; number n has the address -1 - n.
+
+        Raises:
+            ValueError: one of them was changed in place.
+        """
+        for number in numbers:
+            if version_of(self.inputs[number]) != self._input_versions[number]:
+                raise ValueError(
+                    f"a tensor of shape {tuple(self.inputs[number].shape)} was changed in place after a call on it was "
+                    "recorded and before it ran"
+                )
+        return [self.inputs[number] for number in numbers]
+
+    def futures_for(self, arguments: Any) -> Any:
+        """Return nested arguments with futures in the places of tensors that are not shared by all calls."""
+
+        def future_for(value: Any) -> Any:
+            if not isinstance(value, Tensor) or type(value) is nn.Parameter or id(value) in self._constants:
+                return value
+            return Future(self._column(value.shape, value.dtype, value.device), 0, value)
+
+        return mapped(future_for, arguments)
+
+    def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], training: bool | None = None) -> Any:
+        """Add a node for `function(*args, **kwargs)`; returns futures in the structure of what it would return.
+
+        Where there can be no node, it runs now and its result is returned.
+
+        Args:
+            training: whether `function` is a module in training.
+
+        Raises:
+            ValueError: `function` changes an argument in place, or futures would lose their gradients.
+        """
+        grad = is_grad_enabled()
+        if not grad and is_in_forward() and not self._is_in_forward:
+            raise loses_gradient()
+        key: list = [function, grad, training]
+        addresses: list[int] = []
+        if is_autocast_enabled("cpu") or is_autocast_enabled("cuda"):
+            key.append(_autocast())
+        try:
+            self._walk(args, key, addresses)
+            if kwargs:
+                self._walk_other(kwargs, key, addresses)
+            op = self._ops_by_key.get(tuple(key))
+        except TypeError as failure:
+            return self._run_now(function, args, kwargs, f"{failure}")
+        if type(op) is not Op:
+            if op is None:
+                if any(type(part) is Column and part.recording is not self for part in key):
+                    # Futures of other scopes are tensors from outside to this one.
+                    args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
+                else:
+                    self._add_op(tuple(key), function, args, kwargs)
+                return self.record(function, args, kwargs, training)
+            return op.structure if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
+
+        self.node_op.append(op.index)
+        self.taken.extend(addresses)
+        first, held = self._num_results, self._held
+        if op.is_single:
+            self._num_results = first + 1
+            future = Future(op.columns[0], first)
+            held.add(ref(future, held.discard))
+            return future
+        self._num_results = first + len(op.columns)
+        futures = [Future(column, first + n) for n, column in enumerate(op.columns)]
+        for future in futures:
+            held.add(ref(future, held.discard))
+        return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
+
+    def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
+        """Append to `key` what arguments are, and to `addresses` where their tensors are."""
+        for value in values:
+            kind = type(value)
+            if kind is Future and value._value is None:
+                key.append(value._column)
+                addresses.append(value._address)
+            elif kind is tuple or kind is list:
+                key.append(kind)
+                key.append(len(value))
+                self._walk(value, key, addresses)
+            elif kind in STATIC_KINDS:
+                key.append(kind)  # because 1 and True are equal
+                key.append(value)
+            elif kind is Tensor and (address := self._input_addresses.get(id(value))) is not None:
+                key.append(self.input_columns[-1 - address])
+                addresses.append(address)
+            else:
+                self._walk_other(value, key, addresses)
+
+    def _walk_other(self, value: Any, key: list, addresses: list[int]) -> None:
+        kind = type(value)
+        if kind is Future:
+            value = value._value
+        if isinstance(value, Tensor):
+            if kind is nn.Parameter and id(value) not in self._constants:
+                self._constants[id(value)] = Constant(value)
+            if id(value) in self._constants:
+                key.append(self._constants[id(value)])
+                return
+            address = self._input_addresses.get(id(value))
+            if address is None:
+                address = self._new_input(value)
+            key.append(self.input_columns[-1 - address])
+            addresses.append(address)
+        elif isinstance(value, dict):
+            key += (dict, len(value), *value)
+            self._walk(value.values(), key, addresses)
+        elif kind is slice:
+            key.append(slice)
+            self._walk((value.start, value.stop, value.step), key, addresses)
+        elif isinstance(value, tuple):  # a named one
+            key.append(kind)
+            self._walk(value, key, addresses)
+        else:
+            key += (kind, repr(value) if kind is float else value)  # because 0.0 and -0.0 are equal
+
+    def _new_input(self, tensor: Tensor) -> int:
+        if type(tensor) not in DENSE or tensor.layout is not torch.strided:
+            raise TypeError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
+        self.inputs.append(tensor)
+        self.input_columns.append(self._column(tensor.shape, tensor.dtype, tensor.device))
+        self._input_versions.append(version_of(tensor))
+        address = self._input_addresses[id(tensor)] = -len(self.inputs)
+        return address
+
+    def _column(self, *spec: Any) -> Column:
+        column = self._columns.get(spec)
+        if column is None:
+            column = self._columns[spec] = Column(self, len(self._columns), *spec)
+        return column
+
+    def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Find out what calls of `key` run."""
+        call, leaves = self._call_of(function, args, kwargs)
+        if not leaves:
+            self._ops_by_key[key] = Kernel(NOW, "it takes no tensor")
+            return
+        specs = [Spec(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+        kernel = self._kernel(key, call, specs, lambda: values_of(leaves))
+        if kernel.how in (STATIC, NOW):
+            self._ops_by_key[key] = kernel
+            return
+        if kernel.how == SINGLY:
+            warn_singly(function, kernel.reason)
+        structure = kernel.structure
+        op = Op(
+            index=len(self.ops),
+            call=call,
+            kernel=kernel,
+            num_leaves=len(specs),
+            columns=tuple(self._column(*spec) for spec in kernel.outputs),
+            modes=Modes(is_grad_enabled(), _autocast()),
+            shared=tuple(part.tensor for part in key if type(part) is Constant),
+            noted=(),
+            is_single=type(structure) is Leaf,
+            is_tuple=type(structure) is tuple and all(type(part) is Leaf for part in structure),
+        )
+        op.noted = op.note()
+        self.ops.append(op)
+        self._ops_by_key[key] = op
+
+    def _kernel(self, key: tuple, call: Call, specs: list[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+        """Return the kernel of a key. It is remembered, except that of a user's function, which may depend on more than
+        its arguments, and of calls with objects among the arguments."""
+        general = [_general(part) for part in key[1:]]
+        is_remembered = None not in general and (isinstance(call.function, nn.Module) or _is_pytorchs(call.function))
+        kernels = remembered_kernels(call.function) if is_remembered else {}
+        general_key = (*general, state_of(call.function), *map(_general, map(Constant, tensors_of(call.function))))
+        kernel = kernels.get(general_key)
+        if kernel is None:
+            with recording_into(None):
+                kernel = find_kernel(call, specs, sample)
+            if not (isinstance(call.function, nn.Module) and has_statics(kernel.structure)):
+                kernels[general_key] = kernel
+        return kernel
+
+    def _call_of(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list]:
+        """Return the call with leaves in the places of what differs between nodes, and what was there."""
+        leaves: list[Tensor | Future] = []
+
+        def leave(value: Any) -> Any:
+            if type(value) is not Future and (not isinstance(value, Tensor) or id(value) in self._constants):
+                return value
+            leaves.append(value)
+            return Leaf(len(leaves) - 1)
+
+        return Call(function, mapped(leave, args), mapped(leave, dict(kwargs))), leaves
+
+    def _run_now(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], why: str) -> Any:
+        self._ran_at_once[name_of(function), why] += 1
+        with recording_into(None):
+            return function(*values_of(args), **values_of(dict(kwargs)))
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None for a tensor of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if is_autocast_enabled(kind))
+
+
+def _is_pytorchs(function: Callable) -> bool:
+    return (getattr(function, "__module__", None) or "torch").startswith("torch")
+
+
+def _general(part: Any) -> Any:
+    """Return a part of a key without what belongs to a scope or keeps tensors alive; None for other objects."""
+    if type(part) is Column:
+        return Spec(part.shape, part.dtype, part.device)
+    if type(part) is Constant:
+        tensor = part.tensor
+        return "constant", Spec(tensor.shape, tensor.dtype, tensor.device), tensor.requires_grad
+    if type(part) is tuple:  # of autocast
+        return part
+    is_plain = type(part) in PLAIN_KINDS or isinstance(part, type)
+    return (part,) if is_plain else None
