@@ -32,7 +32,7 @@ from iep.execution_engine.placement import (
     read_placement,
     round_robin,
 )
-from iep.execution_engine.plans import Plan, Planner, graph_of
+from iep.execution_engine.program_plan import ProgramPlan, Planner, graph_of
 from iep.networks import build, place_parts
 
 MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8

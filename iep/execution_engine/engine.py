@@ -1,6 +1,6 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-Knows both CLEVR's program tokens and `iep/batching/`. Plans are `plans.py`'s, what its modules are, a family's
+Knows both CLEVR's program tokens and `iep/batching/`. Plans are `program_plan.py`'s, what its modules are, a family's
 (`families.py`). Does not train, and predicts no programs.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
@@ -14,13 +14,11 @@ import torch
 from torch import nn
 
 from iep.batching.execute import execute
-from iep.batching.layout import Layout
-from iep.batching.placed import PlacedLayout
-from iep.batching.threads import autocast_like
+from iep.batching.plan import Plan
 from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.plans import DEFAULT_SCHEDULER, Plan, Planner, plan_programs
+from iep.execution_engine.program_plan import DEFAULT_SCHEDULER, Planner, ProgramPlan, plan_programs
 from iep.execution_engine.stems import make_conv_stem, make_no_stem, make_pixel_stem
 
 STEMS = ("conv", "pixels", "none")
@@ -162,13 +160,13 @@ class ExecutionEngine(nn.Module):
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
         attentions: bool = False,
-    ) -> Plan:
+    ) -> ProgramPlan:
         """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
         device = next(self.parameters()).device
         planner = self.planner(batching, sharing, self.training, attentions)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
-    def forward(self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False) -> torch.Tensor:
+    def forward(self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False) -> torch.Tensor:
         """(B, A) answer logits, on the device of the features.
 
         Args:
@@ -183,7 +181,7 @@ class ExecutionEngine(nn.Module):
         return self.look(features_NCHW, plan, defer_weight_grads)[0]
 
     def look(
-        self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False
+        self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` returns; and the sum of the attentions, on the same device, 0 if the plan was made without
         them."""
@@ -196,27 +194,23 @@ class ExecutionEngine(nn.Module):
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         if self.placement is not None:
-            return self._look_placed(features_NCHW, plan.layout, defer_weight_grads)
-        maps_BCHW, attention = self._execute(plan.layout, self.stem(features_NCHW), defer_weight_grads)
+            return self._look_placed(features_NCHW, plan.calls, defer_weight_grads)
+        maps_BCHW, attention = self._execute(plan.calls, self.stem(features_NCHW), defer_weight_grads)
         return self.classifier(maps_BCHW), attention
 
-    def _execute(
-        self, layout: Layout | PlacedLayout, stems_NCHW: torch.Tensor, defer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, C, H, W) the programs' last maps, and the sum of the attentions."""
-        found = execute(layout, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
+        found = execute(calls, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
-    def _look_placed(
-        self, features_NCHW: torch.Tensor, layout: PlacedLayout, defer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _look_placed(self, features_NCHW: torch.Tensor, calls: Plan, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The same on several devices. All compute in the precision that autocast gives where the features are."""
         home, stem, classifier = features_NCHW.device, self.placement.device(STEM), self.placement.device(CLASSIFIER)
-        with autocast_like(home, stem):
-            maps_BCHW, attention = self._execute(layout, self.stem(features_NCHW.to(stem)), defer)
-        with autocast_like(home, classifier):
+        with _autocast_like(home, stem):
+            maps_BCHW, attention = self._execute(calls, self.stem(features_NCHW.to(stem)), defer)
+        with _autocast_like(home, classifier):
             return self.classifier(maps_BCHW).to(home), attention.to(home)
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -230,6 +224,12 @@ class ExecutionEngine(nn.Module):
 
     def _module_of_op(self) -> dict[int, nn.Module]:
         return {op: getattr(self, token) for op, token in self._runs.items()}
+
+
+def _autocast_like(home: torch.device, device: torch.device) -> torch.autocast:
+    """Return a context in which `device` computes in the precision that autocast gives on the type of `home`."""
+    enabled = torch.is_autocast_enabled(home.type)
+    return torch.autocast(device.type, torch.get_autocast_dtype(home.type) if enabled else None, enabled)
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

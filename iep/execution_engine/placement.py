@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import nn
 
-from iep.batching.placed import Homes
+from iep.batching.placement import OpPlacement
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
 from iep.execution_engine.family import ATTENTION, MAP, as_column
@@ -45,9 +45,9 @@ class Placement:
         """Where a part lives."""
         return torch.device(self.devices[self.parts[part]])
 
-    def homes(self, program_tokens: Sequence[str]) -> Homes:
+    def of_ops(self, program_tokens: Sequence[str]) -> OpPlacement:
         """The same for a schedule's ops, which are indices of `program_tokens`."""
-        return Homes(
+        return OpPlacement(
             devices=tuple(map(torch.device, self.devices)),
             ops={op: self.parts[token] for op, token in enumerate(program_tokens) if token in self.parts},
             inputs=self.parts[STEM],

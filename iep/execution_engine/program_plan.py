@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from iep.batching.graph import Graph
-from iep.batching.layout import Layout, lay_out
-from iep.batching.placed import PlacedLayout, lay_out_placed
+from iep.batching.placement import make_placed_plan
+from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.execution_engine.families import family
@@ -23,14 +23,14 @@ DEFAULT_SCHEDULER = "lookahead"
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ProgramPlan:
     """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
 
     graph: Graph
     """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
     programs' results, further ones attentions."""
     schedule: Schedule
-    layout: Layout | PlacedLayout
+    calls: Plan
     program_tokens: tuple[str, ...]
     scene: str
     modules: str
@@ -42,21 +42,15 @@ class Plan:
     placement: Placement | None = None
     """How an engine must be placed to run it; None for one device."""
 
-    def to(self, device: torch.device) -> "Plan":
-        """The same plan for features on `device`. Where it is placed, each device's index tensors go to that device."""
+    def to(self, device: torch.device) -> "ProgramPlan":
+        """Return the plan for features on `device`; where it is placed, each device's index tensors are there."""
+        rows = None if self.image_rows is None else self.image_rows.to(device, non_blocking=True)
+        return replace(self, calls=self.calls.to(device), image_rows=rows)
 
-        def there(index: torch.Tensor) -> torch.Tensor:
-            return index.to(device, non_blocking=True)
-
-        if self.placement is None:
-            return self.map(there)
-        rows = None if self.image_rows is None else there(self.image_rows)
-        return replace(self, layout=self.layout.on_devices(), image_rows=rows)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
-        """The same plan with `function` of its index tensors."""
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ProgramPlan":
+        """Return the plan with `function` of its index tensors."""
         rows = None if self.image_rows is None else function(self.image_rows)
-        return replace(self, layout=self.layout.map(function), image_rows=rows)
+        return replace(self, calls=self.calls.map(function), image_rows=rows)
 
 
 def plan_programs(
@@ -69,7 +63,7 @@ def plan_programs(
     placement: Placement | None = None,
     modules: str = "iep",
     attentions: bool = False,
-) -> Plan:
+) -> ProgramPlan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
     `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete are
@@ -107,10 +101,10 @@ def plan_programs(
     schedule = make_schedule(graph, batching)
     types = own.types(graph, program_tokens, len(programs_BL))
     if placement is None:
-        layout = lay_out(graph, schedule, types)
+        calls = make_plan(graph, schedule, types)
     else:
-        layout = lay_out_placed(graph, schedule, placement.homes(program_tokens), types)
-    return Plan(graph, schedule, layout, tuple(program_tokens), scene, modules, num_images, rows, placement)
+        calls = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
+    return ProgramPlan(graph, schedule, calls, tuple(program_tokens), scene, modules, num_images, rows, placement)
 
 
 def graph_of(
@@ -131,5 +125,5 @@ def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.
     return rows.long()
 
 
-Planner = Callable[..., Plan]
-"""(programs_BL, *, image_rows_B) -> Plan: `plan_programs` with its other arguments given."""
+Planner = Callable[..., ProgramPlan]
+"""(programs_BL, *, image_rows_B) -> ProgramPlan: `plan_programs` with its other arguments given."""
