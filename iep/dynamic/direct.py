@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.dynamic.nested import Leaf, split
+from iep.dynamic.future import Leaf, split
 
 
 def _named(names: str, *places: Any) -> frozenset:
@@ -48,7 +48,7 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
         specs: of these tensors for one sample.
     """
     leaves = [value for value in args if type(value) is Leaf]
-    if len(leaves) != len(specs) or not leaves or type(args[0]) is not Leaf and function not in BINARY:
+    if len(leaves) != len(specs) or not leaves or (type(args[0]) is not Leaf and function not in BINARY):
         return False
     if isinstance(function, nn.Module):
         return len(args) == 1 and not kwargs and _is_batched_layer(function, len(specs[0].shape))

@@ -8,16 +8,15 @@ NumPy) runs everything recorded so far. After its scope has ended, a future beha
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from iep.dynamic.nested import mapped
 
 OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
@@ -34,6 +33,46 @@ VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """Methods and functions that need the graph of a computed tensor."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands for a tensor in a nested structure."""
+
+    index: int
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with `change` applied to everything in it that is not a container."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, part) for part in value])
+    if isinstance(value, dict):
+        return {name: mapped(change, part) for name, part in value.items()}
+    if kind is slice:
+        return slice(*[mapped(change, part) for part in (value.start, value.stop, value.step)])
+    if isinstance(value, tuple):  # a named tuple, or one of `torch.return_types`
+        parts = [mapped(change, part) for part in value]
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    return change(value)
+
+
+def split(value: Any) -> tuple[Any, list[Tensor]]:
+    """Return `value` with a `Leaf` in the place of each tensor, and these tensors in order."""
+    tensors: list[Tensor] = []
+
+    def take_out(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        tensors.append(part)
+        return Leaf(len(tensors) - 1)
+
+    return mapped(take_out, value), tensors
+
+
+def fill(structure: Any, values: Sequence[Any]) -> Any:
+    """Return `structure` with `values` in the places of its leaves."""
+    return mapped(lambda part: values[part.index] if type(part) is Leaf else part, structure)
 
 
 class _Current(threading.local):
@@ -79,7 +118,9 @@ class Future:
             self._column.recording.run(f"a value is read at {_users_line()}")
         return self._value
 
-    shape, dtype, device, ndim = (property(attrgetter(f"_column.{name}")) for name in ("shape", "dtype", "device", "ndim"))
+    shape, dtype, device, ndim = (
+        property(attrgetter(f"_column.{name}")) for name in ("shape", "dtype", "device", "ndim")
+    )
 
     def __len__(self) -> int:
         if not self.ndim:
@@ -123,7 +164,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         return func(*values_of(args), **values_of(kwargs))
     if func.__name__ in AFTER_SCOPE:
         raise ValueError(
-            f"{func.__name__} of a future inside its scope, where nothing has been computed yet: call it after the scope"
+            f"{func.__name__} of a future inside its scope, before it is computed: call it after the scope"
         )
     return recording.record(func, args, kwargs)
 
@@ -131,7 +172,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
 def in_place_error(what: str) -> ValueError:
     """Return the error for what changes a tensor in place."""
     return ValueError(
-        f"{what} changes a tensor in place, which a recorded call cannot: write it out of place, as a = a + b for a += b"
+        f"{what} changes a tensor in place, which cannot be recorded: write it out of place, as a = a + b for a += b"
     )
 
 

@@ -1,13 +1,14 @@
 """How calls that are alike run on a group, found out once for all of them.
 
 Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or as one plain call where
-that is known to be the same (`direct.py`). What can do neither runs singly, row by row, and the report says why.
+that is known to be the same (`direct.py`). What can do neither runs singly, row by row, and the report says why. What a
+call returns is found by a trial run (`trial.py`).
 
 Shapes: G rows of a group.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from iep.dynamic.direct import is_batched
-from iep.dynamic.future import in_place_error
-from iep.dynamic.nested import Leaf, fill, mapped, split
+from iep.dynamic.future import Leaf, fill, in_place_error, mapped, split
 from iep.dynamic.trial import REGISTRIES, fake_trial, real_trial
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
@@ -33,6 +33,11 @@ class Spec(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Spec":
+        """Return the spec of a tensor or future."""
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
 class Modes(NamedTuple):
@@ -50,9 +55,9 @@ class Call(NamedTuple):
     args: tuple
     kwargs: dict[str, Any]
 
-    def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Call the function with `leaves` in their places."""
-        return self.function(*fill(self.args, leaves), **fill(self.kwargs, leaves))
+    def run(self, leaves: Sequence[Tensor], function: Callable | None = None) -> tuple[Any, list[Tensor]]:
+        """Call the function, or another in its place; returns the structure of the result and its tensors."""
+        return split((function or self.function)(*fill(self.args, leaves), **fill(self.kwargs, leaves)))
 
 
 @dataclass(eq=False)
@@ -73,21 +78,74 @@ _of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictiona
 _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 
 
-def remembered_kernels(function: Callable) -> dict[tuple, Kernel]:
-    """Return the kernels of a module, which are kept as long as it lives, or of a function of PyTorch, by key."""
-    kernels = (_of_modules if isinstance(function, nn.Module) else _of_functions).setdefault(function, {})
-    if len(kernels) > MOST_KERNELS:  # a number that differs from call to call makes ever more of them
+def kernel_of(call: Call, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+    """Return how `call` runs on leaves like `specs`.
+
+    The kernels of modules and of PyTorch's functions are remembered from scope to scope; those of the user's functions
+    are not, because they may depend on more than their arguments.
+
+    Args:
+        key: what the kernel depends on besides a module's parameters and parts; None where objects belong to that.
+        sample: computes the leaves of one sample; called where a trial without numbers is not enough.
+
+    Raises:
+        ValueError: the call changes one of its arguments in place.
+        Exception: what the call itself raises.
+    """
+    function, kernels = call.function, {}
+    if key is not None and isinstance(function, nn.Module):
+        kernels = _of_modules.setdefault(function, kernels)
+    elif key is not None and (getattr(function, "__module__", None) or "torch").startswith("torch"):
+        kernels = _of_functions.setdefault(function, kernels)
+    key = key, state_of(function), *((Spec.of(tensor), tensor.requires_grad) for tensor in tensors_of(function))
+    if key in kernels:
+        return kernels[key]
+    kernel = _find_kernel(call, specs, sample)
+    if len(kernels) == MOST_KERNELS:  # a number that differs from call to call makes ever more of them
         kernels.clear()
-    return kernels
+    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may be others another time
+        kernels[key] = kernel
+    return kernel
 
 
-def state_of(function: Callable) -> tuple:
-    """Return what of a module decides how its calls run, besides the values of its parameters and buffers."""
-    parts = tuple(module.modules()) if (module := module_of(function)) is not None else ()
-    return tuple(
-        (type(part), part.training, "forward" in vars(part), *(tuple(vars(part).get(name, ())) for name in REGISTRIES))
-        for part in parts
-    )
+def _find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+    try:
+        with fake_trial() as trial:
+            leaves = list(map(_empty, specs))
+            structure, tensors = call.run(leaves, trial.stand_in(call.function))
+        reason = trial.why_singly(call.kwargs)
+    except DynamicOutputShapeException:
+        return Kernel(NOW, "the shape of its result depends on values")
+    except Exception as failure:
+        depends = isinstance(failure, DataDependentOutputException)
+        reason = "its control flow depends on values" if depends else _text(failure)
+        with real_trial() as trial:
+            leaves = [leaf.clone() for leaf in sample()]
+            structure, tensors = call.run(leaves, trial.stand_in(call.function))
+    if any(leaf._version for leaf in leaves):
+        raise in_place_error(name_of(call.function))
+    outputs = tuple(map(Spec.of, tensors))
+    if reason is None:
+        how = DIRECT if is_batched(*call, specs) else VMAP
+        return Kernel(how if tensors else STATIC, None, outputs, structure, tuple(one.requires_grad for one in tensors))
+    how = NOW if not tensors or _has_statics(structure) else SINGLY
+    return Kernel(how, reason, outputs, structure, tuple(one.dtype.is_floating_point for one in tensors))
+
+
+def _empty(spec: Spec) -> Tensor:
+    has_grad = spec.dtype.is_floating_point or spec.dtype.is_complex
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, requires_grad=has_grad)
+    return tensor.clone()  # autograd forbids changing a leaf in place, for which the user is given another reason
+
+
+def _has_statics(structure: Any) -> bool:
+    found: list[bool] = []
+    mapped(lambda part: found.append(part is not None and type(part) is not Leaf), structure)
+    return any(found)
+
+
+def _text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {next(iter(str(failure).strip().splitlines()), '')}"
 
 
 def module_of(function: Callable) -> nn.Module | None:
@@ -102,65 +160,20 @@ def tensors_of(function: Callable) -> list[Tensor]:
     return [] if module is None else [*module.parameters(), *module.buffers()]
 
 
-def find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
-    """Return how `call` runs on leaves like `specs`.
-
-    Args:
-        sample: computes the leaves of one sample; called where a trial without numbers is not enough.
-
-    Raises:
-        ValueError: the call changes one of its arguments in place.
-        Exception: what the call itself raises.
-    """
-    try:
-        with fake_trial() as trial:
-            leaves = [_leaf(spec) for spec in specs]
-            versions = [leaf._version for leaf in leaves]
-            result = call._replace(function=trial.stand_in(call.function))(leaves)
-        reason = trial.why_singly()
-    except DynamicOutputShapeException:
-        return Kernel(NOW, "the shape of its result depends on values")
-    except Exception as failure:
-        reason = "its control flow depends on values"
-        if not isinstance(failure, DataDependentOutputException):
-            reason = _text(failure)
-        with real_trial(sample()) as (trial, leaves):
-            versions = [leaf._version for leaf in leaves]
-            result = call._replace(function=trial.stand_in(call.function))(leaves)
-    if [leaf._version for leaf in leaves] != versions:
-        raise in_place_error(name_of(call.function))
-    structure, tensors = split(result)
-    outputs = tuple(Spec(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-    if reason is None:
-        how = DIRECT if is_batched(*call, specs) else VMAP
-        return Kernel(how if tensors else STATIC, None, outputs, structure, tuple(one.requires_grad for one in tensors))
-    how = NOW if not tensors or has_statics(structure) else SINGLY
-    return Kernel(how, reason, outputs, structure, tuple(one.dtype.is_floating_point for one in tensors))
-
-
-def _leaf(spec: Spec) -> Tensor:
-    """Return a tensor with a gradient, where it can have one; not a leaf of autograd, which may not be changed."""
-    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-    return tensor.requires_grad_().clone() if torch.is_grad_enabled() and (tensor.is_floating_point() or tensor.is_complex()) else tensor
-
-
-def has_statics(structure: Any) -> bool:
-    """Return whether there are numbers or other objects among the tensors."""
-    found: list[bool] = []
-    mapped(lambda part: found.append(part is not None and type(part) is not Leaf), structure)
-    return any(found)
-
-
-def _text(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0] if lines else ''}"
+def state_of(function: Callable) -> tuple:
+    """Return what of a module decides how its calls run, besides its parameters and buffers."""
+    module = module_of(function)
+    return tuple(
+        (type(part), part.training, "forward" in vars(part), *(tuple(vars(part).get(name, ())) for name in REGISTRIES))
+        for part in (() if module is None else module.modules())
+    )
 
 
 def run_group(call: Call, kernel: Kernel, modes: Modes, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded.
 
     Raises:
-        ValueError: the results are not those that the kernel says.
+        ValueError: the results have other shapes than when the call was recorded.
         Exception: what the call itself raises, with a note that names it.
     """
     try:
@@ -170,53 +183,36 @@ def run_group(call: Call, kernel: Kernel, modes: Modes, *leaves: Tensor) -> tupl
                 dtype = dict(modes.autocast).get(kind)
                 if dtype is not None or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, dtype is not None))
-            return _run(call, kernel, leaves)
+            results = _run(call, kernel, leaves)
     except Exception as failure:
         shapes = [tuple(leaf.shape[1:]) for leaf in leaves]
-        failure.add_note(
-            f"raised by {name_of(call.function)} on {len(leaves[0])} recorded calls with arguments of shapes {shapes}"
-        )
+        failure.add_note(f"raised by {len(leaves[0])} recorded calls of {name_of(call.function)} on shapes {shapes}")
         raise
-
-
-def _run(call: Call, kernel: Kernel, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if kernel.how == VMAP:
-        try:
-            results = torch.vmap(lambda *rows: tuple(split(call(rows))[1]), randomness="different")(*leaves)
-        except Exception as failure:
-            results = _run_singly(call, kernel, leaves)  # raises what is wrong with the code itself
-            kernel.how, kernel.reason = SINGLY, f"vmap cannot: {_text(failure)}"
-            warn_singly(call.function, kernel.reason)
-            return results
-    elif kernel.how == DIRECT:
-        results = tuple(split(call(leaves))[1])
-    else:
-        return _run_singly(call, kernel, leaves)
-    _check(call, kernel, [(result.shape[1:], result.dtype) for result in results], torch.can_cast)
+    shapes, expected = [tuple(each.shape[1:]) for each in results], [tuple(spec.shape) for spec in kernel.outputs]
+    if shapes != expected:
+        if isinstance(call.function, nn.Module):
+            _of_modules.pop(call.function, None)
+        raise ValueError(
+            f"{name_of(call.function)} returned shapes {shapes}, expected {expected}: it depends on more than its "
+            "arguments; call it outside of the scope"
+        )
     # A number of one sample counts for less than a vector in the dtype of a result; a group of numbers is a vector.
     return tuple(result.to(spec.dtype) for result, spec in zip(results, kernel.outputs, strict=True))
 
 
-def _run_singly(call: Call, kernel: Kernel, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    rows = [split(call(row))[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
-    for row in rows:
-        _check(call, kernel, [(result.shape, result.dtype) for result in row], torch.dtype.__eq__)
-    return tuple(torch.stack(results) for results in zip(*rows, strict=True))
-
-
-def _check(call: Call, kernel: Kernel, found: list[tuple], is_dtype: Callable[[Any, Any], bool]) -> None:
-    expected = [(spec.shape, spec.dtype) for spec in kernel.outputs]
-    if [shape for shape, _ in found] == [shape for shape, _ in expected] and all(
-        is_dtype(dtype, other) for (_, dtype), (_, other) in zip(found, expected, strict=True)
-    ):
-        return
-    if isinstance(call.function, nn.Module):
-        _of_modules.pop(call.function, None)
-    texts = [" and ".join(f"{dtype} of shape {tuple(shape)}" for shape, dtype in kinds) for kinds in (found, expected)]
-    raise ValueError(
-        f"{name_of(call.function)} returned tensors of {texts[0]}, after {texts[1]} for a call alike: it depends on "
-        "more than its arguments; call it outside of the scope"
-    )
+def _run(call: Call, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    if kernel.how == DIRECT:
+        return call.run(leaves)[1]
+    if kernel.how == VMAP:
+        try:
+            return torch.vmap(lambda *rows: tuple(call.run(rows)[1]), randomness="different")(*leaves)
+        except Exception as failure:
+            reason = f"vmap cannot: {_text(failure)}"
+    rows = [call.run(row)[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    if kernel.how == VMAP:  # and the code itself is right, because it has run
+        kernel.how, kernel.reason = SINGLY, reason
+        warn_singly(call.function, reason)
+    return [torch.stack(results) for results in zip(*rows, strict=True)]
 
 
 def warn_singly(function: Callable, reason: str) -> None:
@@ -228,10 +224,9 @@ def name_of(function: Callable) -> str:
     """Return a module's class, or a function's name without underscores around it."""
     if isinstance(function, nn.Module):
         return type(function).__name__
-    owner = getattr(function, "__self__", None)
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", None) or repr(function)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{owner.__name__}.apply"
-    name = getattr(function, "__name__", None) or repr(function)
     if name == "__get__":  # an attribute of a tensor, such as T
         name = getattr(owner, "__name__", name)
     return name.strip("_") or name

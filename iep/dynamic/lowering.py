@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from iep.batching import Graph, Read, Signature, Types, share
+from iep.batching.graph import Graph
+from iep.batching.plan import Read, Signature, Types
+from iep.batching.sharing import share
 from iep.dynamic.future import Future
 from iep.dynamic.recording import Recording
 

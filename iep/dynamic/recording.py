@@ -1,11 +1,11 @@
-"""Calls on futures -> nodes: what a lazy scope has recorded since something last ran, in plain lists of integers.
+"""Calls on futures -> nodes: what a lazy scope has recorded since it last ran something, in plain lists of integers.
 
 Every result has an *address*: results of nodes count up from 0 in the order of recording, tensors from outside are
 -1, -2, ... Nodes of one key (function or module, its arguments' structure, shapes, dtypes, devices and static values,
 gradients on or off, autocast) are of one op. `lowering.py` makes a graph of them.
 
-A run computes every future that is still held, so that nothing recorded before it can be used after it: then the
-recording starts anew, and what was computed counts as tensors from outside.
+A run computes every future that somebody still holds. So nothing recorded before it can be used after it: the recording
+starts anew, and what was computed counts as tensors from outside.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
-from iep.dynamic.future import Future, is_in_forward, loses_gradient, recording_into, values_of
+from iep.dynamic.future import Future, Leaf, fill, is_in_forward, loses_gradient, mapped, recording_into, values_of
 from iep.dynamic.kernels import (
     NOW,
     SINGLY,
@@ -27,19 +27,16 @@ from iep.dynamic.kernels import (
     Kernel,
     Modes,
     Spec,
-    find_kernel,
-    has_statics,
+    kernel_of,
     name_of,
-    remembered_kernels,
     state_of,
     tensors_of,
     warn_singly,
 )
-from iep.dynamic.nested import Leaf, fill, mapped
 
 STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 """The kinds of most arguments that are not tensors."""
-PLAIN_KINDS = STATIC_KINDS | {float, complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format}
+PLAIN_KINDS = STATIC_KINDS | {float, complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format, type}
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
@@ -68,37 +65,26 @@ class Op:
     index: int
     call: Call
     kernel: Kernel
+    modes: Modes
     num_leaves: int
     """How many tensors each node takes."""
     columns: tuple[Column, ...]
     """Of the results."""
-    modes: Modes
-    shared: tuple[Tensor, ...]
+    constants: list[Tensor]
     """The tensors among the arguments that all calls share."""
     noted: tuple
-    """What the calls depend on besides their arguments, as it was when the first was recorded."""
-    is_single: bool
-    """A call returns one tensor."""
-    is_tuple: bool
-    """A call returns a tuple of tensors."""
-
-    def note(self) -> tuple:
-        """Return what the calls depend on besides their arguments; equal while nothing changes."""
-        tensors = (*tensors_of(self.call.function), *self.shared)
-        return state_of(self.call.function), tensors, tuple(map(version_of, tensors))
+    """What the calls depend on besides their arguments, as it was when the first one was recorded."""
+    kept: list[Tensor]
+    """So that no other tensor gets the id of one that is noted."""
 
     def check(self) -> None:
-        """Raise ValueError if what the calls depend on has changed."""
-        state, tensors, versions = self.note()
-        same = len(tensors) == len(self.noted[1]) and all(a is b for a, b in zip(tensors, self.noted[1], strict=True))
-        if not same or (state, versions) != (self.noted[0], self.noted[2]):
+        """Raise ValueError if what the calls depend on has changed since the first one was recorded."""
+        function = self.call.function
+        if _note(function, [*tensors_of(function), *self.constants]) != self.noted:
             raise ValueError(
-                f"{name_of(self.call.function)} was changed (parameters, buffers, parts, hooks or training mode) after "
-                "a call of it was recorded and before it ran: calls run when a value is read and at the scope's end"
+                f"{name_of(function)} was changed (parameters, buffers, parts, hooks or training mode) after a call of "
+                "it was recorded and before it ran: calls run when a value is read, and at the scope's end"
             )
-
-
-Run = Callable[["Recording", list[Future], str], None]
 
 
 class Recording:
@@ -111,7 +97,7 @@ class Recording:
         constants: tensors that are shared by all calls, besides parameters.
     """
 
-    def __init__(self, run: Run, ran_at_once: Counter[tuple[str, str]], constants: Iterable[Tensor]):
+    def __init__(self, run: Callable, ran_at_once: Counter[tuple[str, str]], constants: Iterable[Tensor]):
         self._run, self._ran_at_once = run, ran_at_once
         self.is_over, self._is_in_forward = False, is_in_forward()
         self._constants = {id(tensor): Constant(tensor) for tensor in constants}
@@ -132,7 +118,7 @@ class Recording:
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
-        """Run what was recorded and give all held futures their values.
+        """Run what was recorded, and give all held futures their values.
 
         Args:
             why: what asks for it, for the report.
@@ -205,32 +191,34 @@ class Recording:
             op = self._ops_by_key.get(tuple(key))
         except TypeError as failure:
             return self._run_now(function, args, kwargs, f"{failure}")
-        if type(op) is not Op:
-            if op is None:
-                if any(type(part) is Column and part.recording is not self for part in key):
-                    # Futures of other scopes are tensors from outside to this one.
-                    args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
-                else:
-                    self._add_op(tuple(key), function, args, kwargs)
-                return self.record(function, args, kwargs, training)
+        if op is None:
+            if any(type(part) is Column and part.recording is not self for part in key):
+                # Futures of other scopes are tensors from outside to this one.
+                args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
+            else:
+                self._add_op(tuple(key), function, args, kwargs)
+            return self.record(function, args, kwargs, training)
+        if type(op) is Kernel:
             return op.structure if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
 
         self.node_op.append(op.index)
         self.taken.extend(addresses)
         first, held = self._num_results, self._held
-        if op.is_single:
-            self._num_results = first + 1
+        self._num_results = first + len(op.columns)
+        if type(op.kernel.structure) is Leaf:
             future = Future(op.columns[0], first)
             held.add(ref(future, held.discard))
             return future
-        self._num_results = first + len(op.columns)
         futures = [Future(column, first + n) for n, column in enumerate(op.columns)]
-        for future in futures:
-            held.add(ref(future, held.discard))
-        return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
+        held.update([ref(future, held.discard) for future in futures])
+        return fill(op.kernel.structure, futures)
 
     def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
-        """Append to `key` what arguments are, and to `addresses` where their tensors are."""
+        """Append to `key` what arguments are, and to `addresses` where their tensors are.
+
+        Raises:
+            TypeError: a tensor is not a dense one.
+        """
         for value in values:
             kind = type(value)
             if kind is Future and value._value is None:
@@ -261,7 +249,7 @@ class Recording:
                 return
             address = self._input_addresses.get(id(value))
             if address is None:
-                address = self._new_input(value)
+                address = self._add_input(value)
             key.append(self.input_columns[-1 - address])
             addresses.append(address)
         elif isinstance(value, dict):
@@ -276,7 +264,7 @@ class Recording:
         else:
             key += (kind, repr(value) if kind is float else value)  # because 0.0 and -0.0 are equal
 
-    def _new_input(self, tensor: Tensor) -> int:
+    def _add_input(self, tensor: Tensor) -> int:
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             raise TypeError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
@@ -293,51 +281,6 @@ class Recording:
 
     def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Find out what calls of `key` run."""
-        call, leaves = self._call_of(function, args, kwargs)
-        if not leaves:
-            self._ops_by_key[key] = Kernel(NOW, "it takes no tensor")
-            return
-        specs = [Spec(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        kernel = self._kernel(key, call, specs, lambda: values_of(leaves))
-        if kernel.how in (STATIC, NOW):
-            self._ops_by_key[key] = kernel
-            return
-        if kernel.how == SINGLY:
-            warn_singly(function, kernel.reason)
-        structure = kernel.structure
-        op = Op(
-            index=len(self.ops),
-            call=call,
-            kernel=kernel,
-            num_leaves=len(specs),
-            columns=tuple(self._column(*spec) for spec in kernel.outputs),
-            modes=Modes(is_grad_enabled(), _autocast()),
-            shared=tuple(part.tensor for part in key if type(part) is Constant),
-            noted=(),
-            is_single=type(structure) is Leaf,
-            is_tuple=type(structure) is tuple and all(type(part) is Leaf for part in structure),
-        )
-        op.noted = op.note()
-        self.ops.append(op)
-        self._ops_by_key[key] = op
-
-    def _kernel(self, key: tuple, call: Call, specs: list[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
-        """Return the kernel of a key. It is remembered, except that of a user's function, which may depend on more than
-        its arguments, and of calls with objects among the arguments."""
-        general = [_general(part) for part in key[1:]]
-        is_remembered = None not in general and (isinstance(call.function, nn.Module) or _is_pytorchs(call.function))
-        kernels = remembered_kernels(call.function) if is_remembered else {}
-        general_key = (*general, state_of(call.function), *map(_general, map(Constant, tensors_of(call.function))))
-        kernel = kernels.get(general_key)
-        if kernel is None:
-            with recording_into(None):
-                kernel = find_kernel(call, specs, sample)
-            if not (isinstance(call.function, nn.Module) and has_statics(kernel.structure)):
-                kernels[general_key] = kernel
-        return kernel
-
-    def _call_of(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Call, list]:
-        """Return the call with leaves in the places of what differs between nodes, and what was there."""
         leaves: list[Tensor | Future] = []
 
         def leave(value: Any) -> Any:
@@ -346,7 +289,31 @@ class Recording:
             leaves.append(value)
             return Leaf(len(leaves) - 1)
 
-        return Call(function, mapped(leave, args), mapped(leave, dict(kwargs))), leaves
+        call = Call(function, mapped(leave, args), mapped(leave, dict(kwargs)))
+        kernel = Kernel(NOW, "it takes no tensor")
+        if leaves:
+            general = tuple(map(_general, key[1:])) if all(map(_is_plain, key[1:])) else None
+            with recording_into(None):
+                kernel = kernel_of(call, general, list(map(Spec.of, leaves)), lambda: values_of(leaves))
+        if kernel.how in (STATIC, NOW):
+            self._ops_by_key[key] = kernel
+            return
+        if kernel.how == SINGLY:
+            warn_singly(function, kernel.reason)
+        constants = [part.tensor for part in key if type(part) is Constant]
+        tensors = [*tensors_of(function), *constants]
+        op = self._ops_by_key[key] = Op(
+            index=len(self.ops),
+            call=call,
+            kernel=kernel,
+            modes=Modes(is_grad_enabled(), _autocast()),
+            num_leaves=len(leaves),
+            columns=tuple(self._column(*spec) for spec in kernel.outputs),
+            constants=constants,
+            noted=_note(function, tensors),
+            kept=tensors,
+        )
+        self.ops.append(op)
 
     def _run_now(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], why: str) -> Any:
         self._ran_at_once[name_of(function), why] += 1
@@ -359,22 +326,20 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _note(function: Callable, tensors: list[Tensor]) -> tuple:
+    return state_of(function), [(id(tensor), version_of(tensor)) for tensor in tensors]
+
+
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if is_autocast_enabled(kind))
 
 
-def _is_pytorchs(function: Callable) -> bool:
-    return (getattr(function, "__module__", None) or "torch").startswith("torch")
+def _is_plain(part: Any) -> bool:
+    return isinstance(part, Column | Constant | type) or type(part) in PLAIN_KINDS or type(part) is tuple
 
 
 def _general(part: Any) -> Any:
-    """Return a part of a key without what belongs to a scope or keeps tensors alive; None for other objects."""
-    if type(part) is Column:
-        return Spec(part.shape, part.dtype, part.device)
+    """Return a part of a key without what belongs to a scope or keeps tensors alive."""
     if type(part) is Constant:
-        tensor = part.tensor
-        return "constant", Spec(tensor.shape, tensor.dtype, tensor.device), tensor.requires_grad
-    if type(part) is tuple:  # of autocast
-        return part
-    is_plain = type(part) in PLAIN_KINDS or isinstance(part, type)
-    return (part,) if is_plain else None
+        return Spec.of(part.tensor), part.tensor.requires_grad
+    return Spec.of(part) if type(part) is Column else part

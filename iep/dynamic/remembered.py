@@ -1,7 +1,5 @@
 """Plans are remembered: graphs of the same shape are scheduled and planned once."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,8 +13,8 @@ MOST_NODES = 1 << 18
 
 Value = TypeVar("Value")
 
-_plans: OrderedDict[bytes, tuple[int, object]] = OrderedDict()
-_lock = threading.Lock()
+_values: dict[bytes, tuple[int, object]] = {}
+"""With the number of nodes of their graphs, the one used longest ago first."""
 _is_off: ContextVar[bool] = ContextVar("nothing_remembered", default=False)
 
 
@@ -24,17 +22,11 @@ def remembered(key: bytes, nodes: int, make: Callable[[], Value]) -> tuple[Value
     """Return the value of `key`, made for a graph of so many nodes if it is not there, and whether it was."""
     if _is_off.get():
         return make(), False
-    with _lock:
-        if key in _plans:
-            _plans.move_to_end(key)
-            return _plans[key][1], True
-    plan = make()
-    with _lock:
-        _plans[key] = nodes, plan
-        total = sum(count for count, _ in _plans.values())
-        while total > MOST_NODES:
-            total -= _plans.popitem(last=False)[1][0]
-    return plan, False
+    found = _values.pop(key, None)
+    _values[key] = found or (nodes, make())
+    while sum(count for count, _ in list(_values.values())) > MOST_NODES:
+        _values.pop(next(iter(_values)), None)
+    return _values[key][1], found is not None
 
 
 @contextmanager

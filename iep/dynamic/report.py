@@ -50,7 +50,7 @@ class Report:
     def add(self, op: Op, size: int) -> None:
         """Count a group of `size` nodes."""
         shapes = " ".join("x".join(map(str, column.shape)) or "()" for column in op.columns)
-        row = (op.call.function, *map(id, op.shared)), shapes, op.kernel.how, op.kernel.reason
+        row = (op.call.function, *map(id, op.constants)), shapes, op.kernel.how, op.kernel.reason
         self._sizes.setdefault(row, []).extend([1] * size if op.kernel.how == SINGLY else [size])
 
     @property

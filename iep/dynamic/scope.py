@@ -18,7 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from iep.batching import SCHEDULERS, execute, lay_out, make_schedule
+from iep.batching.execute import execute
+from iep.batching.plan import Plan, make_plan
+from iep.batching.schedulers import SCHEDULERS, make_schedule
 from iep.dynamic.future import Future, current, recording_into
 from iep.dynamic.kernels import run_group
 from iep.dynamic.lowering import Lowered, lower
@@ -146,7 +148,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         if len(devices) > 1:
             raise ValueError(f"a scope's tensors are on {' and '.join(devices)}, expected one device")
         if devices != ["cpu"]:
-            plan = plan.map(lambda index: index.to(devices[0]))
+            plan = plan.to(devices[0])
         ops = {index: recording.ops[index] for index in lowered.types.signatures}
         grad = any(op.modes.grad for op in ops.values())
         with torch.inference_mode(torch.is_inference_mode_enabled() and not grad), torch.set_grad_enabled(grad):
@@ -159,21 +161,21 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             for futures_of_root, out in zip(lowered.roots, outs, strict=True):
                 for (future, has_grad), value in zip(futures_of_root, out.unbind(0), strict=True):
                     future._value = value if has_grad else value.detach()
-        for call in plan.calls[1:-1]:
-            self._report.add(ops[call.op], call.rows)
+        for call in plan.calls:
+            self._report.add(ops[call.op], call.size)
         self._report.flushes[why] += 1
         self._report.plans_reused += was_there
         self._report.seconds_planning += planned - began
         self._report.seconds_executing += perf_counter() - planned
 
 
-def _plan(lowered: Lowered, scheduler: str) -> tuple[Any, bool]:
+def _plan(lowered: Lowered, scheduler: str) -> tuple[Plan, bool]:
     """Return the plan of a graph, and whether it was remembered."""
     graph, types = lowered.graph, lowered.types
     roots = [part for root in types.roots for part in root]
     name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
     key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *roots)
-    return remembered(key, graph.num_nodes, lambda: lay_out(graph, make_schedule(graph, scheduler), types))
+    return remembered(key, graph.num_nodes, lambda: make_plan(graph, make_schedule(graph, scheduler), types))
 
 
 def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -4,9 +4,8 @@ Modules are called as twins of themselves, with the same parameters and with cop
 out what prevents many samples from sharing one call.
 """
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from types import MethodType
@@ -15,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from iep.dynamic.future import recording_into
 
 REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 """The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
-_log_of_fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _one_at_a_time = threading.RLock()
 """Fake tensors of several threads share state that they should not."""
 
@@ -36,9 +33,8 @@ class Trial:
     def __init__(self, copied: Callable[[Tensor], Tensor]):
         self._copied = copied
         self._twins: dict[nn.Module, nn.Module] = {}
-        self._buffers: dict[nn.Module, dict[str, tuple[Tensor, int]]] = {}
-        """Of every twin, with how often they had been changed in place."""
-        self.watch = _Watch()
+        self._buffers: dict[nn.Module, list[tuple]] = {}
+        """Of every twin, before it was called."""
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether a module is not a twin itself."""
@@ -56,19 +52,26 @@ class Trial:
             return MethodType(function.__func__, self._twin_of(function.__self__))
         return function
 
-    def why_singly(self) -> str | None:
-        """Return why one call on many samples would differ from one call for each, if it would."""
+    def why_singly(self, kwargs: dict[str, Any]) -> str | None:
+        """Return why one call on many samples would differ from one call for each, if it would.
+
+        Args:
+            kwargs: of the call that was tried.
+        """
+        by_frequency = "scale_grad_by_freq counts the indices of all samples"
         for twin, before in self._buffers.items():
-            for name, buffer in twin.named_buffers(recurse=False):
-                if name not in before or before[name][0] is not buffer or before[name][1] != buffer._version:
-                    return f"{type(twin).__name__} changes its buffer {name}"
-        return self.watch.reason
+            changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
+            if changed:
+                return f"{type(twin).__name__} changes its buffer {changed[0]}"
+            if getattr(twin, "scale_grad_by_freq", False):
+                return by_frequency
+        return by_frequency if kwargs.get("scale_grad_by_freq") else None
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         if module in self._twins:
             return self._twins[module]
         if isinstance(module, torch.jit.ScriptModule):  # its code cannot be copied
-            self._buffers[module] = {}
+            self._buffers[module] = []
             return module
         twin = self._twins[module] = object.__new__(type(module))
         vars(twin).update({name: copy(value) if name in REGISTRIES else value for name, value in vars(module).items()})
@@ -76,20 +79,12 @@ class Trial:
             setattr(twin, name, self._twin_of(part))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(twin, name, self._copied(buffer))
-        self._buffers[twin] = {name: (buffer, buffer._version) for name, buffer in twin.named_buffers(recurse=False)}
+        self._buffers[twin] = _buffers_of(twin)
         return twin
 
 
-class _Watch(TorchFunctionMode):
-    """Looks for functions that depend on all samples of a call."""
-
-    reason: str | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("max_norm") is not None or kwargs.get("scale_grad_by_freq"):
-            self.reason = f"{func.__name__} with max_norm or scale_grad_by_freq depends on all indices of a call"
-        return func(*args, **kwargs)
+def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=False)]
 
 
 @contextmanager
@@ -100,22 +95,20 @@ def fake_trial() -> Iterator[Trial]:
 
 
 @contextmanager
-def real_trial(leaves: Sequence[Tensor]) -> Iterator[tuple[Trial, list[Tensor]]]:
-    """Run a trial on copies of one sample's tensors, without gradients; random numbers are drawn anew later."""
+def real_trial() -> Iterator[Trial]:
+    """Run a trial on one sample, without gradients; random numbers are drawn anew later."""
     with torch.random.fork_rng(), torch.no_grad(), _trial(Tensor.clone) as trial:
-        yield trial, [leaf.clone() for leaf in leaves]
+        yield trial
 
 
 @contextmanager
 def _trial(copied: Callable[[Tensor], Tensor]) -> Iterator[Trial]:
-    """Leave autocast's cache of weights as it is, count changes in place, and write no log: errors are raised."""
-    grad, caches, is_silent = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _log_of_fake_tensors.disabled
+    """Keep the weights that autocast remembers, and let tensors count their changes, as those of inference do not."""
+    grad, is_cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    _log_of_fake_tensors.disabled = True
     trial = Trial(copied)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(trial), trial.watch:
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(trial):
             yield trial
     finally:
-        _log_of_fake_tensors.disabled = is_silent
-        torch.set_autocast_cache_enabled(caches)
+        torch.set_autocast_cache_enabled(is_cached)
