@@ -33,6 +33,10 @@ VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """Methods and functions that need the graph of a computed tensor."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
+LOSES_GRADIENT = (
+    "a torch.autograd.Function was given a future, whose gradient it would lose: inside the scope call "
+    "batch.wrap(MyFunction.apply), or list the module that calls it; after the scope give it the future's value"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,9 @@ def recording_into(recorder: Any) -> Iterator[None]:
 
 
 class Future:
-    """One result of a recorded call, or a tensor given to a module of a scope by operations.
+    """One result of a recorded call. `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes.
 
-    `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes. A future cannot be changed in place.
+    A future cannot be changed in place.
     """
 
     __slots__ = ("__weakref__", "_address", "_column", "_value")
@@ -118,13 +122,10 @@ class Future:
             self._column.recording.run(f"a value is read at {_users_line()}")
         return self._value
 
-    shape, dtype, device, ndim = (
-        property(attrgetter(f"_column.{name}")) for name in ("shape", "dtype", "device", "ndim")
-    )
+    shape, dtype, device = (property(attrgetter(f"_column.{name}")) for name in ("shape", "dtype", "device"))
+    ndim = property(lambda self: len(self.shape))
 
     def __len__(self) -> int:
-        if not self.ndim:
-            raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
     def __iter__(self) -> Iterator["Future"]:
@@ -160,12 +161,10 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         recording = _open_recording((args, kwargs))
     if recording is None:
         if is_in_forward() and any(type(value) is Future and value.value.requires_grad for value in args):
-            raise loses_gradient()
+            raise ValueError(LOSES_GRADIENT)
         return func(*values_of(args), **values_of(kwargs))
     if func.__name__ in AFTER_SCOPE:
-        raise ValueError(
-            f"{func.__name__} of a future inside its scope, before it is computed: call it after the scope"
-        )
+        raise ValueError(f"{func.__name__} of a future inside its scope: call it after the scope")
     return recording.record(func, args, kwargs)
 
 
@@ -187,23 +186,16 @@ def is_in_forward() -> bool:
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def loses_gradient() -> ValueError:
-    """Return the error for futures in the forward of a `torch.autograd.Function`."""
-    return ValueError(
-        "a torch.autograd.Function was given a future, whose gradient it would lose: inside the scope call "
-        "batch.wrap(MyFunction.apply), or list the module that calls it; after the scope give it the future's value"
-    )
-
-
 def _open_recording(arguments: Any) -> Any:
     """Return the recording of some future in nested arguments whose scope is open."""
-    if type(arguments) is Future:
-        return None if arguments._column.recording.is_over else arguments._column.recording
-    if isinstance(arguments, dict):
-        arguments = arguments.values()
-    elif not isinstance(arguments, tuple | list):
-        return None
-    return next((found for found in map(_open_recording, arguments) if found is not None), None)
+    for value in arguments.values() if isinstance(arguments, dict) else arguments:
+        if type(value) is Future:
+            found = None if value._column.recording.is_over else value._column.recording
+        else:
+            found = _open_recording(value) if isinstance(value, tuple | list | dict) else None
+        if found is not None:
+            return found
+    return None
 
 
 def values_of(arguments: Any, but_of: Any = None) -> Any:

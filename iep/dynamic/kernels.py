@@ -79,7 +79,7 @@ _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 
 
 def kernel_of(call: Call, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
-    """Return how `call` runs on leaves like `specs`.
+    """Return how `call` runs on leaves like `specs`; warn where it is not batched.
 
     The kernels of modules and of PyTorch's functions are remembered from scope to scope; those of the user's functions
     are not, because they may depend on more than their arguments.
@@ -98,9 +98,9 @@ def kernel_of(call: Call, key: tuple | None, specs: Sequence[Spec], sample: Call
     elif key is not None and (getattr(function, "__module__", None) or "torch").startswith("torch"):
         kernels = _of_functions.setdefault(function, kernels)
     key = key, state_of(function), *((Spec.of(tensor), tensor.requires_grad) for tensor in tensors_of(function))
-    if key in kernels:
-        return kernels[key]
-    kernel = _find_kernel(call, specs, sample)
+    kernel = kernels[key] if key in kernels else _find_kernel(call, specs, sample)
+    if kernel.how == SINGLY:
+        _warn_singly(function, kernel.reason)
     if len(kernels) == MOST_KERNELS:  # a number that differs from call to call makes ever more of them
         kernels.clear()
     if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may be others another time
@@ -152,6 +152,12 @@ def module_of(function: Callable) -> nn.Module | None:
     """Return the module that a call runs, which may be one of its methods."""
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def is_autograd_function(function: Callable) -> bool:
+    """Return whether a function is the `apply` of a `torch.autograd.Function`."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def tensors_of(function: Callable) -> list[Tensor]:
@@ -211,12 +217,11 @@ def _run(call: Call, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tenso
     rows = [call.run(row)[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
     if kernel.how == VMAP:  # and the code itself is right, because it has run
         kernel.how, kernel.reason = SINGLY, reason
-        warn_singly(call.function, reason)
+        _warn_singly(call.function, reason)
     return [torch.stack(results) for results in zip(*rows, strict=True)]
 
 
-def warn_singly(function: Callable, reason: str) -> None:
-    """Warn that calls of a function are not batched."""
+def _warn_singly(function: Callable, reason: str) -> None:
     warnings.warn(f"{name_of(function)} runs singly, sample by sample: {reason}", stacklevel=2)
 
 
@@ -225,7 +230,7 @@ def name_of(function: Callable) -> str:
     if isinstance(function, nn.Module):
         return type(function).__name__
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", None) or repr(function)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+    if is_autograd_function(function):
         return f"{owner.__name__}.apply"
     if name == "__get__":  # an attribute of a tensor, such as T
         name = getattr(owner, "__name__", name)

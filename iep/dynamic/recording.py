@@ -18,22 +18,10 @@ from weakref import ref
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
-from iep.dynamic.future import Future, Leaf, fill, is_in_forward, loses_gradient, mapped, recording_into, values_of
-from iep.dynamic.kernels import (
-    NOW,
-    SINGLY,
-    STATIC,
-    Call,
-    Kernel,
-    Modes,
-    Spec,
-    kernel_of,
-    name_of,
-    state_of,
-    tensors_of,
-    warn_singly,
-)
+from iep.dynamic.future import LOSES_GRADIENT, Future, Leaf, fill, is_in_forward, mapped, recording_into, values_of
+from iep.dynamic.kernels import NOW, STATIC, Call, Kernel, Modes, Spec, kernel_of, name_of, state_of, tensors_of
 
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
 """The kinds of most arguments that are not tensors."""
 PLAIN_KINDS = STATIC_KINDS | {float, complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format, type}
@@ -72,18 +60,19 @@ class Op:
     """Of the results."""
     constants: list[Tensor]
     """The tensors among the arguments that all calls share."""
+    is_single: bool
+    """A call returns one tensor."""
+    is_tuple: bool
+    """A call returns a tuple of tensors."""
     noted: tuple
     """What the calls depend on besides their arguments, as it was when the first one was recorded."""
-    kept: list[Tensor]
-    """So that no other tensor gets the id of one that is noted."""
 
     def check(self) -> None:
         """Raise ValueError if what the calls depend on has changed since the first one was recorded."""
-        function = self.call.function
-        if _note(function, [*tensors_of(function), *self.constants]) != self.noted:
+        if _note(self.call.function, self.constants)[:2] != self.noted[:2]:
             raise ValueError(
-                f"{name_of(function)} was changed (parameters, buffers, parts, hooks or training mode) after a call of "
-                "it was recorded and before it ran: calls run when a value is read, and at the scope's end"
+                f"{name_of(self.call.function)} was changed (parameters, buffers, parts, hooks or training mode) after "
+                "a call of it was recorded and before it ran: calls run when a value is read, and at the scope's end"
             )
 
 
@@ -115,6 +104,7 @@ class Recording:
         self._input_addresses: dict[int, int] = {}
         self._num_results = 0
         self._held: set[ref] = set()
+        self._let_go = self._held.discard
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
@@ -166,23 +156,20 @@ class Recording:
 
         return mapped(future_for, arguments)
 
-    def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any], training: bool | None = None) -> Any:
+    def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Add a node for `function(*args, **kwargs)`; returns futures in the structure of what it would return.
 
         Where there can be no node, it runs now and its result is returned.
-
-        Args:
-            training: whether `function` is a module in training.
 
         Raises:
             ValueError: `function` changes an argument in place, or futures would lose their gradients.
         """
         grad = is_grad_enabled()
         if not grad and is_in_forward() and not self._is_in_forward:
-            raise loses_gradient()
-        key: list = [function, grad, training]
+            raise ValueError(LOSES_GRADIENT)
+        key: list = [function, grad, getattr(function, "training", None)]
         addresses: list[int] = []
-        if is_autocast_enabled("cpu") or is_autocast_enabled("cuda"):
+        if is_any_autocast_enabled():
             key.append(_autocast())
         try:
             self._walk(args, key, addresses)
@@ -197,21 +184,22 @@ class Recording:
                 args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
             else:
                 self._add_op(tuple(key), function, args, kwargs)
-            return self.record(function, args, kwargs, training)
+            return self.record(function, args, kwargs)
         if type(op) is Kernel:
             return op.structure if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
 
         self.node_op.append(op.index)
         self.taken.extend(addresses)
-        first, held = self._num_results, self._held
-        self._num_results = first + len(op.columns)
-        if type(op.kernel.structure) is Leaf:
-            future = Future(op.columns[0], first)
-            held.add(ref(future, held.discard))
+        address, held, futures = self._num_results, self._held, []
+        for column in op.columns:
+            future = Future(column, address)
+            held.add(ref(future, self._let_go))
+            futures.append(future)
+            address += 1
+        self._num_results = address
+        if op.is_single:
             return future
-        futures = [Future(column, first + n) for n, column in enumerate(op.columns)]
-        held.update([ref(future, held.discard) for future in futures])
-        return fill(op.kernel.structure, futures)
+        return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
 
     def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
         """Append to `key` what arguments are, and to `addresses` where their tensors are.
@@ -228,12 +216,13 @@ class Recording:
                 key.append(kind)
                 key.append(len(value))
                 self._walk(value, key, addresses)
+            elif kind is Tensor and id(value) not in self._constants:
+                address = self._input_addresses.get(id(value)) or self._add_input(value)
+                key.append(self.input_columns[-1 - address])
+                addresses.append(address)
             elif kind in STATIC_KINDS:
                 key.append(kind)  # because 1 and True are equal
                 key.append(value)
-            elif kind is Tensor and (address := self._input_addresses.get(id(value))) is not None:
-                key.append(self.input_columns[-1 - address])
-                addresses.append(address)
             else:
                 self._walk_other(value, key, addresses)
 
@@ -247,9 +236,7 @@ class Recording:
             if id(value) in self._constants:
                 key.append(self._constants[id(value)])
                 return
-            address = self._input_addresses.get(id(value))
-            if address is None:
-                address = self._add_input(value)
+            address = self._input_addresses.get(id(value)) or self._add_input(value)
             key.append(self.input_columns[-1 - address])
             addresses.append(address)
         elif isinstance(value, dict):
@@ -268,7 +255,8 @@ class Recording:
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             raise TypeError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
-        self.input_columns.append(self._column(tensor.shape, tensor.dtype, tensor.device))
+        spec = (tensor.shape, tensor.dtype, tensor.device)
+        self.input_columns.append(self._columns.get(spec) or self._column(*spec))
         self._input_versions.append(version_of(tensor))
         address = self._input_addresses[id(tensor)] = -len(self.inputs)
         return address
@@ -298,10 +286,7 @@ class Recording:
         if kernel.how in (STATIC, NOW):
             self._ops_by_key[key] = kernel
             return
-        if kernel.how == SINGLY:
-            warn_singly(function, kernel.reason)
         constants = [part.tensor for part in key if type(part) is Constant]
-        tensors = [*tensors_of(function), *constants]
         op = self._ops_by_key[key] = Op(
             index=len(self.ops),
             call=call,
@@ -310,8 +295,9 @@ class Recording:
             num_leaves=len(leaves),
             columns=tuple(self._column(*spec) for spec in kernel.outputs),
             constants=constants,
-            noted=_note(function, tensors),
-            kept=tensors,
+            is_single=type(kernel.structure) is Leaf,
+            is_tuple=type(kernel.structure) is tuple and all(type(part) is Leaf for part in kernel.structure),
+            noted=_note(function, constants),
         )
         self.ops.append(op)
 
@@ -326,8 +312,9 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _note(function: Callable, tensors: list[Tensor]) -> tuple:
-    return state_of(function), [(id(tensor), version_of(tensor)) for tensor in tensors]
+def _note(function: Callable, constants: list[Tensor]) -> tuple:
+    tensors = [*tensors_of(function), *constants]  # kept, so that no other tensor gets the id of one of them
+    return state_of(function), [(id(tensor), version_of(tensor)) for tensor in tensors], tensors
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

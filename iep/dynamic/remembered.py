@@ -23,10 +23,10 @@ def remembered(key: bytes, nodes: int, make: Callable[[], Value]) -> tuple[Value
     if _is_off.get():
         return make(), False
     found = _values.pop(key, None)
-    _values[key] = found or (nodes, make())
+    nodes, value = _values[key] = found or (nodes, make())
     while sum(count for count, _ in list(_values.values())) > MOST_NODES:
         _values.pop(next(iter(_values)), None)
-    return _values[key][1], found is not None
+    return value, found is not None
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from iep.dynamic.kernels import SINGLY, name_of
 from iep.dynamic.recording import Op
 
 
-@dataclass(frozen=True)
-class OpReport:
+class OpReport(NamedTuple):
     """The calls of one module or function that are alike."""
 
     name: str
@@ -18,18 +18,12 @@ class OpReport:
     how: str
     reason: str | None
     """Why the calls are not batched."""
-    sizes: list[int]
-    """The number of nodes of each group."""
-
-    @property
-    def nodes(self) -> int:
-        """The number of recorded calls that have run; with `share`, equal ones count once."""
-        return sum(self.sizes)
-
-    @property
-    def calls(self) -> int:
-        """The number of groups in which they ran."""
-        return len(self.sizes)
+    nodes: int
+    """The number of recorded calls that have run; with `share`, equal ones count once."""
+    calls: int
+    """The number of groups in which they ran."""
+    largest: int
+    """The number of nodes of the largest group."""
 
 
 @dataclass
@@ -64,7 +58,7 @@ class Report:
         for (identity, *row), sizes in self._sizes.items():
             name = name_of(identity[0])
             number = f" ({numbers[name][identity]})" if len(numbers[name]) > 1 else ""
-            found.append(OpReport(name + number, *row, sizes))
+            found.append(OpReport(name + number, *row, sum(sizes), len(sizes), max(sizes)))
         return tuple(found)
 
     @property
@@ -86,7 +80,7 @@ class Report:
         rows = [("op", "results", "nodes", "calls", "mean", "largest", "how")]
         for op in sorted(self.ops, key=lambda op: -op.nodes):
             how = f"{op.how}: {op.reason}" if op.reason else op.how
-            numbers = (str(op.nodes), str(op.calls), f"{op.nodes / op.calls:.1f}", str(max(op.sizes)))
+            numbers = (str(op.nodes), str(op.calls), f"{op.nodes / op.calls:.1f}", str(op.largest))
             rows.append((op.name, op.shapes, *numbers, how))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -11,7 +11,8 @@ holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019,
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial, wraps
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from iep.batching.execute import execute
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import SCHEDULERS, make_schedule
 from iep.dynamic.future import Future, current, recording_into
-from iep.dynamic.kernels import run_group
+from iep.dynamic.kernels import is_autograd_function, run_group
 from iep.dynamic.lowering import Lowered, lower
 from iep.dynamic.recording import Recording
 from iep.dynamic.remembered import key_of, remembered
@@ -88,20 +89,21 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             raise ValueError("a scope can be entered once: make another")
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
         self._recording = Recording(self._run, self._report.ran_at_once, buffers)
-        _patch()
-        self._into = recording_into(self)
-        self._into.__enter__()
+        self.takes = self._listed.__contains__ if self._listed else _is_layer
+        self.call = self._call_by_op if self._by_op else self._recording.record
+        self._stack = ExitStack()
+        self._stack.enter_context(_module_calls_recorded())
+        self._stack.enter_context(recording_into(self))
         self._entered = perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        self._into.__exit__(None, None, None)
         try:
             if kind is None:
                 self._recording.run("the scope's end")
         finally:
+            self._stack.close()
             self._recording.end()
-            _unpatch()
             elsewhere = self._report.seconds_planning + self._report.seconds_executing
             self._report.seconds_recording = perf_counter() - self._entered - elsewhere
 
@@ -121,18 +123,12 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         """Return what was batched so far, what was not, and why. Printed, it is a table."""
         return self._report
 
-    def takes(self, module: nn.Module) -> bool:
-        """Return whether calls of a module are recorded."""
-        return module in self._listed if self._listed else _is_layer(type(module))
-
-    def call(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Record a call of a listed module or wrapped function."""
-        is_module = isinstance(function, nn.Module)
-        if not self._by_op:
-            return self._recording.record(function, args, kwargs, function.training if is_module else None)
+    def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call a module or function now, on futures: the functions that it calls are recorded."""
+        if is_autograd_function(function):
+            return self._recording.record(function, args, kwargs)
         futures = self._recording.futures_for
-        if is_module:
-            function = partial(_original_call, function)
+        function = partial(_original_call, function) if isinstance(function, nn.Module) else function
         return function(*futures(args), **futures(dict(kwargs)))
 
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
@@ -188,10 +184,9 @@ def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-@cache
-def _is_layer(kind: type) -> bool:
-    """Return whether `torch.nn` itself defines a class of modules that is not a mere container."""
-    return kind.__module__.startswith("torch.nn.") and not issubclass(kind, CONTAINERS)
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether `torch.nn` itself defines the module's class, and it is not a mere container."""
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
 
 
 _lock = threading.Lock()
@@ -199,27 +194,25 @@ _open_scopes = 0
 _original_call = nn.Module.__call__
 
 
-def _patch() -> None:
-    """Let `nn.Module.__call__` ask its thread's scope; undone when the last scope of all threads is left."""
+@contextmanager
+def _module_calls_recorded() -> Iterator[None]:
+    """Let `nn.Module.__call__` ask its thread's scope, until the last scope of all threads is left."""
     global _open_scopes, _original_call
     with _lock:
-        _open_scopes += 1
-        if _open_scopes > 1:
-            return
-        original = _original_call = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            recorder = current.recorder
-            if recorder is None or not recorder.takes(module):
-                return original(module, *args, **kwargs)
-            return recorder.call(module, args, kwargs)
-
-        nn.Module.__call__ = call
-
-
-def _unpatch() -> None:
-    global _open_scopes
-    with _lock:
-        _open_scopes -= 1
         if not _open_scopes:
-            nn.Module.__call__ = _original_call
+            _original_call, nn.Module.__call__ = nn.Module.__call__, _call
+        _open_scopes += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_scopes -= 1
+            if not _open_scopes:
+                nn.Module.__call__ = _original_call
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = current.recorder
+    if recorder is None or not recorder.takes(module):
+        return _original_call(module, *args, **kwargs)
+    return recorder.call(module, args, kwargs)
