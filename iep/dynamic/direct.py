@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.dynamic.future import Leaf, split
+from iep.dynamic.nested import Leaf, split
 
 
 def _named(names: str, *places: Any) -> frozenset:
@@ -20,7 +20,7 @@ def _named(names: str, *places: Any) -> frozenset:
 
 
 UNARY = (
-    _named("abs neg exp log sqrt rsqrt square sin cos erf sigmoid tanh relu clamp detach", torch, Tensor)
+    _named("abs neg exp log sqrt square sin cos erf sigmoid tanh relu clamp detach", torch, Tensor)
     | _named("__neg__ __abs__ float double bfloat16 long", Tensor)
     | _named("relu gelu silu elu softplus leaky_relu logsigmoid dropout", functional)
 )
@@ -31,13 +31,8 @@ BINARY = _named("add sub mul div pow maximum minimum eq ne lt le gt ge", torch, 
     Tensor,
 )
 """Functions of each pair of numbers, of two tensors or of a tensor and a number."""
-LAYERS = (
-    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU),
-    *(nn.ELU, nn.Softplus, nn.LeakyReLU, nn.LogSigmoid),
-)
+LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 """Layers that accept any number of leading axes."""
-IMAGE_LAYERS = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4, nn.MaxPool1d: 2, nn.MaxPool2d: 3, nn.AvgPool2d: 3}
-"""Layers that accept one leading axis or none, and the number of axes of a sample."""
 
 
 def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequence[Any]) -> bool:
@@ -47,35 +42,23 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
         args, kwargs: with a `Leaf` for each tensor that differs between samples.
         specs: of these tensors for one sample.
     """
-    leaves = [value for value in args if type(value) is Leaf]
-    if len(leaves) != len(specs) or not leaves or (type(args[0]) is not Leaf and function not in BINARY):
+    is_leaf = [type(value) is Leaf for value in args]
+    if sum(is_leaf) != len(specs):
+        return False
+    if function in BINARY and len(args) == 2 and not kwargs:
+        # Both broadcast alike with a leading axis, and have one dtype: in what dtype the result has, a number by itself
+        # counts for less than a group of numbers.
+        constants = [value for value in args if isinstance(value, Tensor)]
+        axes, dtypes = {len(spec.shape) for spec in specs}, {tensor.dtype for tensor in (*specs, *constants)}
+        return len(axes) == len(dtypes) == 1 and all(value.dim() <= len(specs[0].shape) for value in constants)
+    if len(specs) != 1 or not is_leaf[0]:
         return False
     if isinstance(function, nn.Module):
-        return len(args) == 1 and not kwargs and _is_batched_layer(function, len(specs[0].shape))
-    if function in (functional.linear, functional.embedding):
-        return len(leaves) == 1
-    if function in UNARY:
-        return len(leaves) == 1 and not split((args, kwargs))[1]
-    return function in BINARY and len(args) == 2 and not kwargs and _is_batched_pair(args, specs)
+        return type(function) in LAYERS and len(args) == 1 and not kwargs and _runs_nothing_else(function)
+    return function in (functional.linear, functional.embedding) or (function in UNARY and not split((args, kwargs))[1])
 
 
-def _is_batched_layer(layer: nn.Module, axes: int) -> bool:
-    if type(layer) is nn.Sequential:
-        return _is_plain(layer) and all(type(part) in LAYERS and _is_plain(part) for part in layer)
-    is_image = IMAGE_LAYERS.get(type(layer)) == axes and getattr(layer, "padding_mode", "zeros") == "zeros"
-    return (type(layer) in LAYERS or is_image) and _is_plain(layer)
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Return whether calls of the layer run its class's `forward` and no hooks."""
-    hooks = [one for registry in vars(layer).values() if isinstance(registry, dict) for one in registry.values()]
-    return "forward" not in vars(layer) and all(isinstance(one, Tensor | nn.Module | None) for one in hooks)
-
-
-def _is_batched_pair(args: tuple, specs: Sequence[Any]) -> bool:
-    """Return whether both broadcast alike with a leading axis, and have one dtype: a number by itself would count for
-    less than a group of numbers in what dtype the result has."""
-    constants = [value for value in args if isinstance(value, Tensor)]
-    axes = {len(spec.shape) for spec in specs}
-    dtypes = {tensor.dtype for tensor in (*specs, *constants)}
-    return len(axes) == len(dtypes) == 1 and all(value.dim() <= len(specs[0].shape) for value in constants)
+def _runs_nothing_else(layer: nn.Module) -> bool:
+    """Return whether calls of a layer run its class's `forward` and no hooks."""
+    parts = [part for registry in vars(layer).values() if isinstance(registry, dict) for part in registry.values()]
+    return "forward" not in vars(layer) and all(isinstance(part, Tensor | None) for part in parts)

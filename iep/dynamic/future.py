@@ -10,13 +10,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from iep.dynamic.nested import mapped
 
 OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs "
@@ -33,50 +34,6 @@ VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
 AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 """Methods and functions that need the graph of a computed tensor."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
-LOSES_GRADIENT = (
-    "a torch.autograd.Function was given a future, whose gradient it would lose: inside the scope call "
-    "batch.wrap(MyFunction.apply), or list the module that calls it; after the scope give it the future's value"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Stands for a tensor in a nested structure."""
-
-    index: int
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with `change` applied to everything in it that is not a container."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([mapped(change, part) for part in value])
-    if isinstance(value, dict):
-        return {name: mapped(change, part) for name, part in value.items()}
-    if kind is slice:
-        return slice(*[mapped(change, part) for part in (value.start, value.stop, value.step)])
-    if isinstance(value, tuple):  # a named tuple, or one of `torch.return_types`
-        parts = [mapped(change, part) for part in value]
-        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-    return change(value)
-
-
-def split(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return `value` with a `Leaf` in the place of each tensor, and these tensors in order."""
-    tensors: list[Tensor] = []
-
-    def take_out(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        tensors.append(part)
-        return Leaf(len(tensors) - 1)
-
-    return mapped(take_out, value), tensors
-
-
-def fill(structure: Any, values: Sequence[Any]) -> Any:
-    """Return `structure` with `values` in the places of its leaves."""
-    return mapped(lambda part: values[part.index] if type(part) is Leaf else part, structure)
 
 
 class _Current(threading.local):
@@ -147,12 +104,7 @@ class Future:
 
 
 def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Record a function of PyTorch on futures; run it now if their scopes have ended.
-
-    Raises:
-        ValueError: the function changes a tensor in place, needs the graph of a computed tensor, or is called within
-            a `torch.autograd.Function`.
-    """
+    """Record a function of PyTorch on futures; run it now if their scopes have ended."""
     if _changes_in_place(func) or kwargs.get("inplace") or kwargs.get("out") is not None:
         raise in_place_error(func.__name__)
     if args and type(args[0]) is Future and not args[0]._column.recording.is_over:
@@ -161,7 +113,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
         recording = _open_recording((args, kwargs))
     if recording is None:
         if is_in_forward() and any(type(value) is Future and value.value.requires_grad for value in args):
-            raise ValueError(LOSES_GRADIENT)
+            raise lost_gradient()
         return func(*values_of(args), **values_of(kwargs))
     if func.__name__ in AFTER_SCOPE:
         raise ValueError(f"{func.__name__} of a future inside its scope: call it after the scope")
@@ -184,6 +136,14 @@ def _changes_in_place(func: Callable) -> bool:
 def is_in_forward() -> bool:
     """Return whether a `forward` of a `torch.autograd.Function` runs: only it disables gradients of both modes."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def lost_gradient() -> ValueError:
+    """Return the error for a future in the `forward` of a `torch.autograd.Function`."""
+    return ValueError(
+        "a torch.autograd.Function was given a future, whose gradient it would lose: inside the scope call "
+        "batch.wrap(MyFunction.apply), or list the module that calls it; after the scope give it the future's value"
+    )
 
 
 def _open_recording(arguments: Any) -> Any:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from iep.dynamic.direct import is_batched
-from iep.dynamic.future import Leaf, fill, in_place_error, mapped, split
-from iep.dynamic.trial import REGISTRIES, fake_trial, real_trial
+from iep.dynamic.future import in_place_error
+from iep.dynamic.nested import Leaf, fill, mapped, split
+from iep.dynamic.trial import REGISTRIES, trial_run
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
 MOST_KERNELS = 256
@@ -81,22 +82,17 @@ _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 def kernel_of(call: Call, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
     """Return how `call` runs on leaves like `specs`; warn where it is not batched.
 
-    The kernels of modules and of PyTorch's functions are remembered from scope to scope; those of the user's functions
-    are not, because they may depend on more than their arguments.
+    Kernels of modules and of PyTorch's functions are remembered from scope to scope. The user's functions may depend on
+    more than their arguments.
 
     Args:
         key: what the kernel depends on besides a module's parameters and parts; None where objects belong to that.
         sample: computes the leaves of one sample; called where a trial without numbers is not enough.
-
-    Raises:
-        ValueError: the call changes one of its arguments in place.
-        Exception: what the call itself raises.
     """
     function, kernels = call.function, {}
-    if key is not None and isinstance(function, nn.Module):
-        kernels = _of_modules.setdefault(function, kernels)
-    elif key is not None and (getattr(function, "__module__", None) or "torch").startswith("torch"):
-        kernels = _of_functions.setdefault(function, kernels)
+    is_pytorchs = (getattr(function, "__module__", None) or "torch").startswith("torch")
+    if key is not None and (isinstance(function, nn.Module) or is_pytorchs):
+        kernels = (_of_modules if isinstance(function, nn.Module) else _of_functions).setdefault(function, kernels)
     key = key, state_of(function), *((Spec.of(tensor), tensor.requires_grad) for tensor in tensors_of(function))
     kernel = kernels[key] if key in kernels else _find_kernel(call, specs, sample)
     if kernel.how == SINGLY:
@@ -110,7 +106,7 @@ def kernel_of(call: Call, key: tuple | None, specs: Sequence[Spec], sample: Call
 
 def _find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
     try:
-        with fake_trial() as trial:
+        with trial_run(is_fake=True) as trial:
             leaves = list(map(_empty, specs))
             structure, tensors = call.run(leaves, trial.stand_in(call.function))
         reason = trial.why_singly(call.kwargs)
@@ -119,7 +115,7 @@ def _find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Te
     except Exception as failure:
         depends = isinstance(failure, DataDependentOutputException)
         reason = "its control flow depends on values" if depends else _text(failure)
-        with real_trial() as trial:
+        with trial_run(is_fake=False) as trial:
             leaves = [leaf.clone() for leaf in sample()]
             structure, tensors = call.run(leaves, trial.stand_in(call.function))
     if any(leaf._version for leaf in leaves):
@@ -148,12 +144,6 @@ def _text(failure: Exception) -> str:
     return f"{type(failure).__name__}: {next(iter(str(failure).strip().splitlines()), '')}"
 
 
-def module_of(function: Callable) -> nn.Module | None:
-    """Return the module that a call runs, which may be one of its methods."""
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
 def is_autograd_function(function: Callable) -> bool:
     """Return whether a function is the `apply` of a `torch.autograd.Function`."""
     owner = getattr(function, "__self__", None)
@@ -162,26 +152,24 @@ def is_autograd_function(function: Callable) -> bool:
 
 def tensors_of(function: Callable) -> list[Tensor]:
     """Return the parameters and buffers of the module that a call runs."""
-    module = module_of(function)
-    return [] if module is None else [*module.parameters(), *module.buffers()]
+    return [tensor for part in _parts_of(function) for tensor in (*part.parameters(False), *part.buffers(False))]
 
 
 def state_of(function: Callable) -> tuple:
     """Return what of a module decides how its calls run, besides its parameters and buffers."""
-    module = module_of(function)
     return tuple(
         (type(part), part.training, "forward" in vars(part), *(tuple(vars(part).get(name, ())) for name in REGISTRIES))
-        for part in (() if module is None else module.modules())
+        for part in _parts_of(function)
     )
 
 
-def run_group(call: Call, kernel: Kernel, modes: Modes, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded.
+def _parts_of(function: Callable) -> list[nn.Module]:
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    return list(module.modules()) if isinstance(module, nn.Module) else []
 
-    Raises:
-        ValueError: the results have other shapes than when the call was recorded.
-        Exception: what the call itself raises, with a note that names it.
-    """
+
+def run_group(call: Call, kernel: Kernel, modes: Modes, *leaves: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded."""
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(modes.grad))
@@ -229,9 +217,9 @@ def name_of(function: Callable) -> str:
     """Return a module's class, or a function's name without underscores around it."""
     if isinstance(function, nn.Module):
         return type(function).__name__
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", None) or repr(function)
+    name = getattr(function, "__name__", None) or repr(function)
     if is_autograd_function(function):
-        return f"{owner.__name__}.apply"
+        return f"{function.__self__.__name__}.apply"
     if name == "__get__":  # an attribute of a tensor, such as T
-        name = getattr(owner, "__name__", name)
+        name = function.__self__.__name__
     return name.strip("_") or name

@@ -1,8 +1,8 @@
 """Calls on futures -> nodes: what a lazy scope has recorded since it last ran something, in plain lists of integers.
 
-Every result has an *address*: results of nodes count up from 0 in the order of recording, tensors from outside are
--1, -2, ... Nodes of one key (function or module, its arguments' structure, shapes, dtypes, devices and static values,
-gradients on or off, autocast) are of one op. `lowering.py` makes a graph of them.
+Results of nodes have *addresses* from 0 on, in the order of recording; tensors from outside have -1, -2, ... Nodes of
+one key (function or module, its arguments' structure, shapes, dtypes, devices and static values, gradients on or off,
+autocast) are of one op. `lowering.py` makes a graph of them.
 
 A run computes every future that somebody still holds. So nothing recorded before it can be used after it: the recording
 starts anew, and what was computed counts as tensors from outside.
@@ -18,8 +18,9 @@ from weakref import ref
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
-from iep.dynamic.future import LOSES_GRADIENT, Future, Leaf, fill, is_in_forward, mapped, recording_into, values_of
+from iep.dynamic.future import Future, is_in_forward, lost_gradient, recording_into, values_of
 from iep.dynamic.kernels import NOW, STATIC, Call, Kernel, Modes, Spec, kernel_of, name_of, state_of, tensors_of
+from iep.dynamic.nested import Leaf, fill, mapped, split
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
@@ -61,9 +62,8 @@ class Op:
     constants: list[Tensor]
     """The tensors among the arguments that all calls share."""
     is_single: bool
-    """A call returns one tensor."""
     is_tuple: bool
-    """A call returns a tuple of tensors."""
+    """A call returns one tensor, or a tuple of tensors."""
     noted: tuple
     """What the calls depend on besides their arguments, as it was when the first one was recorded."""
 
@@ -77,11 +77,11 @@ class Op:
 
 
 class Recording:
-    """Nodes, and tensors from outside, of one scope.
+    """The nodes and tensors from outside of one scope.
 
     Args:
-        run: called with the recording, its held futures in the order of their addresses, and what asked for them;
-            gives each of them its value.
+        run: gives the held futures their values; called with the recording, these futures in the order of their
+            addresses, and what asks for them.
         ran_at_once: counts the calls that cannot be recorded, by their name and why.
         constants: tensors that are shared by all calls, besides parameters.
     """
@@ -108,14 +108,7 @@ class Recording:
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
-        """Run what was recorded, and give all held futures their values.
-
-        Args:
-            why: what asks for it, for the report.
-
-        Raises:
-            ValueError: the scope has ended, or what a recorded call depends on was changed.
-        """
+        """Run what was recorded and give all held futures their values; `why` says what asks for it."""
         if self.is_over:
             raise ValueError("the scope of this future ended with an exception before it was computed")
         futures = [future for reference in list(self._held) if (future := reference()) is not None]
@@ -133,40 +126,36 @@ class Recording:
         self.is_over = True
 
     def unchanged(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Return tensors from outside; number n has the address -1 - n.
-
-        Raises:
-            ValueError: one of them was changed in place.
-        """
-        for number in numbers:
-            if version_of(self.inputs[number]) != self._input_versions[number]:
-                raise ValueError(
-                    f"a tensor of shape {tuple(self.inputs[number].shape)} was changed in place after a call on it was "
-                    "recorded and before it ran"
-                )
-        return [self.inputs[number] for number in numbers]
+        """Return tensors from outside, of which none may have been changed; number n has the address -1 - n."""
+        tensors = [self.inputs[number] for number in numbers]
+        for tensor, number in zip(tensors, numbers, strict=True):
+            if version_of(tensor) != self._input_versions[number]:
+                shape = tuple(tensor.shape)
+                raise ValueError(f"a tensor of shape {shape} was changed in place after a call on it was recorded")
+        return tensors
 
     def futures_for(self, arguments: Any) -> Any:
-        """Return nested arguments with futures in the places of tensors that are not shared by all calls."""
+        """Return nested arguments with futures in the places of a sample's own tensors."""
 
         def future_for(value: Any) -> Any:
-            if not isinstance(value, Tensor) or type(value) is nn.Parameter or id(value) in self._constants:
-                return value
-            return Future(self._column(value.shape, value.dtype, value.device), 0, value)
+            is_own = type(value) is not Future and self._is_samples(value)
+            return Future(self._column(*Spec.of(value)), 0, value) if is_own else value
 
         return mapped(future_for, arguments)
+
+    def _is_samples(self, value: Any) -> bool:
+        """Return whether a value is a future, or a tensor that is not shared by all calls."""
+        is_constant = type(value) is nn.Parameter or id(value) in self._constants
+        return type(value) is Future or (isinstance(value, Tensor) and not is_constant)
 
     def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Add a node for `function(*args, **kwargs)`; returns futures in the structure of what it would return.
 
         Where there can be no node, it runs now and its result is returned.
-
-        Raises:
-            ValueError: `function` changes an argument in place, or futures would lose their gradients.
         """
         grad = is_grad_enabled()
         if not grad and is_in_forward() and not self._is_in_forward:
-            raise ValueError(LOSES_GRADIENT)
+            raise lost_gradient()
         key: list = [function, grad, getattr(function, "training", None)]
         addresses: list[int] = []
         if is_any_autocast_enabled():
@@ -202,11 +191,7 @@ class Recording:
         return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
 
     def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
-        """Append to `key` what arguments are, and to `addresses` where their tensors are.
-
-        Raises:
-            TypeError: a tensor is not a dense one.
-        """
+        """Append to `key` what arguments are, and to `addresses` where their tensors are."""
         for value in values:
             kind = type(value)
             if kind is Future and value._value is None:
@@ -255,8 +240,7 @@ class Recording:
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             raise TypeError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
-        spec = (tensor.shape, tensor.dtype, tensor.device)
-        self.input_columns.append(self._columns.get(spec) or self._column(*spec))
+        self.input_columns.append(self._column(tensor.shape, tensor.dtype, tensor.device))
         self._input_versions.append(version_of(tensor))
         address = self._input_addresses[id(tensor)] = -len(self.inputs)
         return address
@@ -269,15 +253,8 @@ class Recording:
 
     def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Find out what calls of `key` run."""
-        leaves: list[Tensor | Future] = []
-
-        def leave(value: Any) -> Any:
-            if type(value) is not Future and (not isinstance(value, Tensor) or id(value) in self._constants):
-                return value
-            leaves.append(value)
-            return Leaf(len(leaves) - 1)
-
-        call = Call(function, mapped(leave, args), mapped(leave, dict(kwargs)))
+        (args, kwargs), leaves = split((args, dict(kwargs)), self._is_samples)
+        call = Call(function, args, kwargs)
         kernel = Kernel(NOW, "it takes no tensor")
         if leaves:
             general = tuple(map(_general, key[1:])) if all(map(_is_plain, key[1:])) else None

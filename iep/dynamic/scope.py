@@ -48,23 +48,18 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     apart; parameters are shared by all calls, other tensors belong to one sample. It returns futures in the structure
     that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was recorded so far.
     What a module does besides returning tensors, such as counting its calls, it does once for a group, and not at all
-    where nobody holds the results. Scopes may be nested, and open in several threads; each records the calls of its own
-    thread.
+    where nobody holds the results. Scopes may be nested, and open in several threads, each for its own calls.
 
-    A module whose parameters, buffers, parts, hooks or training mode change between a call and its run is refused, and
-    so is a tensor that is changed in place. Other attributes, and objects among the arguments, are used as they are
-    when the call runs. A recorded call cannot change a tensor in place: write it out of place.
-
-    Call `backward` after the scope. Gradients of what it computes cannot be differentiated again. All values that ran
-    together are of one graph: of two losses, call `backward` on the sum, or on the first with `retain_graph=True`. A
-    result that no loss uses has a gradient of zeros in its group's backward pass: infinite derivatives there make
-    gradients that are not numbers (0 * inf), and parameters of which no result is used get zeros for gradients, where
-    plain code leaves None.
+    All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
+    `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
+    its group's backward pass: infinite derivatives there make gradients that are not numbers (0 * inf), and parameters
+    of which no result is used get zeros for gradients, where plain code leaves None.
 
     Raises:
         ValueError: the granularity or scheduler is unknown, or what is listed is not a module. Within it, or at its
-            end: what calls depend on was changed before they ran, a tensor is changed in place, `backward` of a future
-            is called, a `torch.autograd.Function` is given a future, or tensors are on several devices.
+            end: a call changes a tensor in place; the parameters, buffers, parts, hooks or training mode of a module,
+            or a tensor, changed between a call and its run; `backward` of a future is called; a
+            `torch.autograd.Function` is given a future; tensors are on several devices.
     """
 
     def __init__(

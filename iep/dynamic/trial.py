@@ -6,7 +6,7 @@ out what prevents many samples from sharing one call.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from types import MethodType
 from typing import Any
@@ -24,11 +24,7 @@ _one_at_a_time = threading.RLock()
 
 
 class Trial:
-    """Takes the calls of modules while a trial runs, and sends them to the modules' twins.
-
-    Args:
-        copied: makes a twin's buffer of a module's buffer.
-    """
+    """Takes the calls of modules while a trial runs, and sends them to twins, whose buffers are `copied`."""
 
     def __init__(self, copied: Callable[[Tensor], Tensor]):
         self._copied = copied
@@ -53,11 +49,7 @@ class Trial:
         return function
 
     def why_singly(self, kwargs: dict[str, Any]) -> str | None:
-        """Return why one call on many samples would differ from one call for each, if it would.
-
-        Args:
-            kwargs: of the call that was tried.
-        """
+        """Return why a call on many samples would differ from one call for each; None if it would not."""
         by_frequency = "scale_grad_by_freq counts the indices of all samples"
         for twin, before in self._buffers.items():
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
@@ -88,27 +80,24 @@ def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
 
 
 @contextmanager
-def fake_trial() -> Iterator[Trial]:
-    """Run a trial on fake tensors, whose shapes, dtypes and devices are known but not their numbers."""
-    with _one_at_a_time, FakeTensorMode(allow_non_fake_inputs=True) as mode, _trial(mode.from_tensor) as trial:
+def trial_run(is_fake: bool) -> Iterator[Trial]:
+    """Run a trial on fake tensors, which have no numbers, or on one sample without gradients.
+
+    The weights that autocast remembers are kept, random numbers are drawn anew later, and tensors count their changes
+    in place, as those of inference mode do not.
+    """
+    grad, is_cached = is_fake and torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        copied = Tensor.clone
+        if is_fake:
+            stack.enter_context(_one_at_a_time)
+            copied = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)).from_tensor
+        else:
+            stack.enter_context(torch.random.fork_rng())
+        stack.callback(torch.set_autocast_cache_enabled, is_cached)
+        torch.set_autocast_cache_enabled(False)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        trial = Trial(copied)
+        stack.enter_context(recording_into(trial))
         yield trial
-
-
-@contextmanager
-def real_trial() -> Iterator[Trial]:
-    """Run a trial on one sample, without gradients; random numbers are drawn anew later."""
-    with torch.random.fork_rng(), torch.no_grad(), _trial(Tensor.clone) as trial:
-        yield trial
-
-
-@contextmanager
-def _trial(copied: Callable[[Tensor], Tensor]) -> Iterator[Trial]:
-    """Keep the weights that autocast remembers, and let tensors count their changes, as those of inference do not."""
-    grad, is_cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    trial = Trial(copied)
-    try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), recording_into(trial):
-            yield trial
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)
