@@ -13,7 +13,7 @@ import torch
 
 from iep.data_files import Questions
 from iep.errors import InputError
-from iep.execution_engine.program_plan import ProgramPlan, Planner
+from iep.execution_engine.program_plan import Planner, ProgramPlan
 from iep.features import Features
 from iep.loader import HERE, Batches, Loading
 from iep.ordering import Order, deal, step_numbers

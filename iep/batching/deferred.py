@@ -14,14 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-
-_functorch = torch._C._functorch
-_is_batched = _functorch.is_batchedtensor
 
 ROWS_OF_THEIR_OWN = 256
 """A linear layer's call of so many rows has a product of its own: what one product for all calls would save would be
@@ -51,13 +47,35 @@ class _Layer(NamedTuple):
         return of_input, of_weight, gradient.sum(0) if wanted[2] else None
 
 
-class _Kept(NamedTuple):
-    """What a call of a layer leaves in the backward pass."""
+class _Kept:
+    """What the calls of a layer leave in the backward pass: their input and their output's gradient. An object, where
+    a list would do, because `torch.vmap` makes copies of lists among arguments."""
 
-    backward_pass: int
-    input: Tensor
-    gradient: Tensor
-    """Of its output."""
+    def __init__(self) -> None:
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.backward_pass = -1
+
+    def add(self, input: Tensor, gradient: Tensor) -> None:
+        """Keep a call; forget those of an earlier backward pass, which was for inputs alone and never reached here."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self.backward_pass:
+            self.calls, self.backward_pass = [], backward_pass
+        self.calls.append((input, gradient))
+
+    def concatenated(self) -> list[tuple[Tensor, Tensor]]:
+        """Return inputs and gradients, those of calls of one shape concatenated, and forget the calls."""
+        found: list[tuple[Tensor, Tensor]] = []
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for input, gradient in self.calls:
+            if input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN:
+                found.append((input, gradient))
+            else:
+                by_shape.setdefault(input.shape[1:], []).append((input, gradient))
+        self.calls = []
+        for calls in by_shape.values():
+            inputs, gradients = zip(*calls, strict=True)
+            found.append((torch.cat(inputs), torch.cat(gradients)) if len(calls) > 1 else calls[0])
+        return found
 
 
 class DeferredWeightGrads(TorchFunctionMode):
@@ -71,7 +89,7 @@ class DeferredWeightGrads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shared: dict[tuple, tuple[Tensor, Tensor | None, list[_Kept]]] = {}
+        self._shared: dict[tuple, tuple[Tensor, Tensor | None, _Kept]] = {}
         self._originals: list[tuple[Tensor, Tensor | None]] = []
 
     def __torch_function__(
@@ -84,11 +102,10 @@ class DeferredWeightGrads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _is_batched(input) and not _is_batched(weight) and not (bias is not None and _is_batched(bias)):
-            return _on_rows(lambda rows: self._linear(rows, weight, bias), input)
-        if not (torch.is_grad_enabled() and weight.requires_grad) or input.dim() < 2 or _is_batched(weight):
+        if not (torch.is_grad_enabled() and weight.requires_grad):
             return functional.linear(input, weight, bias)
-        return self._deferred(_Layer(functional.linear), input, weight, bias)
+        rows = input if input.dim() > 1 else input[None]
+        return self._deferred(_Layer(functional.linear), rows, weight, bias).view(*input.shape[:-1], -1)
 
     def _conv2d(
         self,
@@ -101,7 +118,7 @@ class DeferredWeightGrads(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor:
         is_needed = torch.is_grad_enabled() and weight.requires_grad
-        if not is_needed or isinstance(padding, str) or input.dim() != 4 or _is_batched(input):
+        if not is_needed or isinstance(padding, str) or input.dim() != 4:
             return functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
         layer = _Layer(functional.conv2d, (_pair(stride), _pair(padding), _pair(dilation), groups))
         return self._deferred(layer, input, weight, bias)
@@ -114,7 +131,7 @@ class DeferredWeightGrads(TorchFunctionMode):
         if key not in self._shared:
             self._originals.append((weight, bias))  # kept alive, so that no other tensor gets the same id
             cast = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
-            kept: list[_Kept] = []
+            kept = _Kept()
             self._shared[key] = (*_Weights.apply(*cast, layer, kept), kept)
         return _Call.apply(input, *self._shared[key], layer)
 
@@ -123,67 +140,64 @@ def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
-def _on_rows(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """Inside `torch.vmap`, call `function`, which maps (G, ...) rows to rows, on the rows of a batched tensor.
-
-    Without this, `vmap` would run a linear layer on samples of one axis as one product for each.
-    """
-    level, axis = _functorch.maybe_get_level(input), _functorch.maybe_get_bdim(input)
-    with temporarily_pop_interpreter_stack():
-        rows = function(_functorch.get_unwrapped(input).movedim(axis, 0))
-    return _functorch._add_batch_dim(rows, 0, level)
-
-
 class _Weights(Function):
     """Weight and bias unchanged; in the backward pass, which comes here after all calls, their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, layer: _Layer, kept: list[_Kept]
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(weight)
-        ctx.layer, ctx.kept, ctx.has_bias = layer, kept, bias is not None
-        ctx.set_materialize_grads(False)
+    def forward(weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept) -> tuple[Tensor, Tensor | None]:
         return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+        weight, bias, ctx.layer, ctx.kept = inputs
+        ctx.save_for_backward(weight)
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple]:
+        """Inside `torch.vmap`: weights that differ from sample to sample have their ordinary gradients."""
+        if in_dims[0] is None and in_dims[1] is None:
+            return _Weights.apply(weight, bias, layer, kept), (None, None)
+        return (weight, bias), in_dims[:2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         sums: list[Tensor | None] = [None, None]
-        for input, gradient in _concatenated(ctx.kept):
+        for input, gradient in ctx.kept.concatenated():
             found = ctx.layer.backward(gradient, input, weight, (False, True, ctx.has_bias))[1:]
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
         return *sums, None, None
-
-
-def _concatenated(kept: list[_Kept]) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and gradients of the calls, those of one shape concatenated; empties `kept`."""
-    found: list[tuple[Tensor, Tensor]] = []
-    by_shape: dict[torch.Size, list[_Kept]] = {}
-    for call in kept:
-        if call.input.dim() == 2 and len(call.input) >= ROWS_OF_THEIR_OWN:
-            found.append((call.input, call.gradient))
-        else:
-            by_shape.setdefault(call.input.shape[1:], []).append(call)
-    kept.clear()
-    for calls in by_shape.values():
-        _, *pair = calls[0] if len(calls) == 1 else zip(*calls, strict=True)
-        found.append(tuple(pair) if len(calls) == 1 else (torch.cat(pair[0]), torch.cat(pair[1])))
-    return found
 
 
 class _Call(Function):
     """The layer on one input; in the backward pass its input's gradient, and what its weight's needs is kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, kept: list[_Kept], layer: _Layer
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.layer, ctx.kept = layer, kept
-        ctx.set_materialize_grads(False)
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer) -> Tensor:
         return layer.function(input, weight, bias, *layer.options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        input, weight, _, ctx.kept, ctx.layer = inputs
+        ctx.save_for_backward(input, weight)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer
+    ) -> tuple[Tensor, int]:
+        """Inside `torch.vmap`: all samples in one call, where they share the weight."""
+        of_input, *of_weights = in_dims[:3]
+        if any(dim is not None for dim in of_weights):
+            run = torch.vmap(lambda *tensors: layer.function(*tensors, *layer.options), tuple(in_dims[:3]))
+            return run(input, weight, bias), 0
+        rows = input.movedim(of_input, 0).flatten(0, 1)
+        return _Call.apply(rows, weight, bias, kept, layer).unflatten(0, (info.batch_size, -1)), 0
 
     @staticmethod
     @once_differentiable
@@ -191,10 +205,7 @@ class _Call(Function):
         if gradient is None:
             return None, None, None, None, None
         input, weight = ctx.saved_tensors
-        backward_pass = torch._C._current_graph_task_id()
-        if ctx.kept and ctx.kept[-1].backward_pass != backward_pass:
-            ctx.kept.clear()  # left by one that was for the inputs' gradients alone and never reached the weights
-        ctx.kept.append(_Kept(backward_pass, input, gradient))
+        ctx.kept.add(input, gradient)
         is_needed = ctx.needs_input_grad[0]
         of_input = ctx.layer.backward(gradient, input, weight, (True, False, False))[0] if is_needed else None
         return of_input, None, None, None, None

@@ -56,44 +56,47 @@ def execute(
     if not any(root.rows.stop > root.rows.start for root in plan.roots):
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
     results = tuple(given[column] for column in expected)
-    if torch.is_grad_enabled():
-        values = _run_recorded(_Run(plan), modules, results, defer_weight_grads)
-    else:
-        values = _run(_Run(plan), modules, results)
+    run = _run_recorded if torch.is_grad_enabled() else _run
+    values = run(plan, modules, results, defer_weight_grads)
     return values[0] if isinstance(inputs, Tensor) else values
 
 
-def _run(run: "_Run", modules: Modules, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Run without gradients."""
-    run.write_inputs(run.plan.inputs, inputs)
-    for call in run.plan.calls:
-        results = run_call(run.plan, modules, call, [run.read(each) for each in call.arguments])
-        run.write(call, results)
-    return run.roots()
+def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], _: bool) -> tuple[Tensor, ...]:
+    """Run without gradients; the first results are the inputs."""
+    buffers, before = Buffers(plan), None
+    for call in plan.calls:
+        buffers.write(before, results)
+        results, before = run_call(plan, modules, call, [buffers.read(each) for each in call.arguments]), call
+    buffers.write(before, results)
+    return buffers.read_roots()
 
 
-def _run_recorded(run: "_Run", modules: Modules, results: tuple[Tensor, ...], defer: bool) -> tuple[Tensor, ...]:
-    """Run as part of autograd's graph. The token orders the exchanges: each takes the one before."""
-    token = torch.empty(0)
+def _run_recorded(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> tuple[Tensor, ...]:
+    """Run as part of autograd's graph; the first results are the inputs.
+
+    The token orders the exchanges in the backward pass: each takes that of the one before.
+    """
+    buffers, before, token = Buffers(plan), None, torch.empty(0, device=results[0].device)
     context = DeferredWeightGrads() if defer else nullcontext()
-    for number, call in enumerate(run.plan.calls):
-        token, *arguments = _Exchange.apply(token, run, number, *results)
+    for call in plan.calls:
+        token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
         with context:
-            results = run_call(run.plan, modules, call, arguments)
-    token, *values = _Exchange.apply(token, run, len(run.plan.calls), *results)
-    run.values.clear()  # what the backward pass needs is saved by the modules' own graphs
-    return tuple(values)
+            results, before = run_call(plan, modules, call, arguments), call
+    _, *roots = _Exchange.apply(token, buffers, before, None, *results)
+    buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
+    return tuple(roots)
 
 
 def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the module of a call, or those of its segments, or copy its arguments to another device.
 
     Raises:
-        ValueError: it returns another number of tensors than the call writes.
+        ValueError: it does not return as many tensors, of as many rows, as the call writes.
     """
     if call.op < 0:
         devices = [plan.columns[result.column].device for result in call.results]
-        return tuple(each.to(to, non_blocking=True) for each, to in zip(arguments, devices, strict=True))
+        # A copy to the CPU has to be waited for: calls there read it as soon as it is issued.
+        return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
     if call.segments is None:
         returned = modules[call.op](*arguments)
     elif call.op in modules:
@@ -136,8 +139,8 @@ class _Kind:
         return values.reshape(-1, self.shape.numel())
 
 
-class _Run:
-    """The buffers of one run: the values of each column, and in the backward pass their gradients."""
+class Buffers:
+    """The values of each column during a run, and in the backward pass their gradients."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -145,30 +148,26 @@ class _Run:
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
 
-    def write_inputs(self, results: Sequence[Result], inputs: Sequence[Tensor]) -> None:
-        """Write the inputs, which are the first rows of their columns."""
-        for made, values in zip(results, inputs, strict=True):
-            self._write(made, values, "the inputs")
+    def written(self, call: Call | None) -> tuple[Result, ...]:
+        """Return the rows of a call's results, or, without a call, of the inputs."""
+        return self.plan.inputs if call is None else call.results
 
-    def write(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Write the results of a call into its rows.
+    def write(self, call: Call | None, results: Sequence[Tensor]) -> None:
+        """Write the results of a call, or, without a call, the inputs.
 
         Raises:
             ValueError: a result's shape is not the column's, or the column's dtype cannot hold its numbers.
         """
-        for made, values in zip(call.results, results, strict=True):
-            self._write(made, values, f"op {call.op}")
-
-    def _write(self, made: Result, values: Tensor, what: str) -> None:
-        kind, size = self.kinds.get(made.column), made.rows.stop - made.rows.start
-        if kind is None:
-            kind = self.kinds[made.column] = _Kind(values)
-            self.values[made.column] = kind.buffer(self.plan.columns[made.column].num_rows)
-        if values.shape != (size, *kind.shape):
-            raise ValueError(f"{what} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
-        if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
-            raise ValueError(f"{what} returned {values.dtype}, which column {made.column} of {kind.dtype} cannot hold")
-        kind.view(self.values[made.column][made.rows]).copy_(values)
+        for (column, rows), values in zip(self.written(call), results, strict=True):
+            kind, size = self.kinds.get(column), rows.stop - rows.start
+            if kind is None:
+                kind = self.kinds[column] = _Kind(values)
+                self.values[column] = kind.buffer(self.plan.columns[column].num_rows)
+            if values.shape != (size, *kind.shape):
+                raise ValueError(f"op {call.op} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
+            if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
+                raise ValueError(f"op {call.op} returned {values.dtype}, which a column of {kind.dtype} cannot hold")
+            kind.view(self.values[column][rows]).copy_(values)
 
     def read(self, argument: Argument) -> Tensor:
         """Return an argument, (G, ...) or (G, count, ...); adjacent rows are read where they lie."""
@@ -179,7 +178,7 @@ class _Run:
             return kind.view(values[argument.rows].data, argument.count)
         return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
 
-    def roots(self) -> tuple[Tensor, ...]:
+    def read_roots(self) -> tuple[Tensor, ...]:
         """Return copies of the roots' values."""
         return tuple(self.read(root).clone(memory_format=torch.preserve_format) for root in self.plan.roots)
 
@@ -217,27 +216,26 @@ class _Exchange(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, run: _Run, number: int, *results: Tensor) -> tuple[Tensor, ...]:
-        calls = run.plan.calls
-        ctx.run, ctx.number, ctx.num_results = run, number, len(results)
+    def forward(
+        ctx: Any, token: Tensor, buffers: Buffers, before: Call | None, call: Call | None, *results: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`results` are those of the call `before`, or the inputs; returns the arguments of `call`, or the roots."""
+        ctx.buffers, ctx.before, ctx.call = buffers, before, call
         ctx.set_materialize_grads(False)
-        if number:
-            run.write(calls[number - 1], results)
-            ctx.made = calls[number - 1].results
-        else:
-            ctx.made = run.plan.inputs
-            run.write_inputs(ctx.made, results)
-        ctx.taken = calls[number].arguments if number < len(calls) else run.plan.roots
-        arguments = run.roots() if number == len(calls) else [run.read(each) for each in ctx.taken]
+        buffers.write(before, results)
+        arguments = buffers.read_roots() if call is None else [buffers.read(each) for each in call.arguments]
         ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
         return token.new_empty(0), *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        run = ctx.run
-        if ctx.taken is run.plan.roots:
-            run.gradients = {}  # this backward pass begins; the buffers of an earlier one were handed out
-        for argument, gradient in zip(ctx.taken, gradients, strict=True):
-            run.add_gradient(argument, gradient)
-        return None, None, None, *(run.gradient(made) for made in ctx.made)
+        buffers, arguments = ctx.buffers, ctx.buffers.plan.roots if ctx.call is None else ctx.call.arguments
+        if ctx.call is None:
+            buffers.gradients = {}  # the backward pass begins; the buffers of an earlier one were handed out
+        for argument, gradient in zip(arguments, gradients, strict=True):
+            buffers.add_gradient(argument, gradient)
+        found = [buffers.gradient(each) for each in buffers.written(ctx.before)]
+        if not ctx.needs_input_grad[0]:
+            buffers.gradients = {}  # no earlier exchange has a backward pass: it ends here, the loss may live longer
+        return None, None, None, None, *found

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-
 WORTH_NARROWING = 512
 """Fewer numbers are sorted as they are."""
 

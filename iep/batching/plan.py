@@ -43,7 +43,7 @@ class Types:
     """The columns of a graph's values, for nodes that return several tensors or tensors of several shapes."""
 
     inputs: np.ndarray
-    """(num_inputs,) column of each input, which is one tensor. A column's inputs are given in the order of the slots."""
+    """(num_inputs,) column of each input, one tensor; the inputs of a column are given in the order of the slots."""
     signatures: Mapping[int, Signature]
     """By op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]

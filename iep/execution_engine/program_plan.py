@@ -1,11 +1,11 @@
-"""Programs of a minibatch -> the plan of their module calls: graph, schedule and layout.
+"""Programs of a minibatch -> the plan of their module calls: graph, schedule and calls.
 
 A plan is made without tensors' values, so that the data loader's workers can make it; running one is `engine.py`'s.
 
 Shapes: B programs, L program tokens, N images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,7 @@ class ProgramPlan:
     """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
     programs' results, further ones attentions."""
     schedule: Schedule
-    calls: Plan
+    plan: Plan
     program_tokens: tuple[str, ...]
     scene: str
     modules: str
@@ -45,12 +45,12 @@ class ProgramPlan:
     def to(self, device: torch.device) -> "ProgramPlan":
         """Return the plan for features on `device`; where it is placed, each device's index tensors are there."""
         rows = None if self.image_rows is None else self.image_rows.to(device, non_blocking=True)
-        return replace(self, calls=self.calls.to(device), image_rows=rows)
+        return replace(self, plan=self.plan.to(device), image_rows=rows)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ProgramPlan":
         """Return the plan with `function` of its index tensors."""
         rows = None if self.image_rows is None else function(self.image_rows)
-        return replace(self, calls=self.calls.map(function), image_rows=rows)
+        return replace(self, plan=self.plan.map(function), image_rows=rows)
 
 
 def plan_programs(
@@ -63,6 +63,7 @@ def plan_programs(
     placement: Placement | None = None,
     modules: str = "iep",
     attentions: bool = False,
+    families: Mapping[int, int] | None = None,
 ) -> ProgramPlan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
@@ -82,6 +83,8 @@ def plan_programs(
         modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
         attentions: the engine is to return the sum of the attentions too. One that several programs share counts for
             each of them.
+        families: by op, the number of its family, as `iep.batching.schedulers.make_schedule` takes them: one call then
+            runs several functions of one architecture.
 
     Raises:
         ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
@@ -91,31 +94,21 @@ def plan_programs(
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
     num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
     stem_B = rows.numpy() if sharing and rows is not None else None
-    own, graph = family(modules), graph_of(programs_BL, program_tokens, scene, stem_B, modules)
+    own = family(modules)
+    graph = own.graph(programs_BL, program_tokens, scene, stem_B)
     if attentions:
         if own.attentions is None:
             raise ValueError(f"the modules {modules} make no attentions")
         graph = replace(graph, roots=np.concatenate([graph.roots, own.attentions(graph, program_tokens)]))
     if sharing:
         graph, rows = share(graph), None
-    schedule = make_schedule(graph, batching)
+    schedule = make_schedule(graph, batching, families)
     types = own.types(graph, program_tokens, len(programs_BL))
     if placement is None:
-        calls = make_plan(graph, schedule, types)
+        plan = make_plan(graph, schedule, types)
     else:
-        calls = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
-    return ProgramPlan(graph, schedule, calls, tuple(program_tokens), scene, modules, num_images, rows, placement)
-
-
-def graph_of(
-    programs_BL: np.ndarray | torch.Tensor,
-    program_tokens: Sequence[str],
-    scene: str,
-    input_B: np.ndarray | None = None,
-    modules: str = "iep",
-) -> Graph:
-    """The graph of programs; arguments and errors as of `plan_programs`, `input_B`: the stem of each, from 0."""
-    return family(modules).graph(programs_BL, program_tokens, scene, input_B)
+        plan = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
+    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), scene, modules, num_images, rows, placement)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,237 @@
+"""Graphs whose nodes return several tensors of several shapes, against a walk over them node by node."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from iep.batching.execute import execute
+from iep.batching.graph import Graph
+from iep.batching.placement import OpPlacement, make_placed_plan
+from iep.batching.plan import Read, Signature, Types, make_plan
+from iep.batching.schedulers import SCHEDULERS, make_schedule
+from iep.batching.sharing import share
+
+LIFT, SPLIT, JOIN, COUNT = range(4)
+"""A number pair -> (a vector, a pair); a vector -> (a pair, a vector); two vectors and a pair -> a vector; integers."""
+
+WIDE, PAIR, WHOLE = range(3)
+"""Columns: vectors of five, matrices of two by one, integers."""
+
+SIGNATURES = {
+    LIFT: Signature((Read(0),), (WIDE, PAIR)),
+    SPLIT: Signature((Read(0),), (PAIR, WIDE)),
+    JOIN: Signature((Read(0, count=2), Read(2)), (WIDE,)),
+    COUNT: Signature((Read(0), Read(1)), (WHOLE, PAIR)),
+}
+READS = {LIFT: [PAIR], SPLIT: [WIDE], JOIN: [WIDE, WIDE, PAIR], COUNT: [WHOLE, PAIR]}
+"""Column of every argument."""
+
+
+class Networks(nn.Module):
+    """By op; every result depends on each argument in its own way."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift, self.split = nn.Linear(2, 7, dtype=dtype), nn.Linear(5, 7, dtype=dtype)
+        self.join = nn.Linear(12, 5, dtype=dtype)
+
+    def modules_of_ops(self):
+        return [self._lift, self._split, self._join, self._count]
+
+    def _lift(self, pair_G21):
+        wide = torch.tanh(self.lift(pair_G21.flatten(1)))
+        return wide[:, :5], wide[:, 5:].unsqueeze(2)
+
+    def _split(self, wide_G5):
+        wide = torch.tanh(self.split(wide_G5))
+        return wide[:, :2].unsqueeze(2), wide[:, 2:]
+
+    def _join(self, wide_G25, pair_G21):
+        return torch.tanh(self.join(torch.cat([wide_G25.flatten(1), pair_G21.flatten(1)], dim=1)))
+
+    def _count(self, whole_G, pair_G21):
+        return whole_G + 1, pair_G21 * whole_G.view(-1, 1, 1)
+
+
+@st.composite
+def typed_graphs(draw):
+    """A directed acyclic graph over the ops, its types, and the column of each tensor that can be read."""
+    columns = [WIDE, PAIR, WHOLE, *draw(st.lists(st.sampled_from([WIDE, PAIR, WHOLE]), max_size=4))]
+    readable = [[column] for column in columns]  # by slot, columns of its tensors
+    ops, args, fields = [], [], []
+    for op in draw(st.lists(st.sampled_from([LIFT, SPLIT, JOIN, COUNT]), min_size=1, max_size=40)):
+        chosen = [draw(st.sampled_from(_places(readable, column))) for column in READS[op]]
+        chosen += [(-1, 0)] * (3 - len(chosen))
+        ops.append(op)
+        args.append([slot for slot, _ in chosen])
+        fields.append([field for _, field in chosen])
+        readable.append(list(SIGNATURES[op].makes))
+    roots = [
+        np.array(draw(st.lists(st.sampled_from(_places(readable, column)), min_size=1, max_size=5)))
+        for column in (PAIR, WIDE, WHOLE)
+    ]
+    slots = np.concatenate([root[:, 0] for root in roots])
+    graph = Graph(len(columns), np.array(ops), np.array(args), np.zeros(len(ops), dtype=np.int64), slots)
+    types = Types(np.array(columns), SIGNATURES, tuple((r[:, 0], r[:, 1]) for r in roots), np.array(fields))
+    return graph, types
+
+
+def _places(readable, wanted):
+    return [(s, f) for s, columns in enumerate(readable) for f, column in enumerate(columns) if column == wanted]
+
+
+def inputs_of(types, dtype):
+    torch.manual_seed(1)
+    shapes = {WIDE: (5,), PAIR: (2, 1)}
+    counts = {column: int((types.inputs == column).sum()) for column in (WIDE, PAIR, WHOLE)}
+    inputs = {c: torch.randn(counts[c], *shapes[c], dtype=dtype).requires_grad_() for c in (WIDE, PAIR)}
+    return inputs | {WHOLE: torch.arange(counts[WHOLE])}
+
+
+def walked(graph, types, modules, inputs):
+    """What `execute` returns, one node after the other."""
+    pieces = {column: iter(rows.split(1)) for column, rows in inputs.items()}
+    values = [(next(pieces[column]),) for column in types.inputs.tolist()]
+    for op, args, fields in zip(graph.op.tolist(), graph.args.tolist(), types.fields.tolist(), strict=True):
+        taken = [values[slot][field] for slot, field in zip(args, fields, strict=True) if slot >= 0]
+        result = modules[op](torch.stack(taken[:2], dim=1), taken[2]) if op == JOIN else modules[op](*taken)
+        values.append(result if isinstance(result, tuple) else (result,))
+    return tuple(torch.cat([values[s][f] for s, f in zip(*root, strict=True)]) for root in types.roots)
+
+
+def results(run, networks, inputs):
+    """What is returned, and the gradients of an uneven sum of it."""
+    networks.zero_grad(set_to_none=True)
+    for rows in inputs.values():
+        rows.grad = None
+    returned = run()
+    total = sum((rows * torch.arange(1, rows.numel() + 1).view_as(rows)).sum() for rows in returned[:2])
+    if total.requires_grad:
+        total.backward()
+    return {
+        **{f"root {place}": rows.detach().double() for place, rows in enumerate(returned)},
+        **{f"gradient of {name}": parameter.grad for name, parameter in networks.named_parameters()},
+        **{f"gradient of inputs {column}": inputs[column].grad for column in (WIDE, PAIR)},
+    }
+
+
+def assert_same_but_for_zeros(actual, expected, relative):
+    """As `assert_same`; where nothing leads to a root a gradient may be None or all zeros."""
+    for name in expected:
+        if expected[name] is None and actual[name] is not None and not actual[name].any():
+            expected = expected | {name: actual[name]}
+        if actual[name] is None and expected[name] is not None and not expected[name].any():
+            actual = actual | {name: expected[name]}
+    assert_same(actual, expected, relative)
+
+
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@given(case=typed_graphs())
+@settings(quick, max_examples=25)
+def test_values_of_several_tensors_match_a_walk_on_outputs_and_all_gradients(dtype, relative, case):
+    graph, types = case
+    networks, inputs = Networks(dtype), inputs_of(types, dtype)
+    modules = networks.modules_of_ops()
+    expected = results(lambda: walked(graph, types, modules, inputs), networks, inputs)
+    for name, defer in itertools.product(SCHEDULERS, (False, True)):
+        plan = make_plan(graph, make_schedule(graph, name), types)
+        actual = results(lambda p=plan, d=defer: execute(p, modules, inputs, d), networks, inputs)
+        assert_same_but_for_zeros(actual, expected, relative)
+
+
+@given(case=typed_graphs(), positions=st.tuples(*[st.integers(0, 1)] * 6))
+@settings(quick, max_examples=15)
+def test_on_two_devices_they_are_what_they_are_on_one(case, positions):
+    graph, types = case
+    networks, inputs = Networks(torch.float64), inputs_of(types, torch.float64)
+    modules, schedule = networks.modules_of_ops(), make_schedule(graph, "lookahead")
+    alone = make_plan(graph, schedule, types)
+    expected = results(lambda: execute(alone, modules, inputs), networks, inputs)
+    places = OpPlacement((torch.device("cpu"),) * 2, dict(enumerate(positions[:4])), *positions[4:])
+    plan = make_placed_plan(graph, schedule, places, types)
+    actual = results(lambda: execute(plan, modules, inputs), networks, inputs)
+    assert_same_but_for_zeros(actual, expected, 1e-9)
+
+
+@given(case=typed_graphs())
+@settings(quick, max_examples=20)
+def test_without_gradients_results_are_the_same(case):
+    graph, types = case
+    networks, inputs = Networks(torch.float64), inputs_of(types, torch.float64)
+    plan = make_plan(graph, make_schedule(graph, "lookahead"), types)
+    kept = execute(plan, networks.modules_of_ops(), inputs)
+    with torch.no_grad():
+        free = execute(plan, networks.modules_of_ops(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(kept, free, strict=True))
+    assert not any(rows.requires_grad for rows in free)
+
+
+ONE = Graph(1, np.array([LIFT]), np.array([[0]]), np.array([0]), np.array([1]))
+
+
+def typed(**changes):
+    return Types(**({"inputs": np.array([PAIR]), "signatures": SIGNATURES, "roots": ((ONE.roots, 0),)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("graph", "types", "message"),
+    [
+        (ONE, typed(signatures={}), "op 0 has no signature"),
+        (ONE, typed(signatures={LIFT: Signature((Read(1),), (WIDE, PAIR))}), "argument 1, which node 0 lacks"),
+        (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "reads tensor 1 of argument 0, which node 0"),
+        (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "a root reads tensors of several columns as one"),
+        (ONE, typed(roots=((np.array([1]), 2),)), "a root reads tensor 2 of slot 1, which it lacks"),
+        (
+            Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),
+            typed(inputs=np.array([PAIR, WIDE])),
+            "call 0 reads tensors of several columns as one",
+        ),
+    ],
+)
+def test_types_that_do_not_fit_the_graph_are_refused(graph, types, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(graph, make_schedule(graph, "improved"), types)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda x: x, "op 0 returned 1 tensors, expected 2"),
+        (lambda x: (x.flatten(1), x[:0]), r"op 0 returned \(0, 2, 1\), expected \(1, 2, 1\)"),
+        (
+            lambda x: (x.flatten(1), x.to(torch.complex64)),
+            "returned torch.complex64, which a column of",
+        ),
+    ],
+)
+def test_results_that_their_columns_cannot_hold_are_refused(result, message):
+    types = typed()
+    plan = make_plan(ONE, make_schedule(ONE, "improved"), types)
+    with pytest.raises(ValueError, match=message):
+        execute(plan, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
+
+
+def test_inputs_of_a_column_must_be_as_many_as_the_graph_has():
+    plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
+    with pytest.raises(ValueError, match="2 inputs in column 1, expected 1"):
+        execute(plan, Networks(torch.float32).modules_of_ops(), {PAIR: torch.zeros(2, 2, 1)})
+
+
+def test_sharing_keeps_the_types_of_what_is_left():
+    graph = Graph(1, np.array([LIFT, LIFT]), np.array([[0], [0]]), np.array([0, 1]), np.array([1, 2]))
+    shared = share(graph)
+    types = typed(roots=((shared.roots, 1),))
+    out = execute(
+        make_plan(shared, make_schedule(shared, "improved"), types),
+        Networks(torch.float32).modules_of_ops(),
+        {PAIR: torch.ones(1, 2, 1)},
+    )
+    assert shared.num_nodes == 1
+    assert out[0].shape == (2, 2, 1)
