@@ -123,7 +123,7 @@ class Recording:
         """Let go of everything that futures do not hold."""
         self._start()
         self._constants.clear()
-        self.is_over = True
+        self._run, self.is_over = None, True
 
     def unchanged(self, numbers: Iterable[int]) -> list[Tensor]:
         """Return tensors from outside, of which none may have been changed; number n has the address -1 - n."""
