@@ -141,8 +141,8 @@ def is_in_forward() -> bool:
 def lost_gradient() -> ValueError:
     """Return the error for a future in the `forward` of a `torch.autograd.Function`."""
     return ValueError(
-        "a torch.autograd.Function was given a future, whose gradient it would lose: inside the scope call "
-        "batch.wrap(MyFunction.apply), or list the module that calls it; after the scope give it the future's value"
+        "a torch.autograd.Function was given a future, whose gradient it would lose: call batch.wrap(MyFunction.apply) "
+        "in its place, or after the scope give it the future's value"
     )
 
 

@@ -24,6 +24,8 @@ from iep.dynamic.nested import Leaf, fill, mapped, split
 from iep.dynamic.trial import REGISTRIES, trial_run
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""The kinds of device for which autocast is on, and to which dtype."""
 MOST_KERNELS = 256
 """The most kernels that are remembered of one function or module."""
 
@@ -39,14 +41,6 @@ class Spec(NamedTuple):
     def of(cls, tensor: Any) -> "Spec":
         """Return the spec of a tensor or future."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
-
-
-class Modes(NamedTuple):
-    """The modes of PyTorch on which the result of a call depends."""
-
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """The kinds of device for which autocast is on, and to which dtype."""
 
 
 class Call(NamedTuple):
@@ -168,13 +162,13 @@ def _parts_of(function: Callable) -> list[nn.Module]:
     return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
-def run_group(call: Call, kernel: Kernel, modes: Modes, *leaves: Tensor) -> tuple[Tensor, ...]:
+def run_group(call: Call, kernel: Kernel, grad: bool, autocast: Autocast, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded."""
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(modes.grad))
+            stack.enter_context(torch.set_grad_enabled(grad))
             for kind in ("cpu", "cuda"):
-                dtype = dict(modes.autocast).get(kind)
+                dtype = dict(autocast).get(kind)
                 if dtype is not None or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, dtype is not None))
             results = _run(call, kernel, leaves)

@@ -22,17 +22,13 @@ class Lowered(NamedTuple):
     graph: Graph
     types: Types
     inputs: list[int]
-    """The numbers of the tensors from outside, in the order of the input slots."""
+    """The numbers of the tensors from outside."""
     roots: list[list[tuple[Future, bool]]]
     """The futures that each of the types' roots computes, and whether they can require gradients."""
 
 
 def lower(recording: Recording, futures: Sequence[Future], shared: bool = False) -> Lowered:
-    """Return the graph that computes `futures`.
-
-    Args:
-        shared: merge the nodes of one op that have equal arguments.
-    """
+    """Return the graph that computes `futures`; if `shared`, with nodes of one op and equal arguments merged."""
     ops, op_N, taken_U = recording.ops, np.array(recording.node_op), np.array(recording.taken)
     leaves_N = np.array([op.num_leaves for op in ops])[op_N]
     width_N = np.array([len(op.columns) for op in ops])[op_N]
@@ -73,7 +69,7 @@ def lower(recording: Recording, futures: Sequence[Future], shared: bool = False)
         roots=tuple((graph.roots[which], field_F[which]) for which in by_column),
         fields=fields_NA,
     )
-    grads = [ops[n].modes.grad and ops[n].kernel.grads[i] for n, i in zip(op_F.tolist(), field_F.tolist(), strict=True)]
+    grads = [ops[n].grad and ops[n].kernel.grads[i] for n, i in zip(op_F.tolist(), field_F.tolist(), strict=True)]
     roots = [[(futures[n], grads[n]) for n in which.tolist()] for which in by_column]
     return Lowered(graph, types, inputs.tolist(), roots)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from iep.dynamic.future import Future, is_in_forward, lost_gradient, recording_into, values_of
-from iep.dynamic.kernels import NOW, STATIC, Call, Kernel, Modes, Spec, kernel_of, name_of, state_of, tensors_of
+from iep.dynamic.kernels import NOW, STATIC, Autocast, Call, Kernel, Spec, kernel_of, name_of, state_of, tensors_of
 from iep.dynamic.nested import Leaf, fill, mapped, split
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -54,7 +54,8 @@ class Op:
     index: int
     call: Call
     kernel: Kernel
-    modes: Modes
+    grad: bool
+    autocast: Autocast
     num_leaves: int
     """How many tensors each node takes."""
     columns: tuple[Column, ...]
@@ -227,12 +228,9 @@ class Recording:
         elif isinstance(value, dict):
             key += (dict, len(value), *value)
             self._walk(value.values(), key, addresses)
-        elif kind is slice:
-            key.append(slice)
-            self._walk((value.start, value.stop, value.step), key, addresses)
-        elif isinstance(value, tuple):  # a named one
+        elif kind is slice or isinstance(value, tuple):
             key.append(kind)
-            self._walk(value, key, addresses)
+            self._walk((value.start, value.stop, value.step) if kind is slice else value, key, addresses)
         else:
             key += (kind, repr(value) if kind is float else value)  # because 0.0 and -0.0 are equal
 
@@ -268,7 +266,8 @@ class Recording:
             index=len(self.ops),
             call=call,
             kernel=kernel,
-            modes=Modes(is_grad_enabled(), _autocast()),
+            grad=is_grad_enabled(),
+            autocast=_autocast(),
             num_leaves=len(leaves),
             columns=tuple(self._column(*spec) for spec in kernel.outputs),
             constants=constants,
@@ -294,7 +293,7 @@ def _note(function: Callable, constants: list[Tensor]) -> tuple:
     return state_of(function), [(id(tensor), version_of(tensor)) for tensor in tensors], tensors
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def _autocast() -> Autocast:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if is_autocast_enabled(kind))
 
 

@@ -53,7 +53,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
     `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
     its group's backward pass: infinite derivatives there make gradients that are not numbers (0 * inf), and parameters
-    of which no result is used get zeros for gradients, where plain code leaves None.
+    of which no result is used get zeros for gradients, where plain code leaves None. Values that ran together with
+    others that require a gradient may require one too.
 
     Raises:
         ValueError: the granularity or scheduler is unknown, or what is listed is not a module. Within it, or at its
@@ -103,10 +104,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             self._report.seconds_recording = perf_counter() - self._entered - elsewhere
 
     def wrap(self, function: Callable) -> Callable:
-        """Return `function` with its calls recorded as a listed module's are, such as `wrap(MyFunction.apply)`.
-
-        Wrap it once, not once for each sample.
-        """
+        """Return `function` with its calls recorded as a listed module's are. Wrap it once, not for each sample."""
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -141,11 +139,11 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         if devices != ["cpu"]:
             plan = plan.to(devices[0])
         ops = {index: recording.ops[index] for index in lowered.types.signatures}
-        grad = any(op.modes.grad for op in ops.values())
+        grad = any(op.grad for op in ops.values())
         with torch.inference_mode(torch.is_inference_mode_enabled() and not grad), torch.set_grad_enabled(grad):
             outs = execute(
                 plan,
-                {index: partial(run_group, op.call, op.kernel, op.modes) for index, op in ops.items()},
+                {index: partial(run_group, op.call, op.kernel, op.grad, op.autocast) for index, op in ops.items()},
                 {column: torch.stack(tensors) for column, tensors in inputs.items()},
                 self._defer,
             )
