@@ -7,6 +7,7 @@ Shapes: B questions, N stems, G rows of a call, L program tokens, C H W maps of 
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -25,23 +26,25 @@ from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.schedulers import lower_bound
 from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, peak_memory, seconds
 from iep.bench.report import Benchmark
-from iep.bench.strategy import Strategy
+from iep.bench.strategy import BEST, Strategy
 from iep.bench.workload import Minibatch, Workload, open_workload
 from iep.config import PRECISIONS, EngineConfig
 from iep.devices import autocast
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE
+from iep.execution_engine.plans import Plan as ProgramPlan
 from iep.networks import build, engine_kwargs, place
 from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
 """A module, its arguments and its result."""
-PARTS = PLANNING, MOVES, MODULES, ENDS, STEP = "planning", "gather/scatter", "modules", "stem+classifier", "step"
+Run = Callable[[], object]
+PLANNING, MOVES, MODULES, ENDS, STEP = "planning", "gather/scatter", "modules", "stem+classifier", "step"
 
 
 class Step:
-    """One minibatch under one strategy. `ready` makes a part ready, so that only the part itself is timed."""
+    """One minibatch under one strategy."""
 
     def __init__(self, engine: ExecutionEngine, strategy: Strategy, minibatch: Minibatch, device: torch.device):
         self.engine, self.strategy = engine, strategy
@@ -52,32 +55,40 @@ class Step:
         self.image_rows_B = minibatch.image_rows_B if strategy.sharing else None
         self.plan = self.make_plan()
 
-    def ready(self, part: str) -> Callable[[], object]:
-        """Return what runs a part."""
-        self.engine.zero_grad(set_to_none=True)
-        if part in (PLANNING, STEP):
-            return self.make_plan if part == PLANNING else self._step
-        calls = self.calls()
-        if part == MOVES:
-            return partial(self._moves, calls)
-        ends = self.engine.stem, self.engine.classifier
-        return self.replay([call for call in calls if (call[0] in ends) == (part == ENDS)], self.strategy.defer)
+    def parts(self) -> dict[str, Run]:
+        """Return what runs each part, with all ready that it needs, so that only the part itself is timed."""
+        ends, modules = self.calls()
+        parts = {PLANNING: self.make_plan, MOVES: partial(self._moves, ends, modules)}
+        parts |= {MODULES: self.replay(modules), ENDS: self.replay(ends), STEP: self.step}
+        # A call of a family runs several modules at once, none of which is called by itself.
+        return {part: run for part, run in parts.items() if not self.strategy.families or part not in (MOVES, MODULES)}
 
-    def make_plan(self) -> Any:
+    def limit(self) -> dict[str, Run]:
+        """Return what no schedule beats: every function in one call, whatever waits on what, and nothing moved."""
+        ends, modules = self.calls()
+        together: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+        for module, arguments, result in modules:
+            together.setdefault(module, []).append((*arguments, result))
+        joined = {module: [*map(torch.cat, zip(*calls, strict=True))] for module, calls in together.items()}
+        calls = [(module, given, result) for module, (*given, result) in joined.items()]
+        return {MODULES: self.replay(calls), ENDS: self.replay(ends)}
+
+    def make_plan(self) -> ProgramPlan:
         """Programs to graph, schedule and indices on the device."""
         families = {"families": True} if self.strategy.families else {}
         batching, sharing = self.strategy.batching, self.strategy.sharing
         return self.engine.plan(self.programs_BL, self.image_rows_B, batching, sharing, **families)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Run the engine forward; in training also loss and backward."""
         with self._mode():
             logits_BA = self.engine(self.features, self.plan, self.strategy.defer)
             loss = functional.cross_entropy(logits_BA, self.answers_B) if self.engine.training else None
         if loss is not None:
             loss.backward()
 
-    def calls(self) -> list[Call]:
-        """Run a step, and return its calls of stem, modules and classifier."""
+    def calls(self) -> tuple[list[Call], list[Call]]:
+        """Run a step, and return its calls of stem and classifier, and those of modules."""
         found: list[Call] = []
 
         def record(module: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
@@ -90,34 +101,33 @@ class Step:
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return [found[0], found[-1]], found[1:-1]
 
-    def replay(self, calls: Sequence[Call], defer: bool) -> Callable[[], None]:
+    def replay(self, calls: Sequence[Call]) -> Run:
         """Return what runs calls on arguments of their own; in training forward and backward."""
         training = self.engine.training
-        own = [
-            (module, [each.clone().requires_grad_(training) for each in given], made) for module, given, made in calls
-        ]
+        modules, results = [module for module, *_ in calls], [result for *_, result in calls]
+        arguments = [[each.clone().requires_grad_(training) for each in given] for _, given, _ in calls]
 
         def run() -> None:
-            with self._mode(), DeferredWeightGrads() if training and defer else nullcontext():
-                results = [module(*arguments) for module, arguments, _ in own]
+            with self._mode(), DeferredWeightGrads() if training and self.strategy.defer else nullcontext():
+                found = [module(*given) for module, given in zip(modules, arguments, strict=True)]
             if training:
-                torch.autograd.backward(results, [made for *_, made in own])
+                torch.autograd.backward(found, results)
 
         return run
 
-    def _moves(self, calls: Sequence[Call]) -> None:
+    def _moves(self, ends: Sequence[Call], modules: Sequence[Call]) -> None:
         """Run the step with modules that return one of their arguments, so that values and gradients are only moved."""
-        (stem, _, stems_NCHW), *between, (classifier, (maps_BCHW,), _) = calls
+        (stem, _, stems_NCHW), (classifier, (maps_BCHW,), _) = ends
         stems_NCHW = stems_NCHW.clone().requires_grad_(self.engine.training)
         hollow = {stem: lambda features: stems_NCHW, classifier: lambda maps: maps}
-        for module, arguments, made in between:
-            which = next(n for n, each in enumerate(arguments) if each.shape == made.shape)
+        for module, arguments, result in modules:
+            which = next(n for n, each in enumerate(arguments) if each.shape == result.shape)
             hollow[module] = partial(_HandOn.apply, which)
-        for module, forward in hollow.items():
-            module.forward = forward
         try:
+            for module, forward in hollow.items():
+                module.forward = forward
             with self._mode():
                 found = self.engine(self.features, self.plan, self.strategy.defer)
             if self.engine.training:
@@ -149,42 +159,29 @@ class _HandOn(Function):
         return None, *(gradient if alike else None for alike in ctx.alike)
 
 
-def _competitor(limit: str, steps: Sequence[Step]) -> Competitor:
-    strategy, plans, devices = steps[0].strategy, [step.plan for step in steps], steps[0].devices
+def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
+    """Return a strategy, or the limit of those that run the same nodes in the same precision."""
+    strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
+    limit = replace(strategy, batching=LIMIT, defer=False, families=False).name
 
     def measure() -> dict[str, float]:
-        return {part: mean(seconds(step.ready(part), *devices) for step in steps) for part in PARTS}
+        times: dict[str, list[float]] = defaultdict(list)
+        for step in steps:
+            for part, run in (step.limit() if is_limit else step.parts()).items():
+                step.engine.zero_grad(set_to_none=True)
+                times[part].append(seconds(run, *devices))
+        return {part: mean(values) for part, values in times.items()}
 
     def facts() -> dict[str, Fact]:
-        return {
-            "nodes": mean(plan.graph.num_nodes for plan in plans),
-            "calls": mean(len(plan.schedule) for plan in plans),
-            "bound": None if strategy.families else mean(lower_bound(plan.graph) for plan in plans),
-            "peak_memory": peak_memory(steps[0].ready(STEP), *devices),
-        }
+        calls = [len(np.unique(step.plan.graph.op)) if is_limit else len(step.plan.schedule) for step in steps]
+        bound = None if is_limit or strategy.families else mean(map(lower_bound, graphs))
+        steps[0].engine.zero_grad(set_to_none=True)
+        memory = None if is_limit else peak_memory(steps[0].step, *devices)
+        nodes = mean(graph.num_nodes for graph in graphs)
+        return {"nodes": nodes, "calls": mean(calls), "bound": bound, "peak_memory": memory}
 
-    return Competitor(strategy.name, measure, (PLANNING, STEP), facts, limit)
-
-
-def _limit(name: str, steps: Sequence[Step]) -> Competitor:
-    """The same module applications with every function in one call, whatever waits on what: what no schedule beats."""
-
-    def replayed(step: Step, part: str) -> Callable[[], None]:
-        (stem, *between, classifier), together = step.calls(), {}
-        for module, arguments, made in between:
-            together.setdefault(module, []).append([*arguments, made])
-        joined = [(module, map(torch.cat, zip(*calls, strict=True))) for module, calls in together.items()]
-        step.engine.zero_grad(set_to_none=True)
-        modules = [(module, given, made) for module, (*given, made) in joined]
-        return step.replay([stem, classifier] if part == ENDS else modules, defer=False)
-
-    def measure() -> dict[str, float]:
-        return {part: mean(seconds(replayed(step, part), *step.devices) for step in steps) for part in (MODULES, ENDS)}
-
-    graphs = [step.plan.graph for step in steps]
-    nodes, functions = mean(graph.num_nodes for graph in graphs), mean(len(np.unique(graph.op)) for graph in graphs)
-    facts = {"nodes": nodes, "calls": functions, "bound": None, "peak_memory": None}
-    return Competitor(name, measure, facts=lambda: facts, limit=name)
+    name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
+    return Competitor(name, measure, total, facts, limit)
 
 
 def engine_case(
@@ -204,17 +201,17 @@ def engine_case(
     engine.train(phase == "train")
     count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)
     minibatches = [workload.minibatch(number * size, size, device) for number in range(count)]
-    competitors, limits = [], {}
-    for strategy in dict.fromkeys(strategy.in_phase(phase) for strategy in strategies):
-        alike = replace(strategy, defer=False, families=False)
-        limit = replace(alike, batching=LIMIT).name
-        competitors.append(_competitor(limit, [Step(engine, strategy, each, device) for each in minibatches]))
-        if limit not in limits:
-            limits[limit] = _limit(limit, [Step(engine, alike, each, device) for each in minibatches])
+    chosen = dict.fromkeys(strategy.in_phase(phase) for strategy in strategies)
+    alike = dict.fromkeys(replace(strategy, batching=BEST, defer=False, families=False) for strategy in chosen)
+    competitors = [
+        competitor([Step(engine, strategy, each, device) for each in minibatches], kind is alike)
+        for kind in (chosen, alike)
+        for strategy in kind
+    ]
     facts: dict[str, Fact] = {"images": mean(len(each.features_NCHW) for each in minibatches), "minibatches": count}
     if engine.placement is not None:
         facts["placed on"] = ", ".join(engine.placement.labels)
-    return Case({**setting, "questions": size}, size, [*competitors, *limits.values()], "vanilla", facts)
+    return Case({**setting, "questions": size}, size, competitors, "vanilla", facts)
 
 
 def engine_benchmark(
