@@ -11,14 +11,12 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 
 from iep.bench.compare import Case, Competitor, Fact, seconds
 from iep.bench.report import Benchmark
@@ -35,6 +33,7 @@ from iep.vocab import Vocab
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH, DISTINCT_PROGRAMS = (1024, 14, 14), 10, 46, 2560
 """Of the data made."""
+Data = tuple[Questions, Features, Vocab]
 
 
 def loader_benchmark(
@@ -63,82 +62,65 @@ def loader_benchmark(
         InputError: a file is missing or damaged, the split has no programs to plan, or disk or memory are too small.
     """
     on = resolve_device(device)
-    description = f"{images} images with {QUESTIONS_PER_IMAGE} questions each, made for this"
+    opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, made for this"
     if data is not None:
         vocab = Vocab.load(data / "vocab.json")
-        opened = open_split(data, split, vocab, with_features=True, num_samples=None)
-        given = (opened.questions, opened.features, vocab)
-        if "with" in planning and opened.questions.programs is None:
-            raise InputError(f"{opened.questions.path}: has no programs to plan; --plans without measures the rest")
-        description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
+        given = open_split(data, split, vocab, with_features=True, num_samples=None)
+        if "with" in planning and given.questions.programs is None:
+            raise InputError(f"{given.questions.path}: has no programs to plan; --plans without measures the rest")
+        opened = given.questions, given.features, vocab
+        description = f"{len(given.questions)} questions about {len(given.features)} images of {data}, split {split}"
+
+    def competitor(
+        found: Data, source: str, order: str, plans: str, workers: int, in_memory: Features | None
+    ) -> Competitor:
+        questions, features, vocab = found
+        plan = partial(_plan, vocab=vocab) if plans == "with" else None
+        dataset = ClevrDataset(questions, in_memory if source == "memory" else features, plan)
+        loading = Loading(workers, prefetch, pin=on.type == "cuda")
+        speeds, cached = [], []
+
+        def measure() -> dict[str, float]:
+            if source != "memory":
+                (drop_pages if source == "cold" else touch_pages)(features.path)
+            cached.append(cached_share(features.path))
+            rows = order_rows(questions.image_idxs, order, [seed, len(speeds)])
+            chosen = [(rows[start : start + batch_size], None) for start in range(0, len(rows), batch_size)]
+            slot_bytes = batch_size * dataset.bytes_an_image
+            batches = iter(Batches(dataset.batch, chosen.__getitem__, range(len(chosen)), slot_bytes, loading))
+            batches = on_device(batches, on) if on.type == "cuda" else batches
+            for _ in range(min(1 + 2 * workers, len(chosen) // 2)):
+                next(batches)  # the workers begin, and touch the memory that they share
+            counts: list[tuple[int, int]] = []
+
+            def go_on() -> None:
+                start = time.perf_counter()
+                for batch in batches:
+                    counts.append((len(batch.index), len(batch.features)))
+                    if time.perf_counter() - start > pass_seconds:
+                        break
+
+            elapsed, (loaded, images) = seconds(go_on, on), map(sum, zip(*counts, strict=True))
+            speeds.append(images * features.row_bytes / elapsed / 1e9)
+            return {"batch": elapsed * batch_size / loaded}
+
+        def facts() -> dict[str, Fact]:
+            share = None if None in cached else f"{100 * max(cached):.0f}%"
+            return {"GB/s": median(speeds), "cached": share}
+
+        return Competitor(f"{source}, {order} order{', plans' * (plans == 'with')}", measure, facts=facts)
 
     def cases() -> Iterator[Case]:
         with tempfile.TemporaryDirectory(prefix="iep-loader-", dir=directory) as made:
-            questions, features, vocab = made_data(Path(made), images, seed) if data is None else given
-            in_memory = features.in_memory() if "memory" in sources else None
-            plan = partial(_plan, vocab=vocab)
+            found = made_data(Path(made), images, seed) if opened is None else opened
+            in_memory = found[1].in_memory() if "memory" in sources else None
             for number in workers:
-                loading = Loading(number, prefetch, pin=on.type == "cuda")
-                competitors = []
-                for source, order, plans in product(sources, orders, planning):
-                    kept = in_memory if source == "memory" else features
-                    dataset = ClevrDataset(questions, kept, plan if plans == "with" else None)
-                    passes = Passes(dataset, features, source, order, batch_size, pass_seconds, loading, on, seed)
-                    name = f"{source}, {order} order{', plans' * (plans == 'with')}"
-                    competitors.append(Competitor(name, passes.measure, facts=passes.facts))
-                yield Case({"workers": number}, batch_size, competitors, warm_up=False)
+                ways = product(sources, orders, planning)
+                ready = [competitor(found, *way, number, in_memory) for way in ways]
+                yield Case({"workers": number}, batch_size, ready, warm_up=False)
 
     description += f"; {batch_size} questions a batch, {prefetch} ahead a worker"
     return Benchmark(description, cases(), "workers", "question", on)
-
-
-@dataclass
-class Passes:
-    """The passes of one way of loading: each round is one."""
-
-    dataset: ClevrDataset
-    features: Features
-    source: str
-    order: str
-    size: int
-    max_seconds: float
-    loading: Loading
-    device: torch.device
-    seed: int
-    speeds: list[float] = field(default_factory=list)
-    cached: list[float | None] = field(default_factory=list)
-
-    def measure(self) -> dict[str, float]:
-        """Return the seconds of a batch, once the workers have begun and touched the memory that they share."""
-        if self.source != "memory":
-            (drop_pages if self.source == "cold" else touch_pages)(self.features.path)
-        self.cached.append(cached_share(self.features.path))
-        rows = order_rows(self.dataset.questions.image_idxs, self.order, [self.seed, len(self.speeds)])
-        choices = [(rows[start : start + self.size], None) for start in range(0, len(rows), self.size)]
-        numbers, slot_bytes = range(len(choices)), self.size * self.dataset.bytes_an_image
-        batches = iter(Batches(self.dataset.batch, choices.__getitem__, numbers, slot_bytes, self.loading))
-        if self.device.type == "cuda":
-            batches = on_device(batches, self.device)
-        for _ in range(min(1 + 2 * self.loading.workers, -(-len(choices) // 2))):
-            next(batches)
-        questions = images = 0
-
-        def go_on() -> None:
-            nonlocal questions, images
-            start = time.perf_counter()
-            for batch in batches:
-                questions, images = questions + len(batch.index), images + len(batch.features)
-                if time.perf_counter() - start > self.max_seconds:
-                    break
-
-        elapsed = seconds(go_on, self.device)
-        self.speeds.append(images * self.features.row_bytes / elapsed / 1e9)
-        return {"batch": elapsed * self.size / questions}
-
-    def facts(self) -> dict[str, Fact]:
-        """Return the median of gigabytes a second, and the greatest share of the file that was cached before a pass."""
-        shares = [share for share in self.cached if share is not None]
-        return {"GB/s": median(self.speeds), "cached": f"{100 * max(shares):.0f}%" if shares else None}
 
 
 def _plan(programs_BL: np.ndarray, image_rows_B: np.ndarray, vocab: Vocab) -> object:
@@ -173,19 +155,19 @@ def touch_pages(path: Path) -> None:
 def cached_share(path: Path) -> float | None:
     """Return the share of a file that the system holds in memory, by up to 1,000 reads that do not wait for the disk;
     None where the system does not have such reads."""
-    size, found = path.stat().st_size, []
+    found = []
     with open(path, "rb") as file:
-        for start in np.linspace(0, max(0, size - 1), min(1000, -(-size // 4096))).astype(int).tolist():
+        for start in np.linspace(0, path.stat().st_size - 1, 1000).astype(int).tolist():
             try:
                 found.append(os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT) == 1)
             except BlockingIOError:
                 found.append(False)
             except (OSError, AttributeError):
                 return None
-    return sum(found) / len(found) if found else None
+    return sum(found) / len(found)
 
 
-def made_data(directory: Path, images: int, seed: int) -> tuple[Questions, Features, Vocab]:
+def made_data(directory: Path, images: int, seed: int) -> Data:
     """Write float16 features of random bits as `iep-preprocess` does, and make ten questions about each image.
 
     Raises:

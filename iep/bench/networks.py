@@ -24,29 +24,9 @@ from iep.errors import InputError
 PER_INSTANCE = "per instance"
 ENOUGH_SAMPLES = 16
 """Where one sample runs after the other, no more are run; the time is scaled by the network's cells."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What a case runs.
-
-    Attributes:
-        setting: what distinguishes these samples, such as `{"batch": 64}`.
-        cells: a sample -> how many applications of the network's cells it needs.
-        flop: a sample -> floating-point operations of its matrix products, forward.
-    """
-
-    minibatches: Sequence[Sequence[Any]]
-    setting: dict[str, int]
-    cells: Callable[[Any], int]
-    flop: Callable[[Any], int]
-
-
-def samples_of(drawn: Sequence[Any], batch: int, cells: Callable, flop: Callable, **setting: int) -> Samples:
-    """Return the first minibatches of what was drawn: at least `MIN_SAMPLES` samples, if there are so many."""
-    count = max(1, min(MIN_SAMPLES, len(drawn)) // batch)
-    minibatches = [drawn[number * batch : (number + 1) * batch] for number in range(count)]
-    return Samples(minibatches, {**setting, "batch": batch}, cells, flop)
+Loss = Callable[[Any, Tensor], Tensor]
+"""(samples or what was constructed of them, results) -> the loss, summed over samples."""
+Minibatches = Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -66,17 +46,31 @@ class Way:
     phases: tuple[str, ...] = PHASES
 
 
-def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Callable[[Any, Tensor], Tensor]) -> Callable:
+@dataclass(frozen=True)
+class Network:
+    """A network, and the ways to run it, the one by hand last.
+
+    Attributes:
+        cells: a sample -> how many applications of the network's cells it needs.
+        flop: a sample -> floating-point operations of its matrix products, forward.
+    """
+
+    model: nn.Module
+    ways: Sequence[Way]
+    cells: Callable[[Any], int]
+    flop: Callable[[Any], int]
+
+
+def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Callable[[Any, bool], Tensor]:
     """Return a step of `model` for `Way.compute`: gradients are left in its parameters and not added up."""
 
-    def compute(plan: Any, training: bool) -> Tensor | None:
+    def compute(plan: Any, training: bool) -> Tensor:
         with torch.inference_mode(not training):
             model.zero_grad(set_to_none=True)
-            results = forward(plan)
-            if not training:
-                return None
-            value = loss(plan, results)
-            value.backward()
+            value = forward(plan)
+            if training:
+                value = loss(plan, value)
+                value.backward()
             return value.detach()
 
     return compute
@@ -87,28 +81,23 @@ def summed_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(scores, labels, reduction="sum")
 
 
-def model_ways(
-    model: nn.Module, strategies: Sequence[Strategy], loss: Callable[[Sequence[Any], Tensor], Tensor]
-) -> list[Way]:
+def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> list[Way]:
     """Return `model.one`, sample by sample, each with its own backward pass, and the model under every strategy.
 
     No plan is remembered: every minibatch of an epoch is new. Deferral of weight gradients is for training alone.
-
-    Args:
-        loss: (samples, results of the model) -> the loss, summed over samples.
     """
 
     def one_by_one(samples: Sequence[Any], training: bool) -> float:
+        model.zero_grad(set_to_none=True)
+        total = 0.0
         with torch.inference_mode(not training):
-            model.zero_grad(set_to_none=True)
-            total = 0.0
             for sample in samples:
                 results = model.one(sample)
                 if training:
                     value = loss([sample], results if results.dim() > 1 else results[None])
                     value.backward()
                     total += value.item()
-            return total
+        return total
 
     def way(strategy: Strategy) -> Way:
         def construct(samples: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -119,36 +108,38 @@ def model_ways(
             return model(planned[0], defer_weight_grads=strategy.defer)
 
         compute = step(model, forward, lambda planned, results: loss(planned[1], results))
-        phases = ("train",) if strategy.defer else PHASES
+        phases = PHASES[:1] if strategy.defer else PHASES
         return Way(strategy.name, construct, compute, lambda planned: len(planned[0].schedule), phases)
 
     return [Way(PER_INSTANCE, list, one_by_one), *map(way, strategies)]
 
 
+def minibatches_of(samples: Sequence[Any], size: int) -> Minibatches:
+    """Return the first minibatches: at least `MIN_SAMPLES` samples, if there are so many."""
+    count = max(1, min(MIN_SAMPLES, len(samples)) // size)
+    return [samples[number * size : (number + 1) * size] for number in range(count)]
+
+
 def network_cases(
-    all_samples: Iterable[Samples], ways: Sequence[Way], phases: Sequence[str], threads: Sequence[int]
+    network: Network, sized: Iterable[tuple[dict[str, int], Minibatches]], phases: Sequence[str], threads: Sequence[int]
 ) -> Iterator[Case]:
-    """Yield a case for each size, phase and number of threads."""
-    for samples in all_samples:
-        cells, flop = (
-            mean(sum(map(count, each)) for each in samples.minibatches) for count in (samples.cells, samples.flop)
-        )
+    """Yield a case for the minibatches of each size, given with its name, each phase and each number of threads."""
+    for size, minibatches in sized:
+        cells, flop = (mean(sum(map(of, each)) for each in minibatches) for of in (network.cells, network.flop))
         for phase, number in product(phases, threads):
-            training = phase == "train"
-            competitors = [_competitor(way, samples, training, cells) for way in ways if phase in way.phases]
-            yield Case(
-                setting={"phase": phase, "threads": number, **samples.setting},
-                size=len(samples.minibatches[0]),
-                competitors=[*competitors, arithmetic_limit(flop * (3 if training else 1))],
-                baseline=PER_INSTANCE,
-                facts={"cells": cells, "minibatches": len(samples.minibatches)},
-            )
+            competitors = [
+                _competitor(way, network, minibatches, phase == "train") for way in network.ways if phase in way.phases
+            ]
+            competitors.append(arithmetic_limit(flop * (3 if phase == "train" else 1)))
+            facts = {"cells": cells, "minibatches": len(minibatches)}
+            setting = {"phase": phase, "threads": number, **size}
+            yield Case(setting, len(minibatches[0]), competitors, PER_INSTANCE, facts)
 
 
-def _competitor(way: Way, samples: Samples, training: bool, cells: float) -> Competitor:
-    most = ENOUGH_SAMPLES if way.name == PER_INSTANCE else None
-    run = [minibatch[:most] for minibatch in samples.minibatches]
-    scale = cells / mean(sum(map(samples.cells, minibatch)) for minibatch in run)
+def _competitor(way: Way, network: Network, minibatches: Minibatches, training: bool) -> Competitor:
+    alone = way.name == PER_INSTANCE
+    run = [minibatch[: ENOUGH_SAMPLES if alone else None] for minibatch in minibatches]
+    cells, of_run = (mean(sum(map(network.cells, each)) for each in some) for some in (minibatches, run))
 
     def measure() -> dict[str, float]:
         times = []
@@ -157,11 +148,12 @@ def _competitor(way: Way, samples: Samples, training: bool, cells: float) -> Com
             constructing = seconds(lambda: made.append(way.construct(minibatch)))  # noqa: B023
             times.append((constructing, seconds(lambda: way.compute(made[0], training))))  # noqa: B023
         construction, computation = map(mean, zip(*times, strict=True))
-        return {"construction": scale * construction, "computation": scale * computation}
+        return {"construction": cells / of_run * construction, "computation": cells / of_run * computation}
 
     def facts() -> dict[str, Fact]:
-        calls = mean(way.calls(way.construct(minibatch)) for minibatch in run) if way.calls else None
-        calls = cells if way.name == PER_INSTANCE else calls
+        calls = (
+            mean(way.calls(way.construct(minibatch)) for minibatch in run) if way.calls else cells if alone else None
+        )
         return {"calls": calls, "ratio": calls and cells / calls}
 
     return Competitor(way.name, measure, facts=facts)

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import cycle
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter, NullLocator, ScalarFormatter
@@ -17,7 +16,7 @@ from iep.files import check_writable, write_bytes, write_json
 from iep.pictures import save
 
 FORMAT = "iep benchmark 2"
-MARKERS = "osv^D<>pX*hP"
+MARKERS, ENDS = "osv^D<>pX*hP", ("median", "lower", "upper")
 
 
 @dataclass(frozen=True)
@@ -139,11 +138,12 @@ def _described(setting: Mapping[str, Fact]) -> str:
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Return aligned columns, those of `left` flush left and the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [cell.ljust(w) if n in left else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths))] for row in rows
+    columns = [
+        [cell.ljust(width) if number in left else cell.rjust(width) for cell in column]
+        for number, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
     ]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, unit: str, subtitle: str) -> None:
@@ -154,30 +154,22 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, u
         rest = tuple((name, value) for name, value in each.case.setting.items() if name != over)
         panels.setdefault(rest, []).append(each)
     names = list(dict.fromkeys(row.name for each in comparisons for row in each.rows if row.seconds))
-    looks = {name: _look(number, name, marker) for number, (name, marker) in enumerate(zip(names, cycle(MARKERS)))}
-    varying = [len(set(values)) for values in zip(*panels, strict=True) if len(set(values)) > 1]
-    columns = varying[-1] if varying else 1
-    figure = Figure(figsize=(3 + 4 * columns, 1 + 3.5 * -(-len(panels) // columns)), layout="constrained")
-    axes = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flat
+    looks = {name: _look(number, name) for number, name in enumerate(names)}
+    columns = next((n for n in (len(set(values)) for values in list(zip(*panels, strict=True))[::-1]) if n > 1), 1)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3 + 4 * columns, 1 + 3.5 * rows), layout="constrained")
     lines: dict[str, Any] = {}
-    for axis, (rest, shown) in zip(axes, panels.items(), strict=False):
+    for number, (rest, shown) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(rows, columns, number)
         for name in names:
-            found = [
-                (each.case, row.seconds[TOTAL])
-                for each in shown
-                for row in each.rows
-                if row.name == name and row.seconds
+            found = [(each.case, row) for each in shown for row in each.rows if row.name == name and row.seconds]
+            points = [
+                (case.setting[over], *(1000 / case.size * getattr(row.seconds[TOTAL], end) for end in ENDS))
+                for case, row in found
             ]
-            if points := sorted(
-                ((case.setting[over], 1000 / case.size, took) for case, took in found), key=itemgetter(0)
-            ):
-                x, scales, times = zip(*points, strict=True)
-                medians, lower, upper = (
-                    [scale * getattr(took, end) for scale, took in zip(scales, times, strict=True)]
-                    for end in ("median", "lower", "upper")
-                )
-                bars = [[m - l for m, l in zip(medians, lower)], [u - m for m, u in zip(medians, upper)]]
-                lines[name] = axis.errorbar(x, medians, yerr=bars, **looks[name])
+            if points:
+                x, median, lower, upper = np.array(sorted(points)).T
+                lines[name] = axis.errorbar(x, median, yerr=[median - lower, upper - median], **looks[name])
         axis.set_xscale("symlog", linthresh=1)  # a size may be 0
         axis.set(yscale="log", title=_described(dict(rest)), xlabel=over, ylabel=f"milliseconds a {unit}")
         axis.set_xticks(sorted({each.case.setting[over] for each in shown}))
@@ -190,6 +182,6 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, u
     save(figure, path)
 
 
-def _look(number: int, name: str, marker: str) -> dict[str, Any]:
-    dashed = {"color": "0.4", "linestyle": "--"} if name.startswith(LIMIT) else {"color": f"C{number % 10}"}
-    return {"marker": marker, "markersize": 4, "linewidth": 1, "capsize": 2, **dashed}
+def _look(number: int, name: str) -> dict[str, Any]:
+    line = {"color": "0.4", "linestyle": "--"} if name.startswith(LIMIT) else {"color": f"C{number % 10}"}
+    return {"marker": MARKERS[number % len(MARKERS)], "markersize": 4, "linewidth": 1, "capsize": 2, **line}

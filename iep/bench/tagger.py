@@ -8,6 +8,7 @@ Shapes: B sentences, W words of all sentences, P rows of the packed sequence, H 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from iep.bench import networks
 from iep.bench.compare import MIN_SAMPLES
-from iep.bench.networks import Samples, Way, step, summed_cross_entropy
+from iep.bench.networks import Network, Way, step, summed_cross_entropy
 from iep.bench.report import Benchmark
 from iep.bench.strategy import Strategy
 from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
@@ -53,14 +54,17 @@ def pack(sentences: Sequence[Sentence]) -> PackedSentences:
 
 
 class PackedTagger(nn.Module):
-    """Word vectors, an LSTM each way, a hidden layer with tanh, a score for every tag (Qiao & Taura, section 4.1)."""
+    """The tagger with `nn.LSTM`, and the same numbers in its weights (Qiao & Taura 2019, section 4.1)."""
 
-    def __init__(self, words: int, tags: int, embedding: int = EMBEDDING, width: int = 256, hidden: int = HIDDEN):
+    def __init__(self, model: Tagger, width: int):
         super().__init__()
-        self.embedding = nn.Embedding(words, embedding, sparse=True)
-        self.lstm = nn.LSTM(embedding, width, bidirectional=True)
-        self.hidden = nn.Linear(2 * width, hidden)
-        self.tags = nn.Linear(hidden, tags)
+        self.embedding, self.hidden, self.tags = model.embedding, model.hidden, model.tags
+        self.lstm = nn.LSTM(model.embedding.embedding_dim, width, bidirectional=True)
+        for end, inputs, recurrent in zip(("", "_reverse"), model.lstm.inputs, model.lstm.recurrent, strict=True):
+            given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
+            for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
+                i, o, f, u = weights.detach().chunk(4)
+                getattr(self.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
 
     def forward(self, sentences: PackedSentences) -> Tensor:
         """Return (P, tags) scores, in the order of the packed tags."""
@@ -69,62 +73,43 @@ class PackedTagger(nn.Module):
         return self.tags(self.hidden(h_P.data).tanh())
 
 
-def tagger_samples(
-    sentences: Sequence[Sentence], batch: int, width: int, tags: int = TAGS, spelled: bool = False
-) -> Samples:
-    """Return minibatches of sentences; cells are those of all LSTMs, the letters' among them if rare words are
-    `spelled`, by an LSTM each way of half the width of the word vectors."""
-
-    def letters(sentence: Sentence) -> int:
-        return sum(map(len, sentence.characters or ())) if spelled else 0
-
-    def lstm(items: int, inputs: int, hidden: int) -> int:
-        return 2 * 2 * 4 * items * (inputs + hidden) * hidden
-
-    def flop(sentence: Sentence) -> int:
-        of_letters = lstm(letters(sentence), LETTER_EMBEDDING, EMBEDDING // 2)
-        of_words = lstm(len(sentence), EMBEDDING, width)
-        return of_letters + of_words + 2 * len(sentence) * HIDDEN * (2 * width + tags)
-
-    return networks.samples_of(sentences, batch, lambda each: 2 * (len(each) + letters(each)), flop)
-
-
-def tagger_ways(
+def tagger_network(
     words: int, width: int, strategies: Sequence[Strategy], tags: int = TAGS, letters: int | None = None
-) -> tuple[PackedTagger, list[Way]]:
-    """Return the network by hand, and the ways to run the same weights, the one by hand last if no word is spelled."""
+) -> Network:
+    """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare
+    words if they are spelled. Its last way is the packed one, unless there are letters."""
     model = Tagger(words, tags, letters, EMBEDDING, width, HIDDEN, LETTER_EMBEDDING)
-    hand = PackedTagger(words, tags, EMBEDDING, width, HIDDEN)
-    for name in ("embedding", "hidden", "tags"):
-        getattr(hand, name).load_state_dict(getattr(model, name).state_dict())
-    for way, end in enumerate(("", "_reverse")):
-        inputs, recurrent = model.lstm.inputs[way], model.lstm.recurrent[way]
-        given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
-        for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
-            i, o, f, u = weights.detach().chunk(4)
-            getattr(hand.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
+    hand = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
         tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
         return summed_cross_entropy(scores, tags_W)
 
+    def spelled(sentence: Sentence) -> int:
+        return 0 if letters is None else sum(map(len, sentence.characters or ()))
+
+    def flop(sentence: Sentence) -> int:
+        sizes = ((spelled(sentence), LETTER_EMBEDDING, EMBEDDING // 2), (len(sentence), EMBEDDING, width))
+        lstms = sum(16 * items * (inputs + hidden) * hidden for items, inputs, hidden in sizes)
+        return lstms + 2 * len(sentence) * HIDDEN * (2 * width + tags)
+
     compute = step(hand, hand, lambda packed, scores: summed_cross_entropy(scores, packed.tags))
-    packed = [Way(PACKED, pack, compute)] if letters is None else []
-    return hand, [*networks.model_ways(model, strategies, loss), *packed]
+    by_hand = [Way(PACKED, pack, compute)] if letters is None else []
+    ways = [*networks.model_ways(model, strategies, loss), *by_hand]
+    return Network(hand, ways, lambda sentence: 2 * (len(sentence) + spelled(sentence)), flop)
 
 
 def tagger_benchmark(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
-    phases: Sequence[str],
-    threads: Sequence[int],
     characters: bool,
     width: int,
     words: int,
     wikiner: Path | None,
     seed: int,
+    **measured: Any,
 ) -> Benchmark:
-    """Return the comparison at every minibatch size, the smallest first.
+    """Return the comparison at every minibatch size, the smallest first; `measured` are phases and threads.
 
     Raises:
         InputError: the sentences' file cannot be read, or has too few.
@@ -140,8 +125,8 @@ def tagger_benchmark(
         sentences = networks.shuffled(found, max(batch_sizes), rng, wikiner, "sentences")
         origin = f"sentences of {wikiner}"
     torch.manual_seed(seed)
-    ways = tagger_ways(words, width, strategies, tags, letters if characters else None)[1]
-    samples = (tagger_samples(sentences, size, width, tags, characters) for size in sorted(batch_sizes))
+    network = tagger_network(words, width, strategies, tags, letters if characters else None)
+    sized = (({"batch": size}, networks.minibatches_of(sentences, size)) for size in sorted(batch_sizes))
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     description = f"BiLSTM tagger, width {width}, {words} words, {tags} tags, {spelled}, {origin}"
-    return Benchmark(description, networks.network_cases(samples, ways, phases, threads), "batch", "sentence")
+    return Benchmark(description, networks.network_cases(network, sized, **measured), "batch", "sentence")

@@ -9,18 +9,20 @@ Shapes: B trees or pairs, N vertices of all trees, K levels above the leaves, L 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from iep.batching import scope
 from iep.batching.plans import nothing_remembered
 from iep.bench import networks
 from iep.bench.compare import MIN_SAMPLES
-from iep.bench.networks import Samples, Way, step, summed_cross_entropy
+from iep.bench.networks import Network, Way, step, summed_cross_entropy
 from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
 from iep.workloads.child_sum import ChildSumTreeLSTM
@@ -111,77 +113,48 @@ def levels_of(trees: Sequence[Tree]) -> TreeLevels:
     )
 
 
-class HandTreeLSTM(nn.Module):
-    """A binary Tree-LSTM batched by hand, with the parameters of `BinaryTreeLSTM` (Tai et al. 2015, section 3.2).
+def tree_lstm_by_hand(model: BinaryTreeLSTM, levels: TreeLevels) -> Tensor:
+    """Return (B, classes) scores by the model's parameters (Tai et al. 2015, section 3.2)."""
 
-    Gates are in the order i, o, u at leaves, and i, o, f_left, f_right, u above.
-    """
-
-    def __init__(self, words: int, width: int = 256, classes: int = SENTIMENTS):
-        super().__init__()
-        self.width = width
-        self.embedding = nn.Embedding(words, width, sparse=True)
-        self.leaf = nn.Linear(width, 3 * width)
-        self.inner = nn.Linear(2 * width, 5 * width)
-        self.classifier = nn.Linear(width, classes)
-
-    def forward(self, levels: TreeLevels) -> Tensor:
-        """Return (B, classes) scores."""
-        h_BH, _ = levels.run(self._leaves(levels.words), self._level)
-        return self.classifier(h_BH)
-
-    def _leaves(self, words: Tensor) -> States:
-        gates, u = self.leaf(self.embedding(words)).split([2 * self.width, self.width], dim=1)
-        i, o = gates.sigmoid().chunk(2, dim=1)
-        c_LH = i * u.tanh()
-        return o * c_LH.tanh(), c_LH
-
-    def _level(self, h: Tensor, c: Tensor) -> States:
-        gates, u = self.inner(h.view(-1, 2 * self.width)).split([4 * self.width, self.width], dim=1)
-        i, o, f = gates.sigmoid().split([self.width, self.width, 2 * self.width], dim=1)
-        left, right = (f * c.view_as(f)).chunk(2, dim=1)
-        c_GH = torch.addcmul(left + right, i, u.tanh())
+    def state(gates: Tensor, *children: Tensor) -> States:
+        """From gates i, o, forgets, u."""
+        *_, u = gates.split(model.width, dim=1)
+        i, o, *forgets = gates[:, : -model.width].sigmoid().split(model.width, dim=1)
+        c_GH = i * u.tanh()
+        for forget, c_child in zip(forgets, children, strict=True):
+            c_GH = torch.addcmul(c_GH, forget, c_child)
         return o * c_GH.tanh(), c_GH
 
+    def inner(h: Tensor, c: Tensor) -> States:
+        return state(model.inner(h.view(-1, 2 * model.width)), c[::2], c[1::2])
 
-def binary_samples(trees: Sequence[Tree], batch: int, width: int) -> Samples:
-    """Return minibatches of trees for a binary Tree-LSTM, which has a cell at every vertex."""
+    h_BH, _ = levels.run(state(model.leaf(model.embedding(levels.words))), inner)
+    return model.classifier(h_BH)
+
+
+def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return a binary Tree-LSTM for trees, which has a cell at every vertex."""
+    model = BinaryTreeLSTM(words, width, SENTIMENTS)
+
+    def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
+        return summed_cross_entropy(scores, torch.tensor([tree.label for tree in trees]))
 
     def flop(tree: Tree) -> int:
         leaves, inner = tree.num_leaves, len(tree) - tree.num_leaves
         return 2 * width * (3 * leaves * width + 10 * inner * width + SENTIMENTS)
 
-    return networks.samples_of(trees, batch, len, flop)
-
-
-def binary_ways(words: int, width: int, strategies: Sequence[Strategy]) -> tuple[HandTreeLSTM, list[Way]]:
-    """Return the network by hand, and the ways to run the same weights, the one by hand last."""
-    model, hand = BinaryTreeLSTM(words, width, SENTIMENTS), HandTreeLSTM(words, width)
-    hand.load_state_dict(model.state_dict())
-
-    def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
-        return summed_cross_entropy(scores, torch.tensor([tree.label for tree in trees]))
-
-    compute = step(hand, hand, lambda levels, scores: summed_cross_entropy(scores, levels.labels))
+    forward = partial(tree_lstm_by_hand, model)
+    compute = step(model, forward, lambda levels, scores: summed_cross_entropy(scores, levels.labels))
     by_hand = Way(HAND, levels_of, compute, lambda levels: len(levels.pieces))
-    return hand, [*networks.model_ways(model, strategies, loss), by_hand]
+    return Network(model, [*networks.model_ways(model, strategies, loss), by_hand], len, flop)
 
 
-def child_sum_samples(pairs: Sequence[TreePair], batch: int, width: int) -> Samples:
-    """Return minibatches of pairs for a child-sum Tree-LSTM: a cell at every word, and a score of the two sentences."""
+def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return a child-sum Tree-LSTM for pairs of trees, which has a cell at every word and a score of the two sentences.
 
-    def flop(pair: TreePair) -> int:
-        words, edges = len(pair.left) + len(pair.right), len(pair.left) + len(pair.right) - 2
-        inner = sum(len(tree) - tree.num_leaves for tree in (pair.left, pair.right))
-        cells = 4 * words * EMBEDDING * width + (3 * inner + edges) * width * width
-        return 2 * (cells + 2 * width * HIDDEN + HIDDEN * RATINGS)
-
-    return networks.samples_of(pairs, batch, lambda pair: len(pair.left) + len(pair.right), flop)
-
-
-def child_sum_ways(words: int, width: int, strategies: Sequence[Strategy]) -> list[Way]:
-    """Return one pair after the other, and the same code in a lazy scope (Zha et al. 2019, Just-in-Time
-    Dynamic-Batching, section 5): by modules under every strategy, by operators under the last. All is computation."""
+    The same code runs one pair after the other and in a lazy scope (Zha et al. 2019, Just-in-Time Dynamic-Batching,
+    section 5): by modules under every strategy, by operators under the last. All of this is computation.
+    """
     model = ChildSumTreeLSTM(words, EMBEDDING, width, RATINGS)
 
     def loss(pairs: Sequence[TreePair], scores: Tensor) -> Tensor:
@@ -189,6 +162,14 @@ def child_sum_ways(words: int, width: int, strategies: Sequence[Strategy]) -> li
         related = torch.tensor([pair.relatedness for pair in pairs])
         ratings = (1 - (related[:, None] - torch.arange(1, RATINGS + 1)).abs()).clamp(min=0)
         return summed_cross_entropy(scores, ratings)
+
+    def size(pair: TreePair) -> int:
+        return len(pair.left) + len(pair.right)
+
+    def flop(pair: TreePair) -> int:
+        inner = size(pair) - pair.left.num_leaves - pair.right.num_leaves
+        cells = 4 * size(pair) * EMBEDDING * width + (3 * inner + size(pair) - 2) * width * width
+        return 2 * (cells + 2 * width * HIDDEN + HIDDEN * RATINGS)
 
     def in_scope(strategy: Strategy, granularity: str) -> Way:
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
@@ -205,35 +186,34 @@ def child_sum_ways(words: int, width: int, strategies: Sequence[Strategy]) -> li
         by_modules = granularity == "module"
         name = strategy.name if by_modules else f"{strategy.name}, operators"
         compute = step(model, lambda pairs: run(pairs)[0], loss)
-        return Way(name, list, compute, calls, ("train",) if strategy.defer and by_modules else PHASES)
+        return Way(name, list, compute, calls, PHASES[:1] if strategy.defer and by_modules else PHASES)
 
-    alone = networks.model_ways(model, (), loss)
-    by_modules = [in_scope(strategy, "module") for strategy in strategies]
-    return [*alone, *by_modules, *(in_scope(strategy, "op") for strategy in strategies[-1:])]
+    ways = [*networks.model_ways(model, (), loss), *(in_scope(strategy, "module") for strategy in strategies)]
+    return Network(model, [*ways, *(in_scope(strategy, "op") for strategy in strategies[-1:])], size, flop)
 
 
 def tree_lstm_benchmark(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
-    phases: Sequence[str],
-    threads: Sequence[int],
     cell: str,
     width: int,
     words: int,
     files: Path | None,
     seed: int,
+    **measured: Any,
 ) -> Benchmark:
     """Return the comparison at every minibatch size, the smallest first.
 
     Args:
         files: of bracketed trees for a `binary` cell, or the directory of pairs for a `child-sum` one; None to have
             trees made in the sizes of theirs.
+        measured: phases and threads.
 
     Raises:
         InputError: files cannot be read, or have too few samples.
     """
     rng, count, binary = np.random.default_rng(seed), max(*batch_sizes, MIN_SAMPLES), cell == "binary"
-    what, like = ("trees", "the Stanford Sentiment Treebank's") if binary else ("pairs of trees", "SICK's")
+    what, like = ("trees", "the Stanford Sentiment Treebank's") if binary else ("pairs", "SICK's")
     if files is None:
         found = (sst_like if binary else sick_like)(count, words, rng)
         origin = f"{count} {what} made like {like}"
@@ -242,7 +222,7 @@ def tree_lstm_benchmark(
         found, words = networks.shuffled(found, max(batch_sizes), rng, files, what), len(word_to_idx)
         origin = f"{what} of {files}"
     torch.manual_seed(seed)
-    ways = binary_ways(words, width, strategies)[1] if binary else child_sum_ways(words, width, strategies)
-    samples = ((binary_samples if binary else child_sum_samples)(found, size, width) for size in sorted(batch_sizes))
-    cases = networks.network_cases(samples, ways, phases, threads)
-    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words, {origin}", cases, "batch", what.split()[0][:-1])
+    network = (binary_network if binary else child_sum_network)(words, width, strategies)
+    sized = (({"batch": size}, networks.minibatches_of(found, size)) for size in sorted(batch_sizes))
+    description = f"{cell} Tree-LSTM, width {width}, {words} words, {origin}"
+    return Benchmark(description, networks.network_cases(network, sized, **measured), "batch", what[:-1])

@@ -1,7 +1,7 @@
 """Where the questions of a benchmark come from: made as `iep-synth` asks them, or preprocessed data.
 
-Made programs have CLEVR's shapes and vocabulary; they stay in memory, and no image is rendered: features and answers are
-random numbers, which cost as much to compute with as others. Does not run anything.
+Made programs have CLEVR's shapes and vocabulary; they stay in memory, and no image is rendered: features and answers
+are random numbers, which cost as much to compute with as others. Does not run anything.
 
 Shapes: Q questions, B questions of a minibatch, N distinct images of it, L program tokens, C H W feature maps.
 """
