@@ -133,13 +133,14 @@ def open_workload(
     vocab = Vocab.load(data / "vocab.json")
     questions, features = (opened := open_split(data, split, vocab, True, wanted)).questions, opened.features
     ClevrDataset(questions, features)  # checks that every question's image is there
+    programs_QL = programs_of(questions)
     if len(questions) < largest:
         found = f"split {split} has {len(questions)} questions"
         raise InputError(f"{data}: {found}, expected at least {largest} for the largest of --batch-sizes")
     return Workload(
         description=f"programs and features of {data}, split {split}",
         vocab=vocab,
-        programs_QL=programs_of(questions),
+        programs_QL=programs_QL,
         image_idxs_Q=questions.image_idxs,
         feature_shape=features.shape[1:],
         features=lambda images_N: features.read(images_N).float(),
