@@ -1,11 +1,12 @@
 # `make demo` runs the main job on a small data set of its own; `make check` is what CI runs; `make soak` kills every job a
-# hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). All make .venv first.
+# hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). These make .venv
+# first. `make lines` counts the lines of every folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= runs/demo
 
-.PHONY: demo check lint format test soak clean
+.PHONY: demo check lint format test lines soak clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh $(DEMO)
@@ -22,6 +23,13 @@ format: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+lines:  # of every folder: a change that adds capability and removes lines is the best kind
+	@for folder in iep/*/ scripts tests; do \
+		printf '%7d  %s\n' "$$(find $$folder -name '*.py' -o -name '*.js' -o -name '*.css' -o -name '*.sh' | xargs cat | wc -l)" $$folder; \
+	done
+	@printf '%7d  iep/*.py\n' "$$(cat iep/*.py | wc -l)"
+	@printf '%7d  iep, all of it\n' "$$(find iep -name '*.py' -o -name '*.js' -o -name '*.css' | xargs cat | wc -l)"
 
 soak: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py $(SOAK)

@@ -1,20 +1,18 @@
-"""How the C library keeps memory that was given back: for large tensors, which PyTorch asks of it anew at every step.
+"""Have the C library keep freed memory, so that large tensors, which PyTorch allocates anew at every step, are cheap.
 
-By default glibc returns large blocks to the system at once, which clears them again page by page when they are next
-asked for: a CPU then spends several percent of a training step on memory that it had a moment ago.
+By default glibc maps a large block for itself and returns it to the system when it is freed. The system clears the
+pages of the next one again, one by one, at their first touch: several percent of a step at full size on a CPU.
 """
 
 import ctypes
 import os
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Parameters of mallopt(3)."""
-LARGEST_BLOCK = 1 << 25
-"""Larger blocks are always the system's: glibc's own limit."""
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep the memory that it frees, up to two gigabytes, to use again.
+    """Have this process keep the memory that it frees, up to two gigabytes at its end, to use again.
 
     Does nothing where the user has set any of glibc's MALLOC_ variables, or the C library is another.
     """
@@ -24,6 +22,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
+    mallopt(M_MMAP_MAX, 0)  # no mappings of their own: their threshold cannot be above 32 MB
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    mallopt(M_TOP_PAD, LARGEST_BLOCK)
+    mallopt(M_TOP_PAD, 1 << 25)

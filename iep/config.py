@@ -191,9 +191,9 @@ class Config:
     seed: int = setting(0, minimum=0, maximum=2**32 - 1)
     device: str = "auto"
     placement: str = "none"
-    """How the engine's functions are given devices: none, round-robin, balanced, or a YAML file that names each's."""
+    """How the engine's functions are placed on `devices`: none, round-robin, balanced, or a YAML file."""
     devices: tuple[str, ...] = ()
-    """Those of the placement."""
+    """Of the placement; the first also has all that is not placed."""
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
     keep: int = setting(2, minimum=1)

@@ -13,7 +13,7 @@ import torch
 
 from iep.data_files import Questions
 from iep.errors import InputError
-from iep.execution_engine.plans import Plan, Planner
+from iep.execution_engine.program_plan import Planner, ProgramPlan
 from iep.features import Features
 from iep.loader import HERE, Batches, Loading
 from iep.ordering import Order, deal, step_numbers
@@ -35,7 +35,7 @@ class Batch:
     """(N, C, H, W) features of the batch's N distinct images, of the file's dtype; float32 once `to` has moved them."""
     image_rows: np.ndarray | None = None
     """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
-    plan: Plan | None = None
+    plan: ProgramPlan | None = None
     """What `make_plan` made of `programs` and `image_rows`."""
     draws: torch.Tensor | None = None
     """(B, ...) numbers from 0 to below 1 for what training draws by chance."""
@@ -61,7 +61,7 @@ class Batch:
         self._map(record, lambda plan: plan.map(record))
 
     def _map(
-        self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[Plan], Plan]
+        self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[ProgramPlan], ProgramPlan]
     ) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)}

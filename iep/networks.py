@@ -7,7 +7,7 @@ settings in a config; `NETWORKS` says which a model has.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -23,7 +23,7 @@ from iep.baselines.stacked_attention import StackedAttentionBaseline
 from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Placement
+from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
 from iep.features import Features
 from iep.new_words import count_new_words
 from iep.program_generator.seq2seq import Seq2Seq
@@ -280,11 +280,24 @@ def place(network: nn.Module, device: torch.device, memory_format: str | None = 
 
 
 def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
-    """`engine` with each part on its device, its convolutions in a format as `place` gives them."""
+    """Move each part of `engine` to its device, in a memory format as `place` gives it; returns the engine."""
     for part in engine.parts:
         place(getattr(engine, part), placement.device(part), memory_format)
     engine.placement = placement
     return engine
+
+
+def place_engine(
+    engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
+) -> Costs:
+    """Place the parts of `engine` as `--placement` and `--devices` say; returns what they cost for the sample.
+
+    Raises:
+        InputError: as `make_placement`.
+    """
+    costs = costs_of(engine, sample)
+    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
+    return costs
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:

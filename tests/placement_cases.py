@@ -1,4 +1,4 @@
-"""Devices to place things on: logical ones on the CPU everywhere, and GPUs where there are any."""
+"""Devices to place engines on: positions on the CPU everywhere, and GPUs where there are any."""
 
 import copy
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from iep.batching import threads
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement, round_robin
 from iep.networks import place_parts
@@ -17,34 +16,16 @@ DEVICE_LISTS = [
     ("cpu", "cpu"),
     ("cpu", "cpu", "cpu"),
     pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cpu"), marks=ONE_GPU),
     pytest.param(("cuda:0", "cuda:0"), marks=ONE_GPU),
     pytest.param(("cuda:0", "cuda:1"), marks=TWO_GPUS),
 ]
 
 
-class CountedMoves:
-    """While it is on, keeps how many rows and bytes each move takes."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.rows: list[int] = []
-        self.bytes = 0
-        self._move = threads.move
-        patch.setattr(threads, "move", self._counted)
-
-    def _counted(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.rows.append(len(rows))
-        self.bytes += rows.nbytes
-        return self._move(rows, device)
-
-
 def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
-    """The same engine on several devices, its parts dealt in turn or at random."""
+    """Return a copy of the engine with its parts on the devices in turn, or at random."""
     placement = round_robin(engine.parts, devices)
     if seed is not None:
         positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()
         placement = Placement(devices, dict(zip(engine.parts, positions, strict=True)))
     return place_parts(copy.deepcopy(engine), placement, "channels-first")
-
-
-def on_cpu(values: dict) -> dict:
-    return {name: None if value is None else value.cpu() for name, value in values.items()}

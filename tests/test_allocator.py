@@ -11,9 +11,9 @@ import resource
 from iep.allocator import keep_freed_memory
 if {keep}: keep_freed_memory()
 import numpy as np
-for _ in range(5): [np.ones(2_000_000) for _ in range(4)]
+for _ in range(5): [np.ones(6_000_000) for _ in range(4)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10): [np.ones(2_000_000) for _ in range(4)]
+for _ in range(10): [np.ones(6_000_000) for _ in range(4)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -4,7 +4,7 @@ from batching_cases import assert_same, results
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from iep.batching import DeferredWeightGrads
+from iep.batching.deferred import DeferredWeightGrads
 
 
 class CountWeightGrads(TorchDispatchMode):

@@ -1,4 +1,6 @@
-import itertools
+"""Whatever the schedule, sharing, deferral, families and placement, a run equals a walk node by node."""
+
+import pickle
 
 import numpy as np
 import pytest
@@ -22,17 +24,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import images_graph, random_dag, tree_graph
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from iep.batching import SCHEDULERS, Graph, Group, execute, lay_out, make_schedule, run_prefix, share
+from iep.batching.execute import execute
+from iep.batching.placement import OpPlacement, least_time, make_placed_plan, rows_copied
+from iep.batching.plan import make_plan
+from iep.batching.reference import run_prefix
+from iep.batching.schedulers import SCHEDULERS, Group, make_schedule
+from iep.batching.sharing import share
+
+CPUS = (torch.device("cpu"), torch.device("cpu"))
+FAMILY = 100
+"""Families have numbers beyond the ops'."""
 
 
-def run_graph(graph, scheduler, modules, inputs, defer=False):
-    return execute(lay_out(graph, make_schedule(graph, scheduler)), modules, inputs, defer)
+def plan_of(graph, scheduler="lookahead", families=False, seed=None):
+    """The plan of a graph of toy programs; with a seed, its ops are placed on two devices at random."""
+    home = [0] * len(ARITY_V) if seed is None else np.random.default_rng(seed).integers(0, 2, len(ARITY_V)).tolist()
+    # Functions of one arity are a family, on each device.
+    family = {op: FAMILY + 2 * int(ARITY_V[op]) + home[op] for op in range(len(ARITY_V))} if families else None
+    schedule = make_schedule(graph, scheduler, family)
+    if seed is None:
+        return make_plan(graph, schedule)
+    return make_placed_plan(graph, schedule, OpPlacement(CPUS, dict(enumerate(home)), seed % 2, seed // 2 % 2))
 
 
-def batched(tokens_BL, modules, inputs, scheduler, leaf_is_input=False, sharing=False, input_B=None, defer=False):
-    graph = tree_graph(tokens_BL, leaf_is_input, input_B)
-    return run_graph(share(graph) if sharing else graph, scheduler, modules, inputs, defer)
+def batched(tokens_BL, modules, inputs, scheduler="lookahead"):
+    return execute(plan_of(tree_graph(tokens_BL), scheduler), modules, inputs)
 
 
 def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False, input_B=None):
@@ -48,21 +67,30 @@ def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False, input_B=None):
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-@given(tokens_BL=toy_programs, leaf_is_input=st.booleans(), examples_an_input=st.integers(1, 4))
-@settings(quick, max_examples=20)
-def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_outputs_and_all_gradients(
-    dtype, relative, tokens_BL, leaf_is_input, examples_an_input
+@given(
+    tokens_BL=toy_programs,
+    leaf_is_input=st.booleans(),
+    examples_an_input=st.integers(1, 4),
+    sharing=st.booleans(),
+    defer=st.booleans(),
+    families=st.booleans(),
+    seed=st.one_of(st.none(), st.integers(0, 2**16)),
+)
+@settings(quick, max_examples=60)
+def test_every_run_equals_the_reference_on_outputs_and_all_gradients(
+    dtype, relative, tokens_BL, leaf_is_input, examples_an_input, sharing, defer, families, seed
 ):
     modules = toy_modules(dtype=dtype)
     input_B = np.arange(len(tokens_BL)) // examples_an_input
     inputs = torch.randn(input_B[-1] + 1, 3, dtype=dtype)
     expected = results(lambda x: one_by_one(tokens_BL, modules, x, leaf_is_input, input_B), modules, inputs)
-    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-
-        def run(x, name=name, options=(sharing, input_B, defer)):
-            return batched(tokens_BL, modules, x, name, leaf_is_input, *options)
-
-        assert_same(results(run, modules, inputs), expected, relative)
+    graph = tree_graph(tokens_BL, leaf_is_input, input_B)
+    by_op = dict(enumerate(modules))
+    for name in SCHEDULERS:
+        plan = plan_of(share(graph) if sharing else graph, name, families, seed)
+        assert_same(results(lambda x, p=plan: execute(p, by_op, x, defer), modules, inputs), expected, relative)
+        with torch.inference_mode():
+            assert execute(plan, by_op, inputs).sub(expected["output"]).abs().max() <= relative
 
 
 def test_the_comparison_notices_swapped_arguments():
@@ -73,6 +101,127 @@ def test_the_comparison_notices_swapped_arguments():
         assert_same(swapped, there, 1e-9)
 
 
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_graph_equals_a_walk(seed, defer):
+    """Nodes with several takers, and nodes that no root depends on, whose gradients may be zeros instead of None."""
+    graph = random_dag(seed, num_nodes=25)
+    modules = nn.ModuleList(ToyModule(1 + op % 2, 3) for op in range(5)).double()
+    inputs = torch.randn(graph.num_inputs, 3, dtype=torch.float64)
+
+    def walk(x):
+        values = list(x.split(1))
+        for op, args in zip(graph.op.tolist(), graph.args.tolist(), strict=True):
+            values.append(modules[op](*(values[slot] for slot in args if slot >= 0)))
+        return torch.cat([values[root] for root in graph.roots.tolist()])
+
+    expected = results(walk, modules, inputs)
+    for name in SCHEDULERS:
+        plan = make_plan(graph, make_schedule(graph, name))
+        actual = results(lambda x, p=plan: execute(p, modules, x, defer), modules, inputs)
+        missing = {key: torch.zeros_like(actual[key]) for key, value in expected.items() if value is None}
+        assert_same(actual, expected | missing, 1e-9)
+
+
+class Reaches(nn.Module):
+    """A module with a weight that is not among its own parameters, or not used as it is."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.reach = lambda x: torch.tanh(x @ weight)
+
+    def forward(self, x):
+        return self.reach(x)
+
+
+def tied(modules):
+    modules[UNARY_B].maps[0].weight = modules[UNARY_A].maps[0].weight
+
+
+def closure(modules):
+    weight = nn.Parameter(torch.eye(3, dtype=torch.float64) + 0.1)
+    modules.register_parameter("outside", weight)
+    modules[UNARY_A] = Reaches(weight)
+
+
+def computed(modules):
+    """A weight that another network computes, once for all calls."""
+    weight = nn.Parameter(torch.rand(3, 3, dtype=torch.float64))
+    modules.register_parameter("outside", weight)
+    modules[UNARY_A] = Reaches(torch.sin(weight))
+
+
+def functional_call(modules):
+    original = modules[UNARY_A]
+    modules[UNARY_A] = Reaches(torch.zeros(3, 3))
+    modules.add_module("original", original)
+    doubled = {name: 2 * value for name, value in original.named_parameters()}
+    modules[UNARY_A].reach = lambda x: torch.func.functional_call(original, doubled, (x,))
+
+
+def parametrized(modules):
+    parametrizations.weight_norm(modules[UNARY_A].maps[0])
+
+
+def checkpointed(modules):
+    inner = modules[UNARY_A]
+    modules[UNARY_A] = Reaches(torch.zeros(3, 3))
+    modules.add_module("inner", inner)
+    modules[UNARY_A].reach = lambda x: checkpoint(inner, x, use_reentrant=False)
+
+
+def hooked(modules):
+    """Hooks on a module, on its output's gradient and on a weight."""
+    modules[UNARY_A].register_forward_hook(lambda module, args, output: output * 1.5)
+    modules[UNARY_A].register_full_backward_hook(lambda module, given, received: (given[0] * 0.5,))
+    modules[UNARY_A].scale.register_hook(lambda gradient: gradient * 3)
+
+
+def frozen(modules):
+    modules[UNARY_A].requires_grad_(False)
+
+
+REACHES = [tied, closure, computed, functional_call, parametrized, hooked, frozen]
+
+
+@pytest.mark.parametrize(
+    ("change", "defer"), [*((change, defer) for change in REACHES for defer in (False, True)), (checkpointed, False)]
+)
+def test_a_weight_gets_its_gradient_however_a_module_reaches_it(change, defer):
+    rows = matrix([[BINARY_A, UNARY_A, UNARY_B, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_A, UNARY_A, LEAF]])
+    inputs = torch.randn(2, 3, dtype=torch.float64)
+    found = []
+    for run in (one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)):
+        modules = toy_modules()
+        torch.manual_seed(1)
+        change(modules)
+        found.append(results(lambda x, r=run, m=modules: r(rows, dict(enumerate(m)), x), modules, inputs))
+    assert_same(found[1], found[0], 1e-9)
+
+
+def test_checkpointing_inside_a_module_is_refused_where_weight_gradients_are_deferred():
+    modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)
+    checkpointed(modules)
+    plan = plan_of(tree_graph([[UNARY_A, UNARY_A, LEAF]]))
+    with pytest.raises(CheckpointError):
+        results(lambda x: execute(plan, dict(enumerate(modules)), x, defer_weight_grads=True), modules, inputs)
+
+
+def test_a_run_under_autocast_equals_the_reference_to_bfloat16s_precision():
+    modules, rows = (
+        toy_modules(dtype=torch.float32),
+        matrix([[BINARY_A, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_A, LEAF]]),
+    )
+
+    def run(x, way):
+        with torch.autocast("cpu", torch.bfloat16):
+            return way(rows, dict(enumerate(modules)), x).float()
+
+    inputs = torch.randn(2, 3)
+    expected = results(lambda x: run(x, one_by_one), modules, inputs)
+    assert_same(results(lambda x: run(x, batched), modules, inputs), expected, 0.05)
+
+
 def test_binary_arguments_go_in_by_position_though_the_second_is_ready_first():
     rows = [[BINARY_A, *[UNARY_A] * 4, LEAF, LEAF], [BINARY_A, LEAF, *[UNARY_A] * 4, LEAF]]
     modules = {LEAF: lambda x: x, UNARY_A: lambda x: 10 * x, BINARY_A: lambda x, y: x - y}
@@ -81,150 +230,141 @@ def test_binary_arguments_go_in_by_position_though_the_second_is_ready_first():
         assert out.tolist() == [[9999.0], [2.0 - 20000.0]]
 
 
-def test_one_module_call_per_group_with_its_rows_in_the_order_of_the_nodes():
-    calls = []
+def test_a_family_of_functions_runs_in_one_call_with_its_rows_sorted_by_function():
+    seen = []
 
-    def record(op):
-        def run(*args):
-            calls.append((op, [x[:, 0].tolist() for x in args]))
-            return args[0] + (100 if op == UNARY_A else 0)
+    def grouped(segments, x):
+        seen.append(([(each.op, each.rows) for each in segments], x[:, 0].tolist()))
+        return x + torch.tensor([[100.0], [200.0], [200.0]])
 
-        return run
+    graph = images_graph([[UNARY_B, LEAF], [UNARY_A, LEAF], [UNARY_B, LEAF]])
+    plan = make_plan(graph, make_schedule(graph, "lookahead", {UNARY_A: FAMILY, UNARY_B: FAMILY}))
+    out = execute(plan, {FAMILY: grouped}, torch.tensor([[1.0], [2.0], [3.0]]))
+    assert seen == [([(UNARY_A, slice(0, 1)), (UNARY_B, slice(1, 3))], [2.0, 1.0, 3.0])]
+    assert out.tolist() == [[201.0], [102.0], [203.0]]
+    assert "family 100 (op 6 on 1, op 7 on 2) on 3 nodes" in str(plan)
 
-    modules = {op: record(op) for op in (LEAF, UNARY_A, UNARY_B, BINARY_A)}
-    rows = [[BINARY_A, UNARY_A, LEAF, LEAF], [BINARY_A, LEAF, UNARY_A, LEAF], [UNARY_B, LEAF]]
-    out = batched(matrix(rows), modules, torch.tensor([[1.0], [2.0], [3.0]]), "improved")
-    assert calls == [
-        (LEAF, [[1.0, 2.0]]),
-        (LEAF, [[1.0, 2.0, 3.0]]),
-        (UNARY_A, [[1.0, 2.0]]),
-        (UNARY_B, [[3.0]]),
-        (BINARY_A, [[101.0, 2.0], [1.0, 102.0]]),
+
+def test_a_plan_prints_every_call_in_one_line_and_travels():
+    graph = tree_graph([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_A, LEAF]])
+    plan = make_plan(graph, make_schedule(graph, "height"))
+    lines = [
+        "column 0: 8 rows",
+        "inputs: [0:2]",
+        f"call 0: op {LEAF} on 3 nodes, reads [0 0 1], writes [2:5]",
+        f"call 1: op {UNARY_A} on 2 nodes, reads [2 4], writes [5:7]",
+        f"call 2: op {BINARY_A} on 1 node, reads [5], [3], writes [7]",
+        "roots: [7 6]",
     ]
-    assert out.tolist() == [[101.0], [2.0], [3.0]]
+    assert str(plan).splitlines() == lines
+    assert str(pickle.loads(pickle.dumps(plan)).to("cpu")) == str(plan)
 
 
-# Inputs 0 and 1; nodes: 2 = A(0), 3 = B(2), 4 = binary(2, 3), 5 = binary(4, 2), 6 = B(1), unused.
-SHARED = Graph(
-    num_inputs=2,
-    op=np.array([UNARY_A, UNARY_B, BINARY_A, BINARY_A, UNARY_B]),
-    args=np.array([[0, -1], [2, -1], [2, 3], [4, 2], [1, -1]]),
-    example=np.array([0, 0, 0, 1, 1]),
-    roots=np.array([4, 5, 1, 4]),
-)
+def test_a_value_is_copied_to_a_device_once_and_only_if_it_is_needed_there():
+    graph = images_graph([[BINARY_A, UNARY_A, LEAF, UNARY_A, LEAF], [BINARY_A, UNARY_B, LEAF, UNARY_A, LEAF]])
+    placement = OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1, BINARY_A: 1}, inputs=0, roots=1)
+    plan = make_placed_plan(share(graph), make_schedule(share(graph), "lookahead"), placement)
+    # To the second device: both results of A, and the second input, which B reads.
+    assert rows_copied(plan, 0) == 3
+    cost = {UNARY_A: 1.0, UNARY_B: 10.0, BINARY_A: 2.0}
+    assert least_time(plan, cost) == 14.0  # A's two rows beside B's, then two rows of binary
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_node_with_several_takers_runs_once_and_gathers_all_their_gradients(name):
-    modules = toy_modules()
-
-    def by_hand(x):
-        a, b, binary = modules[UNARY_A], modules[UNARY_B], modules[BINARY_A]
-        two = a(x[:1])
-        four = binary(two, b(two))
-        return torch.cat([four, binary(four, two), x[1:], four])
-
-    inputs = torch.randn(2, 3, dtype=torch.float64)
-    expected = results(by_hand, modules, inputs)
-    actual = results(lambda x: run_graph(SHARED, name, modules, x), modules, inputs)
-    assert_same(actual, expected, 1e-9)
+MODULES = {LEAF: lambda x: x, UNARY_A: lambda x: 3 * x, BINARY_A: lambda x, y: x - 2 * y}
 
 
-def zeros_for_none(gradients, others):
-    """`gradients`, None as zeros where the others are not None."""
-    missing = {key for key, value in gradients.items() if value is None and others[key] is not None}
-    return gradients | {key: torch.zeros_like(others[key]) for key in missing}
-
-
-def test_a_module_may_work_in_place_detach_or_hand_its_argument_on_and_the_result_may_be_changed():
-    modules = toy_modules()
-    inputs = torch.randn(2, 3, dtype=torch.float64)
-    rows = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]])
-
-    def in_place(x):
-        return x.mul_(2).sub_(1)
-
-    for unary in (in_place, lambda x: x, lambda x: x.detach(), lambda x: x.view(-1).view(x.shape)):
-        own = nn.ModuleDict({str(op): modules[op] for op in (LEAF, UNARY_A, BINARY_A)})
-        runs = {op: modules[op] for op in (LEAF, UNARY_A, BINARY_A)} | {UNARY_B: unary}
-        apart = runs | {UNARY_B: lambda x, unary=unary: unary(x.clone())}
-        expected = results(lambda x, runs=apart: one_by_one(rows, runs, x).relu(), own, inputs)
-        actual = results(lambda x, runs=runs: batched(rows, runs, x, "lookahead").relu_(), own, inputs)
-        assert_same(zeros_for_none(actual, expected), zeros_for_none(expected, actual), 1e-9)
-
-
-def test_inputs_may_lie_in_memory_in_any_way():
-    modules = {LEAF: lambda x: x, UNARY_A: lambda x: 3 * x, BINARY_A: lambda x, y: x - 2 * y}
+def test_inputs_may_lie_in_memory_in_any_way_and_the_result_may_be_changed():
     rows = matrix([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_A, LEAF]])
-    whole = torch.randn(2, 4, 6, 5)
+    whole = torch.randn(2, 4, 6, 5).requires_grad_()
     for inputs in (whole, whole.transpose(1, 3), whole[:, :, ::2], whole.contiguous(memory_format=torch.channels_last)):
-        out = batched(rows, modules, inputs, "lookahead")
-        torch.testing.assert_close(out, torch.stack([inputs[0], 3 * inputs[1]]))
+        out = batched(rows, MODULES, inputs).relu_()
+        torch.testing.assert_close(out, torch.stack([inputs[0], 3 * inputs[1]]).relu())
 
 
-def test_results_are_kept_in_the_inputs_type_and_refused_where_it_cannot_hold_them():
-    rows = matrix([[UNARY_A, LEAF]])
-    inputs = torch.ones(1, 2)
-    out = batched(rows, {LEAF: lambda x: x, UNARY_A: lambda x: x.double() / 3}, inputs, "vanilla")
-    assert out.dtype == inputs.dtype
-    with pytest.raises(ValueError, match=f"op {UNARY_A} returned torch.float32, expected what torch.int64 can hold"):
-        batched(rows, {LEAF: lambda x: x, UNARY_A: lambda x: x + 0.5}, inputs.long(), "vanilla")
+@pytest.mark.parametrize("unary", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1).view(x.shape)])
+def test_a_module_may_return_its_argument_detached_or_as_it_is(unary):
+    rows, inputs = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF]]), torch.randn(1, 3, dtype=torch.float64)
+    own = nn.ModuleDict({str(op): each for op, each in enumerate(toy_modules()) if op in (LEAF, UNARY_A, BINARY_A)})
+    runs = {int(op): each for op, each in own.items()} | {UNARY_B: unary}
+    expected = results(lambda x: one_by_one(rows, runs, x), own, inputs)
+    actual = results(lambda x: batched(rows, runs, x), own, inputs)
+    same = {key: value for key, value in expected.items() if value is not None}
+    assert_same({key: actual[key] for key in same}, same, 1e-9)
 
 
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_any_graph_matches_a_walk_and_what_leads_to_no_root_gets_no_gradient(seed, defer):
-    graph = random_dag(seed, num_nodes=25)
-    modules = nn.ModuleList(ToyModule(1 + op % 2, 3) for op in range(5)).double()
-    inputs = torch.randn(graph.num_inputs, 3, dtype=torch.float64)
+def test_a_module_that_changes_its_argument_in_place_is_refused():
+    inputs = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        batched(matrix([[UNARY_A, LEAF]] * 2), {LEAF: lambda x: x, UNARY_A: lambda x: x.mul_(2)}, inputs)
 
-    def walk(x):
-        values = {}
 
-        def value(slot):
-            if slot < graph.num_inputs:
-                return x[slot : slot + 1]
-            if slot not in values:
-                node = slot - graph.num_inputs
-                args = [value(arg) for arg in graph.args[node].tolist() if arg >= 0]
-                values[slot] = modules[graph.op[node]](*args)
-            return values[slot]
-
-        return torch.cat([value(root) for root in graph.roots.tolist()])
-
-    expected = results(walk, modules, inputs)
-    for name in SCHEDULERS:
-        actual = results(lambda x, name=name: run_graph(graph, name, modules, x, defer), modules, inputs)
-        if name == "vanilla":
-            assert_same(actual, expected, 1e-9)
-        else:  # what leads to no root may be in one call with what does
-            assert_same(actual, zeros_for_none(expected, actual), 1e-9)
+def test_results_are_kept_in_the_inputs_dtype():
+    out = batched(matrix([[UNARY_A, LEAF]]), {LEAF: lambda x: x, UNARY_A: lambda x: x.double() / 3}, torch.ones(1, 2))
+    assert out.dtype == torch.float32
 
 
 def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
     inputs = torch.randn(3, 2)
-    assert batched(matrix([[LEAF]] * 3), {}, inputs, "improved", leaf_is_input=True).equal(inputs)
+    assert execute(plan_of(images_graph([[LEAF]] * 3)), {}, inputs).equal(inputs)
 
 
-def test_no_examples_at_all_are_refused():
-    with pytest.raises(ValueError, match="0 inputs for a graph of 0 inputs and 0 roots"):
-        batched(np.zeros((0, 4), dtype=np.int64), toy_modules(), torch.zeros(0, 3), "improved")
+@pytest.mark.parametrize(
+    ("rows", "modules", "inputs", "message"),
+    [
+        ([], {}, torch.zeros(0, 3), "no roots: an empty minibatch cannot be run"),
+        ([[LEAF]] * 2, MODULES, torch.zeros(3, 3), "3 inputs in column 0, expected 2"),
+        ([[UNARY_A, LEAF]] * 2, {UNARY_A: lambda x: x[:1]}, torch.zeros(2, 3), r"op 6 returned \(1, 3\), expected \(2"),
+        (
+            [[UNARY_A, LEAF]] * 2,
+            {UNARY_A: lambda x: x[:, :1]},
+            torch.zeros(2, 3),
+            r"returned \(2, 1\), expected \(2, 3",
+        ),
+        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: (x, x)}, torch.zeros(1, 3), "op 6 returned 2 tensors, expected 1"),
+        (
+            [[UNARY_A, LEAF]],
+            {UNARY_A: lambda x: x + 0.5},
+            torch.zeros(1, 3, dtype=torch.int64),
+            "op 6 returned torch.float32, which a column of torch.int64 cannot hold",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(rows, modules, inputs, message):
+    tokens_BL = matrix(rows) if rows else np.zeros((0, 4), dtype=np.int64)
+    with pytest.raises(ValueError, match=message):
+        batched(tokens_BL, MODULES | modules, inputs)
 
 
-def test_another_number_of_inputs_than_the_graph_has_is_refused():
-    with pytest.raises(ValueError, match="3 inputs for a graph of 2 inputs"):
-        batched(matrix([[LEAF], [LEAF]]), toy_modules(), torch.zeros(3, 3), "improved")
-
-
-@pytest.mark.parametrize(("module", "shape"), [(lambda x: x[:1], r"\(1, 3\)"), (lambda x: x[:, :1], r"\(2, 1\)")])
-def test_a_module_that_returns_another_shape_is_named(module, shape):
-    modules = {LEAF: lambda x: x, UNARY_A: module}
-    with pytest.raises(ValueError, match=rf"op 6 returned {shape} for a group of 2, expected \(2, 3\)"):
-        batched(matrix([[UNARY_A, LEAF]] * 2), modules, torch.zeros(2, 3), "improved")
+GRAPH = images_graph([[UNARY_A, UNARY_A, LEAF]] * 2)
 
 
 def test_a_schedule_can_be_written_by_hand():
-    graph = images_graph([[UNARY_A, LEAF]] * 2)
-    schedule = (Group(UNARY_A, np.array([1])), Group(UNARY_A, np.array([0])))
-    out = execute(lay_out(graph, schedule), {UNARY_A: lambda x: -x}, torch.tensor([[1.0], [2.0]]))
-    assert out.tolist() == [[-1.0], [-2.0]]
+    schedule = tuple(Group(UNARY_A, np.array(nodes)) for nodes in ([2], [0, 3], [1]))
+    out = execute(make_plan(GRAPH, schedule), {UNARY_A: lambda x: -2 * x}, torch.tensor([[1.0], [2.0]]))
+    assert out.tolist() == [[4.0], [8.0]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([[0, 1, 2, 3]], "before its arguments"),
+        ([[1], [0], [2], [3]], "before its arguments"),
+        ([[0], [1], [2]], "a schedule of 3 nodes for a graph of 4, expected each once"),
+        ([[0], [1], [2, 3], [3]], "a schedule of 5 nodes"),
+        ([[0], [1], [2], [2]], "expected each once"),
+    ],
+)
+def test_a_schedule_that_cannot_be_run_is_refused(groups, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(GRAPH, tuple(Group(UNARY_A, np.array(nodes)) for nodes in groups))
+
+
+def test_families_and_placements_that_do_not_fit_are_refused():
+    graph = images_graph([[UNARY_A, LEAF], [UNARY_B, LEAF]])
+    with pytest.raises(ValueError, match="family 6 has the number of an op"):
+        make_schedule(graph, "lookahead", {UNARY_B: UNARY_A})
+    family = make_schedule(graph, "lookahead", {UNARY_A: FAMILY, UNARY_B: FAMILY})
+    with pytest.raises(ValueError, match="functions of family 100 are on several devices"):
+        make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1}, 0, 0))
+    with pytest.raises(ValueError, match="op 7 is to run, but is placed on no device"):
+        make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0}, 0, 0))

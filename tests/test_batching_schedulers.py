@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
+from batching_cases import ARITY_V, BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
 from schedule_cases import (
     assert_valid,
     clevr_graph,
+    images_graph,
     naive_distance,
     naive_height,
     naive_paths,
@@ -13,8 +14,7 @@ from schedule_cases import (
     tree_graph,
 )
 
-from iep.batching import native
-from iep.batching.graph import Graph, distance_from_leaves
+from iep.batching.graph import Graph
 from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule, most_on_a_path
 
 
@@ -187,13 +187,10 @@ def test_an_unknown_scheduler_is_refused_with_the_known_ones():
         make_schedule(tree_graph(TWO_TREES), "improve")
 
 
-@pytest.mark.parametrize("how", ["compiled", "by array code"])
 @pytest.mark.parametrize("seed", range(6))
-def test_longest_paths_are_those_of_the_definition_with_a_compiler_and_without(how, seed, monkeypatch):
-    if how == "by array code":
-        monkeypatch.setattr(native, "function", lambda *_: None)
+def test_longest_paths_are_those_of_the_definition(seed):
     for graph in (random_dag(seed), random_dag(seed, num_inputs=1, num_nodes=3), clevr_graph(5, seed)):
-        assert distance_from_leaves(graph).tolist() == naive_height(graph)
+        assert graph.height.tolist() == naive_height(graph)
         paths = naive_paths(graph)
         expected = {op: max(path.count(op) for path in paths) for op in set(graph.op.tolist())}
         assert most_on_a_path(graph) == expected
@@ -206,3 +203,31 @@ def test_lookahead_takes_the_schedule_by_height_where_none_has_fewer_calls():
     graph = Graph(1, np.arange(num_nodes) // 6, args, np.zeros(num_nodes, dtype=int), np.array([6, num_nodes]))
     assert as_lists(make_schedule(graph, "lookahead")) == as_lists(make_schedule(graph, "height"))
     assert len(make_schedule(graph, "lookahead")) == lower_bound(graph) == num_nodes
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@given(tokens_BL=toy_programs)
+@settings(quick, max_examples=10)
+def test_a_schedule_over_families_runs_each_node_once_after_its_arguments_sorted_by_function(name, tokens_BL):
+    graph = images_graph(tokens_BL)
+    families = {op: 100 + int(arity) for op, arity in enumerate(ARITY_V.tolist()) if arity}
+    done = set(range(graph.num_inputs))
+    for op, nodes, segments in make_schedule(graph, name, families):
+        functions = graph.op[nodes].tolist()
+        if segments is None:
+            assert set(functions) == {op}
+        else:
+            assert functions == sorted(functions)
+            assert [each.op for each in segments for _ in range(each.rows.stop - each.rows.start)] == functions
+        assert set(graph.args[nodes].ravel().tolist()) - {-1} <= done
+        done |= set((graph.num_inputs + nodes).tolist())
+    assert len(done) == graph.num_inputs + graph.num_nodes
+
+
+@pytest.mark.parametrize(("questions", "most"), [(64, 23), (256, 25)])
+def test_lookahead_over_families_needs_about_one_call_for_each_level(questions, most):
+    graph = clevr_graph(questions, 0, scene_is_input=True)
+    arity = (graph.args >= 0).sum(axis=1)
+    families = {int(op): 100 + int(many) for op, many in zip(graph.op, arity, strict=True)}
+    calls = len(make_schedule(graph, "lookahead", families))
+    assert int(graph.height.max()) + 1 <= calls <= most

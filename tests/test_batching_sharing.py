@@ -6,7 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import images_graph
 
-from iep.batching import execute, lay_out, make_schedule, share, sharing
+from iep.batching import sharing
+from iep.batching.execute import execute
+from iep.batching.plan import make_plan
+from iep.batching.schedulers import make_schedule
+from iep.batching.sharing import share
 
 
 def meanings(graph):
@@ -73,6 +77,6 @@ def test_the_gradients_of_all_takers_of_a_shared_result_add_up_however_many_they
     plain = images_graph(rows, np.zeros(8, dtype=np.int64))
     runs = []
     for graph in (plain, share(plain)):
-        layout = lay_out(graph, make_schedule(graph, "improved"))
-        runs.append(results(lambda x, layout=layout: execute(layout, modules, x), modules, inputs))
+        plan = make_plan(graph, make_schedule(graph, "improved"))
+        runs.append(results(lambda x, p=plan: execute(p, modules, x), modules, inputs))
     assert_same(runs[1], runs[0], 1e-12)

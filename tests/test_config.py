@@ -14,7 +14,7 @@ from iep.execution_engine.engine import INITIALIZATIONS, STEMS
 from iep.execution_engine.families import FAMILIES
 from iep.execution_engine.modules import SCENES
 from iep.execution_engine.norms import NORMS
-from iep.execution_engine.plans import DEFAULT_SCHEDULER
+from iep.execution_engine.program_plan import DEFAULT_SCHEDULER
 from iep.networks import NETWORKS
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from batching_cases import assert_same, in_bfloat16, in_memory_formats, quick, results
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from placement_cases import DEVICE_LISTS, CountedMoves, on_cpu, placed_copy
 from tbd_cases import ILL_FORMED, INDEX, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, features, programs, tbd_engine
 from tiny_data import EXAMPLES, VOCAB, padded
 
@@ -39,36 +37,6 @@ def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_an
         plan = engine.plan(programs_BL, rows_B, name, sharing)
         actual = results(lambda x, plan=plan, defer=defer: engine(x, plan, defer), engine, features_NCHW)
         assert_same(actual, expected, 1e-9)
-
-
-@pytest.mark.parametrize("devices", DEVICE_LISTS)
-@given(programs_BL=any_programs, seed=st.integers(0, 2**16))
-@example(programs_BL=PROGRAMS_BL, seed=0)
-@settings(quick, max_examples=3)
-def test_on_any_placement_logits_and_all_gradients_are_the_references(devices, programs_BL, seed):
-    engine, rows_B = tbd_engine(), rows_of(programs_BL)
-    placed, home = placed_copy(engine, devices, seed), torch.device(devices[0])
-    features_NCHW = features(rows_B[-1] + 1)
-    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
-    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, name, sharing)
-
-        def run(x, plan=plan, defer=defer):
-            return placed(x.to(home), plan, defer).cpu()
-
-        assert_same(on_cpu(results(run, placed, features_NCHW)), expected, 1e-9)
-
-
-def test_what_crosses_between_devices_is_counted_kind_by_kind():
-    placed = placed_copy(tbd_engine(), ("cpu", "cpu"))
-    layout = placed.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)).layout
-    with pytest.MonkeyPatch.context() as patch:
-        moved = CountedMoves(patch)
-        placed(features(8), placed.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))
-    maps, attentions = layout.rows_moved(0), layout.rows_moved(1)
-    assert maps > 0 < attentions
-    assert maps + attentions == sum(moved.rows)
-    assert moved.bytes == (3 * maps + attentions) * 3 * 4 * 8
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -162,14 +130,9 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
         assert_same(results(run, engine, features_NCHW), expected, 1e-9)
 
 
-def test_a_placed_engine_sums_the_same_attentions():
-    engine, rows_B = tbd_engine(), rows_of(PROGRAMS_BL)
-    placed = placed_copy(engine, ("cpu", "cpu", "cpu"))
-    logits, attention = engine.look(features(8), engine.plan(PROGRAMS_BL, rows_B, attentions=True))
-    ours = placed.look(features(8), placed.plan(PROGRAMS_BL, rows_B, attentions=True))
-    torch.testing.assert_close(ours, (logits, attention))
-    assert attention > 0
-    assert engine.look(features(8), engine.plan(PROGRAMS_BL, rows_B))[1] == 0, "nobody has asked for them"
+def test_attentions_are_not_summed_unless_the_plan_asks_for_them():
+    engine = tbd_engine()
+    assert engine.look(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
 
 
 def test_modules_that_no_program_needs_get_no_gradient():

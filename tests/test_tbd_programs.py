@@ -12,7 +12,7 @@ from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.family import ATTENTION, MAP, misfits
 from iep.execution_engine.modules import IEP
-from iep.execution_engine.plans import plan_programs
+from iep.execution_engine.program_plan import plan_programs
 from iep.execution_engine.tbd import TBD
 from iep.execution_engine.trace import trace
 from iep.program_tree import program_tree, tokens_run, without

@@ -1,9 +1,10 @@
-"""Weight gradients of layers that are called many times -> computed once per weight, over all calls together.
+"""Weight gradients of layers that are called many times -> computed once for each weight, over all its calls.
 
-A module that runs in twenty groups of a step would have its weights' gradients computed twenty times and added up;
-here each call keeps its input and the gradient of its output, and the last to come back computes them all at once
-(Qiao & Taura, An Efficient Operation Auto-batching Strategy, section 3). Covers convolutions and linear layers, in
-whatever module they are; other parameters have their ordinary gradients.
+A module that runs in twenty calls of a step would have its weights' gradients computed twenty times and summed. Here
+each call of a layer keeps its input and the gradient of its output; when the backward pass has reached all of them,
+one product over the concatenation gives the weight's gradient (Qiao & Taura, An Efficient Operation Auto-batching
+Strategy, section 3). Covers 2-D convolutions and linear layers, in whatever module they are; other parameters have
+their ordinary gradients.
 
 Shapes: G rows of a call.
 """
@@ -18,39 +19,93 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from iep.batching.rows import is_batched, on_rows
+ROWS_OF_THEIR_OWN = 256
+"""A linear layer's call of so many rows has a product of its own: what one product for all calls would save would be
+spent on concatenating."""
+
+
+class _Layer(NamedTuple):
+    """`torch.nn.functional.linear` without options, or `conv2d` with stride, padding, dilation and groups."""
+
+    function: Callable[..., Tensor]
+    options: tuple = ()
+
+    def backward(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+    ) -> Sequence[Tensor | None]:
+        """Return those of the gradients of input, weight and bias that are `wanted`."""
+        if self.function is functional.conv2d:
+            stride, padding, dilation, groups = self.options
+            more = ([len(weight)], stride, padding, dilation, False, (0, 0), groups, wanted)
+            return torch.ops.aten.convolution_backward(gradient, input, weight, *more)
+        of_input = gradient @ weight if wanted[0] else None
+        if not wanted[1]:
+            return of_input, None, None
+        gradient, input = gradient.flatten(0, -2), input.flatten(0, -2)
+        # In the order of the weight's memory: autograd would copy a gradient that is in another.
+        of_weight = (input.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ input
+        return of_input, of_weight, gradient.sum(0) if wanted[2] else None
+
+
+class _Kept:
+    """What the calls of a layer leave in the backward pass: their input and their output's gradient. An object, where
+    a list would do, because `torch.vmap` makes copies of lists among arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.backward_pass = -1
+
+    def add(self, input: Tensor, gradient: Tensor) -> None:
+        """Keep a call; forget those of an earlier backward pass, which was for inputs alone and never reached here."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self.backward_pass:
+            self.calls, self.backward_pass = [], backward_pass
+        self.calls.append((input, gradient))
+
+    def concatenated(self) -> list[tuple[Tensor, Tensor]]:
+        """Return inputs and gradients, those of calls of one shape concatenated, and forget the calls."""
+        found: list[tuple[Tensor, Tensor]] = []
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for input, gradient in self.calls:
+            if input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN:
+                found.append((input, gradient))
+            else:
+                by_shape.setdefault(input.shape[1:], []).append((input, gradient))
+        self.calls = []
+        for calls in by_shape.values():
+            inputs, gradients = zip(*calls, strict=True)
+            found.append((torch.cat(inputs), torch.cat(gradients)) if len(calls) > 1 else calls[0])
+        return found
 
 
 class DeferredWeightGrads(TorchFunctionMode):
-    """While it is on, 2-D convolutions and linear layers leave their weights' gradients to be computed once, by the
-    last of their calls on the way back. Their values, and the gradients of their inputs, are computed as ever.
+    """While it is active, 2-D convolutions and linear layers leave their weights' gradients to the last of their calls
+    in the backward pass. Their outputs, and the gradients of their inputs, are computed as usual.
 
-    Use one for each step: the gradients of the calls of one object are computed together. Until then every call's input
-    and its output's gradient are kept, and then they are copied side by side: it costs memory. Gradients cannot be
-    differentiated again, and activation checkpointing within, which calls layers anew on the way back, fails.
+    Use one object for each step. Until the end, the input and the output's gradient of every call are kept, and then
+    concatenated: this takes memory. Gradients cannot be differentiated again, and activation checkpointing inside,
+    which calls layers again in the backward pass, raises an error.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights: dict[tuple, _Shared] = {}
-        self._named: list[tuple[Tensor, Tensor | None]] = []
+        self._shared: dict[tuple, tuple[Tensor, Tensor | None, _Kept]] = {}
+        self._originals: list[tuple[Tensor, Tensor | None]] = []
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is functional.linear:
-            return self._linear(*args, **kwargs)
+            return self._linear(*args, **(kwargs or {}))
         if func is functional.conv2d:
-            return self._conv2d(*args, **kwargs)
-        return func(*args, **kwargs)
+            return self._conv2d(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if is_batched(input) and not is_batched(weight) and not (bias is not None and is_batched(bias)):
-            return on_rows(lambda rows: self._linear(rows, weight, bias), input)
-        if not (torch.is_grad_enabled() and weight.requires_grad) or input.dim() < 2 or is_batched(weight):
+        if not (torch.is_grad_enabled() and weight.requires_grad):
             return functional.linear(input, weight, bias)
-        return self._deferred(_Linear(), input, weight, bias)
+        rows = input if input.dim() > 1 else input[None]
+        return self._deferred(_Layer(functional.linear), rows, weight, bias).view(*input.shape[:-1], -1)
 
     def _conv2d(
         self,
@@ -62,150 +117,87 @@ class DeferredWeightGrads(TorchFunctionMode):
         dilation: int | tuple = 1,
         groups: int = 1,
     ) -> Tensor:
-        needed = torch.is_grad_enabled() and weight.requires_grad
-        if not needed or isinstance(padding, str) or input.dim() != 4 or is_batched(input):
+        is_needed = torch.is_grad_enabled() and weight.requires_grad
+        if not is_needed or isinstance(padding, str) or input.dim() != 4:
             return functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
-        return self._deferred(_Conv2d(_pair(stride), _pair(padding), _pair(dilation), groups), input, weight, bias)
+        layer = _Layer(functional.conv2d, (_pair(stride), _pair(padding), _pair(dilation), groups))
+        return self._deferred(layer, input, weight, bias)
 
-    def _deferred(self, layer: "_Linear | _Conv2d", input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _deferred(self, layer: _Layer, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         device = input.device.type
         if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(device))
         key = (id(weight), id(bias), layer, input.dtype)
-        if key not in self._weights:
-            self._named.append((weight, bias))  # so that no other tensor gets the id of one that is gone
-            self._weights[key] = _share(layer, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-        weight, bias, calls = self._weights[key]
-        return _Call.apply(input, weight, bias, layer, calls)
+        if key not in self._shared:
+            self._originals.append((weight, bias))  # kept alive, so that no other tensor gets the same id
+            cast = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+            kept = _Kept()
+            self._shared[key] = (*_Weights.apply(*cast, layer, kept), kept)
+        return _Call.apply(input, *self._shared[key], layer)
 
 
-class _Linear(NamedTuple):
-    """y = x W^T + b over the last axis."""
-
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(input, weight, bias)
-
-    def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        return gradient @ weight
-
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, has_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        gradient, input = gradient.flatten(0, -2), input.flatten(0, -2)
-        # As the weight lies in memory: autograd would copy a gradient that lies otherwise.
-        found = (input.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ input
-        return found, gradient.sum(0) if has_bias else None
-
-
-class _Conv2d(NamedTuple):
-    """2-D convolution; pairs as in `torch.nn.functional.conv2d`."""
-
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-
-    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.conv2d(input, weight, bias, *self)
-
-    def input_gradient(self, gradient: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(gradient, input, weight, (True, False, False))[0]
-
-    def weight_gradients(
-        self, gradient: Tensor, input: Tensor, weight: Tensor, has_bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._backward(gradient, input, weight, (False, True, has_bias))[1:]
-
-    def _backward(self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> Any:
-        return torch.ops.aten.convolution_backward(
-            gradient,
-            input,
-            weight,
-            [len(weight)],
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            (0, 0),
-            self.groups,
-            wanted,
-        )
-
-
-ROWS_OF_THEIR_OWN = 256
-"""A call of a linear layer with so many rows has a product of its own."""
-
-Calls = list[tuple[int, Tensor, Tensor]]
-"""What the calls of a layer leave on the way back: which way back it was, their input and their output's gradient."""
-
-
-class _Shared(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-    calls: Calls
-
-
-def _share(layer: _Linear | _Conv2d, weight: Tensor, bias: Tensor | None) -> _Shared:
-    """What all calls take in the weight's and bias's place: its gradient is asked for when all of them are back."""
-    calls: Calls = []
-    return _Shared(*_Weights.apply(weight, bias, layer, calls), calls)
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
 class _Weights(Function):
-    """Weight and bias as they are; on the way back, their gradients over all calls."""
+    """Weight and bias unchanged; in the backward pass, which comes here after all calls, their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, bias: Tensor | None, layer: _Linear | _Conv2d, calls: Calls
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept) -> tuple[Tensor, Tensor | None]:
+        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
+        weight, bias, ctx.layer, ctx.kept = inputs
         ctx.save_for_backward(weight)
-        ctx.layer, ctx.calls = layer, calls
         ctx.has_bias = bias is not None
         ctx.set_materialize_grads(False)
-        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple]:
+        """Inside `torch.vmap`: weights that differ from sample to sample have their ordinary gradients."""
+        if in_dims[0] is None and in_dims[1] is None:
+            return _Weights.apply(weight, bias, layer, kept), (None, None)
+        return (weight, bias), in_dims[:2]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        if not ctx.calls:
-            return None, None, None, None
         sums: list[Tensor | None] = [None, None]
-        for inputs, gradients in _put_together(ctx.calls):
-            found = ctx.layer.weight_gradients(gradients, inputs, weight, ctx.has_bias)
+        for input, gradient in ctx.kept.concatenated():
+            found = ctx.layer.backward(gradient, input, weight, (False, True, ctx.has_bias))[1:]
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, found, strict=True)]
         return *sums, None, None
 
 
-def _put_together(calls: Calls) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and gradients of the calls, those of one shape side by side; large ones by themselves, as what one product
-    for all would save would be spent on the copy. `calls` is empty then: what is not needed any more is gone."""
-    together: list[tuple[Tensor, Tensor]] = []
-    by_shape: dict[torch.Size, Calls] = {}
-    for call in calls:
-        _, input, gradient = call
-        if input.shape[:-1].numel() >= ROWS_OF_THEIR_OWN and input.dim() == 2:
-            together.append((input, gradient))
-        else:
-            by_shape.setdefault(input.shape[1:], []).append(call)
-    calls.clear()
-    for alike in by_shape.values():
-        _, inputs, gradients = zip(*alike, strict=True)
-        together.append((torch.cat(inputs), torch.cat(gradients)) if len(alike) > 1 else (inputs[0], gradients[0]))
-    return together
-
-
 class _Call(Function):
-    """The layer on one input; on the way back, its input's gradient, and what its weight's needs put aside."""
+    """The layer on one input; in the backward pass its input's gradient, and what its weight's needs is kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: _Linear | _Conv2d, calls: Calls
-    ) -> Tensor:
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer) -> Tensor:
+        return layer.function(input, weight, bias, *layer.options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        input, weight, _, ctx.kept, ctx.layer = inputs
         ctx.save_for_backward(input, weight)
-        ctx.layer, ctx.calls = layer, calls
         ctx.set_materialize_grads(False)
-        return layer.forward(input, weight, bias)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer
+    ) -> tuple[Tensor, int]:
+        """Inside `torch.vmap`: all samples in one call, where they share the weight."""
+        of_input, *of_weights = in_dims[:3]
+        if any(dim is not None for dim in of_weights):
+            run = torch.vmap(lambda *tensors: layer.function(*tensors, *layer.options), tuple(in_dims[:3]))
+            return run(input, weight, bias), 0
+        rows = input.movedim(of_input, 0).flatten(0, 1)
+        return _Call.apply(rows, weight, bias, kept, layer).unflatten(0, (info.batch_size, -1)), 0
 
     @staticmethod
     @once_differentiable
@@ -213,28 +205,7 @@ class _Call(Function):
         if gradient is None:
             return None, None, None, None, None
         input, weight = ctx.saved_tensors
-        put_aside(ctx.calls, input, gradient)
-        needed = ctx.needs_input_grad[0]
-        return ctx.layer.input_gradient(gradient, input, weight) if needed else None, None, None, None, None
-
-
-def put_aside(calls: Calls, input: Tensor, gradient: Tensor) -> None:
-    """On the way back: keep a call's input and its output's gradient until its weight's is computed."""
-    way_back = torch._C._current_graph_task_id()
-    if calls and calls[-1][0] != way_back:
-        calls.clear()  # left by one that was for the inputs' gradients alone and never reached the weights
-    calls.append((way_back, input, gradient))
-
-
-def linear_gradients(gradient: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple:
-    """A linear layer's gradients of weight and bias, None without a bias, from one call's."""
-    return _Linear().weight_gradients(gradient, input, weight, bias is not None)
-
-
-def share_linear(weight: Tensor, bias: Tensor | None) -> "_Shared":
-    """What the calls of a linear layer take in place of its weight and bias, and where each puts its own aside."""
-    return _share(_Linear(), weight, bias)
-
-
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+        ctx.kept.add(input, gradient)
+        is_needed = ctx.needs_input_grad[0]
+        of_input = ctx.layer.backward(gradient, input, weight, (True, False, False))[0] if is_needed else None
+        return of_input, None, None, None, None

@@ -1,66 +1,241 @@
-"""Layout, modules and inputs -> results: one module call per group of the schedule.
+"""Plan, modules and inputs -> the roots' values: one module call for each call of the plan.
 
-Arguments are gathered by place, so nothing depends on the order in which results arrive. What the modules compute is
-theirs, and so is how; a call's row g is the result of its node g. All values of a column have one shape and dtype:
-those of its inputs, or of the first results.
+The values of a column lie in one buffer. For every call, its arguments are gathered out of the buffers, its module
+runs, and its results are written to adjacent rows. In training, each module call is an ordinary part of autograd's
+graph; only the exchange with the buffers between two calls is a step of its own, which in the backward pass adds the
+gradients of the call's arguments to a second set of buffers and reads the gradients of the results before it. So
+hooks, autocast, checkpointing, and weights that a module reaches in any way work as they do without a plan.
 
-Shapes: G rows of a call, B examples.
+Shapes: G rows of a call, F numbers of a value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from iep.batching.exchange import Modules, Run, run_calls
-from iep.batching.layout import Call, Layout
-from iep.batching.placed import PlacedLayout
-from iep.batching.threads import run_devices
+from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.grouped import run_segments
+from iep.batching.plan import Argument, Call, Plan, Result
+
+Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 
 
 def execute(
-    layout: Layout | PlacedLayout,
-    modules: Modules,
-    inputs: Tensor | Mapping[int, Tensor],
-    defer_weight_grads: bool = False,
-    read_only: bool = False,
+    plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
-    """Run the schedule that `layout` was made for; returns the roots' values, (B, ...) in the order of the examples.
+    """Run a plan; returns the roots' values, (B, ...) in the order of the roots.
 
     Args:
-        layout: where everything lies, its indices on the device of `inputs`. A placed one has each part's on its own
-            device; inputs are given, and results returned, where it says that they are.
+        plan: its index tensors on the device of `inputs`; those of a placed plan on the devices of its columns.
         modules: by op, what maps a call's arguments, (G, ...) each in their order, to its results (G, ...): a tensor,
-            or as many as the op's signature says.
-        inputs: (num_inputs, ...), one row per input slot, for a graph without types; results are kept in their dtype
-            and memory format. Otherwise one such tensor for each column that has inputs, and a tuple is returned: a
-            tensor for each of the types' roots.
+            or as many as the op's signature says. Row g belongs to node g. It must not change its arguments in place
+            (where gradients are computed, PyTorch raises an error), as they may be the memory of other calls' results.
+            A family's number may have a function `(segments, *arguments)`; without one, its functions run in a loop.
+        inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in their
+            dtype and memory format. Otherwise one such tensor for each column that has inputs, and a tuple is
+            returned: a tensor for each of the types' roots.
         defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
-        read_only: modules change no argument in place, so that not all of them need be copies. Not of a placed layout.
 
     Gradients cannot be differentiated again.
 
     Raises:
         ValueError: there are not as many inputs as the graph has, it has no roots, or a module returns another shape
-            than its column holds, or numbers that the column's dtype cannot hold (floating-point ones, where it is
-            whole).
+            than its column holds, or numbers that the column's dtype cannot hold.
     """
     given = {0: inputs} if isinstance(inputs, Tensor) else inputs
-    arrival, departure = layout.calls[0], layout.calls[-1]
-    results = _arriving(arrival, departure, given)
-    if isinstance(layout, PlacedLayout):
-        roots = run_devices(layout, modules, results, defer_weight_grads)
+    expected = {made.column // plan.num_devices: made.rows.stop for made in plan.inputs}
+    found = {column: len(tensor) for column, tensor in given.items() if len(tensor)}
+    for column in sorted(expected.keys() | found.keys()):
+        if found.get(column, 0) != expected.get(column, 0):
+            raise ValueError(f"{found.get(column, 0)} inputs in column {column}, expected {expected.get(column, 0)}")
+    if not any(root.rows.stop > root.rows.start for root in plan.roots):
+        raise ValueError("the plan has no roots: an empty minibatch cannot be run")
+    results = tuple(given[column] for column in expected)
+    run = _run_recorded if torch.is_grad_enabled() else _run
+    values = run(plan, modules, results, defer_weight_grads)
+    return values[0] if isinstance(inputs, Tensor) else values
+
+
+def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], _: bool) -> tuple[Tensor, ...]:
+    """Run without gradients; the first results are the inputs."""
+    buffers, before = Buffers(plan), None
+    for call in plan.calls:
+        buffers.write(before, results)
+        results, before = run_call(plan, modules, call, [buffers.read(each) for each in call.arguments]), call
+    buffers.write(before, results)
+    return buffers.read_roots()
+
+
+def _run_recorded(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> tuple[Tensor, ...]:
+    """Run as part of autograd's graph; the first results are the inputs.
+
+    The token orders the exchanges in the backward pass: each takes that of the one before.
+    """
+    buffers, before, token = Buffers(plan), None, torch.empty(0, device=results[0].device)
+    context = DeferredWeightGrads() if defer else nullcontext()
+    for call in plan.calls:
+        token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
+        with context:
+            results, before = run_call(plan, modules, call, arguments), call
+    _, *roots = _Exchange.apply(token, buffers, before, None, *results)
+    buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
+    return tuple(roots)
+
+
+def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the module of a call, or those of its segments, or copy its arguments to another device.
+
+    Raises:
+        ValueError: it does not return as many tensors, of as many rows, as the call writes.
+    """
+    if call.op < 0:
+        devices = [plan.columns[result.column].device for result in call.results]
+        # A copy to the CPU has to be waited for: calls there read it as soon as it is issued.
+        return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
+    if call.segments is None:
+        returned = modules[call.op](*arguments)
+    elif call.op in modules:
+        returned = modules[call.op](call.segments, *arguments)
     else:
-        roots = run_calls(Run(layout, results[0].device, read_only), modules, results, defer_weight_grads)[1]
-    return roots[0] if isinstance(inputs, Tensor) else roots
+        returned = run_segments(modules, call.segments, *arguments)
+    results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+    if len(results) != len(call.results):
+        raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
+    return results
 
 
-def _arriving(arrival: Call, departure: Call, inputs: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
-    """The inputs in the order in which they arrive."""
-    expected = {made.column: made.results.stop - made.results.start for made in arrival.results}
-    found = {column: len(tensor) for column, tensor in inputs.items() if len(tensor)}
-    if found != expected or not departure.rows:
-        raise ValueError(
-            f"{sum(found.values())} inputs for a graph of {arrival.rows} inputs and {departure.rows} roots, "
-            "expected as many inputs of each column as the graph has, and at least one root"
-        )
-    return tuple(inputs[made.column] for made in arrival.results)
+class _Kind:
+    """What the values of a column have in common: shape, dtype, device, and the order of their numbers in memory."""
+
+    def __init__(self, values: Tensor):
+        """`values`, (G, ...), are the first of the column."""
+        self.shape, self.dtype, self.device = values.shape[1:], values.dtype, values.device
+        channels_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+        self.is_channels_last = channels_last and not values.is_contiguous()
+        memory_format = torch.channels_last if self.is_channels_last else torch.contiguous_format
+        self.strides = torch.empty((1, *self.shape), device="meta", memory_format=memory_format).stride()[1:]
+
+    def buffer(self, num_rows: int, zeros: bool = False) -> Tensor:
+        """Allocate (num_rows, F) rows, each with its numbers in memory order, so that it is copied as one piece."""
+        make = torch.zeros if zeros else torch.empty
+        return make(num_rows, self.shape.numel(), dtype=self.dtype, device=self.device)
+
+    def view(self, rows: Tensor, count: int | None = None) -> Tensor:
+        """View (G, F) rows as values (G, ...), or (G * count, F) rows as (G, count, ...)."""
+        size = rows.stride(0)
+        if count is None:
+            return rows.as_strided((len(rows), *self.shape), (size, *self.strides), rows.storage_offset())
+        sizes = (len(rows) // count, count, *self.shape)
+        return rows.as_strided(sizes, (count * size, size, *self.strides), rows.storage_offset())
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Return values, (G, ...) or (G, count, ...), as rows, (n, F)."""
+        values = values.movedim(-3, -1) if self.is_channels_last else values
+        return values.reshape(-1, self.shape.numel())
+
+
+class Buffers:
+    """The values of each column during a run, and in the backward pass their gradients."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.kinds: dict[int, _Kind] = {}
+        self.values: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+
+    def written(self, call: Call | None) -> tuple[Result, ...]:
+        """Return the rows of a call's results, or, without a call, of the inputs."""
+        return self.plan.inputs if call is None else call.results
+
+    def write(self, call: Call | None, results: Sequence[Tensor]) -> None:
+        """Write the results of a call, or, without a call, the inputs.
+
+        Raises:
+            ValueError: a result's shape is not the column's, or the column's dtype cannot hold its numbers.
+        """
+        for (column, rows), values in zip(self.written(call), results, strict=True):
+            kind, size = self.kinds.get(column), rows.stop - rows.start
+            if kind is None:
+                kind = self.kinds[column] = _Kind(values)
+                self.values[column] = kind.buffer(self.plan.columns[column].num_rows)
+            if values.shape != (size, *kind.shape):
+                raise ValueError(f"op {call.op} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
+            if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
+                raise ValueError(f"op {call.op} returned {values.dtype}, which a column of {kind.dtype} cannot hold")
+            kind.view(self.values[column][rows]).copy_(values)
+
+    def read(self, argument: Argument) -> Tensor:
+        """Return an argument, (G, ...) or (G, count, ...); adjacent rows are read where they lie."""
+        kind, values = self.kinds[argument.column], self.values[argument.column]
+        if argument.is_adjacent:
+            # A row is written once, before it is read, so that the backward pass may save the buffer's own memory:
+            # `.data` does not share the buffer's version counter, which later writes increase.
+            return kind.view(values[argument.rows].data, argument.count)
+        return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
+
+    def read_roots(self) -> tuple[Tensor, ...]:
+        """Return copies of the roots' values."""
+        return tuple(self.read(root).clone(memory_format=torch.preserve_format) for root in self.plan.roots)
+
+    def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
+        """Add the gradient of an argument to those of the rows that it was read from."""
+        if gradient is None:
+            return
+        kind, rows = self.kinds[argument.column], self._gradients_of(argument.column)
+        if argument.is_adjacent:
+            kind.view(rows[argument.rows], argument.count).add_(gradient)
+        else:
+            rows.index_add_(0, self.plan.rows(argument), kind.flatten(gradient))
+
+    def gradient(self, made: Result) -> Tensor | None:
+        """Return the gradient of a result; None where its numbers have none."""
+        kind = self.kinds[made.column]
+        if not _has_gradient(kind.dtype):
+            return None
+        return kind.view(self._gradients_of(made.column)[made.rows])
+
+    def _gradients_of(self, column: int) -> Tensor:
+        if column not in self.gradients:
+            self.gradients[column] = self.kinds[column].buffer(self.plan.columns[column].num_rows, zeros=True)
+        return self.gradients[column]
+
+
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class _Exchange(Function):
+    """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse.
+
+    The first exchange writes the inputs, the last one reads the roots.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, buffers: Buffers, before: Call | None, call: Call | None, *results: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`results` are those of the call `before`, or the inputs; returns the arguments of `call`, or the roots."""
+        ctx.buffers, ctx.before, ctx.call = buffers, before, call
+        ctx.set_materialize_grads(False)
+        buffers.write(before, results)
+        arguments = buffers.read_roots() if call is None else [buffers.read(each) for each in call.arguments]
+        ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
+        return token.new_empty(0), *arguments
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        buffers, arguments = ctx.buffers, ctx.buffers.plan.roots if ctx.call is None else ctx.call.arguments
+        if ctx.call is None:
+            buffers.gradients = {}  # the backward pass begins; the buffers of an earlier one were handed out
+        for argument, gradient in zip(arguments, gradients, strict=True):
+            buffers.add_gradient(argument, gradient)
+        found = [buffers.gradient(each) for each in buffers.written(ctx.before)]
+        if not ctx.needs_input_grad[0]:
+            buffers.gradients = {}  # no earlier exchange has a backward pass: it ends here, the loss may live longer
+        return None, None, None, None, *found

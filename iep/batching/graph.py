@@ -7,11 +7,10 @@ Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import torch
-
-from iep.batching import native
 
 WORTH_NARROWING = 512
 """Fewer numbers are sorted as they are."""
@@ -71,31 +70,24 @@ class Graph:
         """N."""
         return len(self.op)
 
-
-def distance_from_leaves(graph: Graph) -> np.ndarray:
-    """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
-    function = native.function("graph", "distance_from_leaves", torch.int64, "lllpp")
-    if function is None:
-        return distance_in_numpy(graph)
-    args = np.ascontiguousarray(graph.args, dtype=np.int64)
-    height = np.empty(graph.num_nodes, dtype=np.int64)
-    function(*args.shape, graph.num_inputs, args.ctypes.data, height.ctypes.data)
-    return height
-
-
-def distance_in_numpy(graph: Graph) -> np.ndarray:
-    """The same, level by level."""
-    height = np.zeros(graph.num_nodes, dtype=np.int64)
-    # One entry more than there are slots: -1, no argument, reads the last.
-    is_known = np.ones(graph.num_inputs + graph.num_nodes + 1, dtype=bool)
-    is_known[graph.num_inputs : -1] = False
-    nodes, args, distance = np.arange(graph.num_nodes), graph.args.T.copy(), 0
-    while len(nodes):
-        ready = is_known[args].all(axis=0)
-        height[nodes[ready]] = distance
-        is_known[graph.num_inputs + nodes[ready]] = True
-        nodes, args, distance = nodes[~ready], args[:, ~ready], distance + 1
-    return height
+    @cached_property
+    def height(self) -> np.ndarray:
+        """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
+        node, place = np.nonzero(self.args >= self.num_inputs)
+        child = self.args[node, place] - self.num_inputs
+        by_child = stable_order(child)
+        taker, uses = node[by_child], np.bincount(child, minlength=self.num_nodes)
+        first = np.cumsum(uses) - uses  # node n's takers are taker[first[n] : first[n] + uses[n]]
+        missing = np.bincount(node, minlength=self.num_nodes)
+        height = np.zeros(self.num_nodes, dtype=np.int64)
+        ready, level = np.flatnonzero(missing == 0), 0
+        while len(ready):
+            height[ready] = level
+            count = uses[ready]
+            reached = taker[np.arange(count.sum()) + np.repeat(first[ready] - (np.cumsum(count) - count), count)]
+            np.subtract.at(missing, reached, 1)
+            ready, level = np.unique(reached[missing[reached] == 0]), level + 1
+        return height
 
 
 def _same_within(op_N: np.ndarray, value_N: np.ndarray) -> bool:
@@ -123,7 +115,7 @@ def levels(height_N: np.ndarray) -> list[np.ndarray]:
 
 
 def graph_from_prefix(
-    tokens_BL: np.ndarray | torch.Tensor,
+    tokens_BL: Any,
     arity_V: np.ndarray,
     leaf: int,
     skip: int | None = None,
@@ -138,7 +130,7 @@ def graph_from_prefix(
     Nodes are numbered example by example, in post-order within each.
 
     Args:
-        tokens_BL: (B, L) integers, numpy or torch.
+        tokens_BL: (B, L) integers, an array or a `torch.Tensor` (this file does without torch).
         arity_V: (V,) number of arguments of every token; a token without any reads its example's input.
         leaf: token, without arguments, that `pad` and the end of the row stand for.
         skip: token that is left out.
@@ -182,8 +174,8 @@ def graph_from_prefix(
     )
 
 
-def _checked_tokens(tokens_BL: np.ndarray | torch.Tensor, vocabulary: int) -> np.ndarray:
-    if isinstance(tokens_BL, torch.Tensor):
+def _checked_tokens(tokens_BL: Any, vocabulary: int) -> np.ndarray:
+    if not isinstance(tokens_BL, np.ndarray):
         tokens_BL = tokens_BL.detach().cpu().numpy()
     if tokens_BL.ndim != 2 or tokens_BL.dtype.kind not in "iu":
         raise ValueError(f"programs are {tokens_BL.shape} {tokens_BL.dtype}, expected a matrix of integers")

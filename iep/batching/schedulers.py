@@ -10,15 +10,15 @@ Shapes: N nodes, A greatest number of arguments, K calls.
 """
 
 import difflib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from iep.batching import native
-from iep.batching.graph import Graph, distance_from_leaves, levels, stable_order
+from iep.batching.graph import Graph, levels, stable_order
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
 
@@ -26,11 +26,21 @@ MOST_COUNTED = 1 << 22
 """Nodes times ops, for which a schedule's lower bound is computed only to spare a search."""
 
 
+class Segment(NamedTuple):
+    """The nodes of one function in a call of its family."""
+
+    op: int
+    rows: slice
+    """Of the call's rows."""
+
+
 class Group(NamedTuple):
     """One module call: `op` on all of `nodes`, (G,) node ids in the order of the call's rows."""
 
     op: int
     nodes: np.ndarray
+    segments: tuple[Segment, ...] | None = None
+    """Of a family's call: its functions, to which adjacent nodes belong; `op` is then the family's number."""
 
 
 Schedule = tuple[Group, ...]
@@ -73,7 +83,7 @@ def height(graph: Graph) -> Schedule:
     The twin of `improved`; O(p * d) calls too. Depth-based batching (Looks et al. 2017, Deep learning with dynamic
     computation graphs, section 2; Neubig et al. 2017, section 3.2).
     """
-    return _pool(distance_from_leaves(graph), graph.op)
+    return _pool(graph.height, graph.op)
 
 
 def agenda(graph: Graph) -> Schedule:
@@ -84,7 +94,7 @@ def agenda(graph: Graph) -> Schedule:
     ready when its arguments have run; its depth is its greatest distance from the leaves. The lower op comes first
     among equals.
     """
-    node, depth = np.arange(graph.num_nodes), distance_from_leaves(graph)
+    node, depth = np.arange(graph.num_nodes), graph.height
     ops, kind = np.unique(graph.op, return_inverse=True)
     args = graph.args.T.copy()
     # The last entry is that of -1, no argument.
@@ -111,11 +121,11 @@ def lookahead(graph: Graph) -> Schedule:
     search needs hardly more calls than there must be on small graphs, and on CLEVR's programs about 1.25 times the
     `lower_bound`.
     """
-    distance = distance_from_leaves(graph)
+    distance = graph.height
     by_height = _pool(distance, graph.op)
     if len(by_height) == int(distance.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
-    if graph.num_nodes * len({group.op for group in by_height}) < MOST_COUNTED and len(by_height) == lower_bound(graph):
+    if _has_fewest_calls(by_height, graph):
         return by_height
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
@@ -128,7 +138,7 @@ def lookahead(graph: Graph) -> Schedule:
         call = _last_calls(calls, kind, takes, left)
         nodes = np.flatnonzero(left & (call >= 0))
         assert len(nodes), "the calls run every string, so that at least one path finds its calls"
-        first = [Group(op, nodes[members]) for op, members in _pool(call[nodes], graph.op[nodes])]
+        first = [Group(op, nodes[members]) for op, members, _ in _pool(call[nodes], graph.op[nodes])]
         schedule = (*first, *schedule)
         left[nodes] = False
     return schedule
@@ -166,29 +176,25 @@ def lower_bound(graph: Graph) -> int:
     return sum(most_on_a_path(graph).values())
 
 
-def most_on_a_path(graph: Graph) -> dict[int, int]:
-    """By op, the most of its nodes that lie on any one path, and so wait for one another."""
-    ops, kind = np.unique(graph.op, return_inverse=True)
-    function = native.function("graph", "most_on_a_path", torch.int64, "llllpppp")
-    if function is None:
-        most = most_in_numpy(graph, kind, len(ops))
-    else:
-        args, kind = (np.ascontiguousarray(each, dtype=np.int64) for each in (graph.args, kind))
-        count, most = np.empty((graph.num_nodes, len(ops)), dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
-        addresses = [each.ctypes.data for each in (args, kind, count, most)]
-        function(*args.shape, len(ops), graph.num_inputs, *addresses)
-    return dict(zip(ops.tolist(), most.tolist(), strict=True))
-
-
-def most_in_numpy(graph: Graph, kind: np.ndarray, kinds: int) -> np.ndarray:
-    """(kinds,) the same, level by level; `kind` (N,) is each node's."""
-    # The last row is that of inputs and of -1, no argument.
-    count = np.zeros((graph.num_nodes + 1, kinds), dtype=np.int64)
+def most_on_a_path(graph: Graph, ops: Sequence[int] | None = None) -> dict[int, int]:
+    """Return by op, for all or some, the most of its nodes that lie on any one path, and so wait for one another."""
+    ops = np.unique(graph.op) if ops is None else np.array(ops)
+    is_op_NP = graph.op[:, None] == ops
+    # Level by level; the last row is that of inputs and of -1, no argument.
+    count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int32)
     takes = _takes(graph)
-    for nodes in levels(distance_from_leaves(graph)):
-        count[nodes] = count[takes[nodes]].max(axis=1)
-        count[nodes, kind[nodes]] += 1
-    return count.max(axis=0, initial=0)
+    for nodes in levels(graph.height):
+        count[nodes] = count[takes[nodes]].max(axis=1) + is_op_NP[nodes]
+    return dict(zip(ops.tolist(), count.max(axis=0, initial=0).tolist(), strict=True))
+
+
+def _has_fewest_calls(by_height: Schedule, graph: Graph) -> bool:
+    """Return whether a schedule by height has as few calls as the lower bound; quick where it does not."""
+    calls = Counter(group.op for group in by_height)
+    op, most = calls.most_common(1)[0]
+    if most_on_a_path(graph, [op])[op] < most or graph.num_nodes * len(calls) >= MOST_COUNTED:
+        return False
+    return len(by_height) == lower_bound(graph)
 
 
 def distance_from_root(graph: Graph) -> np.ndarray:
@@ -214,17 +220,40 @@ SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {
 }
 
 
-def make_schedule(graph: Graph, name: str) -> Schedule:
-    """The schedule that the scheduler called `name` makes of `graph`.
+def make_schedule(graph: Graph, name: str, families: Mapping[int, int] | None = None) -> Schedule:
+    """Return the schedule that the scheduler called `name` makes of `graph`.
+
+    Args:
+        families: by op, the number of its family. Functions of a family have the same architecture and differ only in
+            their weights, so that one call may run several of them: the schedule is then over families, and the nodes
+            of a call are sorted by function. Ops that are missing are scheduled by themselves.
 
     Raises:
-        ValueError: there is no such scheduler; the message lists those there are.
+        ValueError: there is no such scheduler (the message lists those there are), the number of a family is that of
+            an op of the graph, or ops of a family take different numbers of arguments.
     """
     if name not in SCHEDULERS:
         close = difflib.get_close_matches(name, SCHEDULERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"no scheduler is called {name!r}, expected one of {', '.join(SCHEDULERS)}{hint}")
-    return SCHEDULERS[name](graph)
+    if not families:
+        return SCHEDULERS[name](graph)
+    clashes = set(families.values()) & set(graph.op.tolist())
+    if clashes:
+        raise ValueError(f"family {min(clashes)} has the number of an op, expected another")
+    op_N = np.array([families.get(op, op) for op in graph.op.tolist()], dtype=np.int64)
+    by_family = SCHEDULERS[name](replace(graph, op=op_N))
+    numbers = set(families.values())
+    return tuple(_by_function(group, graph.op) if group.op in numbers else group for group in by_family)
+
+
+def _by_function(group: Group, op_N: np.ndarray) -> Group:
+    """Return the group with its nodes sorted by function, and its segments."""
+    nodes = group.nodes[op_N[group.nodes].argsort(kind="stable")]
+    op_G = op_N[nodes]
+    bounds = [0, *(np.flatnonzero(op_G[1:] != op_G[:-1]) + 1).tolist(), len(nodes)]
+    segments = tuple(Segment(int(op_G[start]), slice(start, stop)) for start, stop in pairwise(bounds))
+    return Group(group.op, nodes, segments)
 
 
 def _pool(pool: np.ndarray, op: np.ndarray) -> Schedule:

@@ -9,7 +9,7 @@ Shapes: N nodes, M nodes that are left.
 
 import numpy as np
 
-from iep.batching.graph import Graph, distance_from_leaves, levels
+from iep.batching.graph import Graph, levels
 
 LARGEST = 2**62
 """A key beyond this would not be a 64-bit integer."""
@@ -23,7 +23,7 @@ def share(graph: Graph) -> Graph:
     """
     # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
     same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
-    for nodes in levels(distance_from_leaves(graph)):
+    for nodes in levels(graph.height):
         first = _first_equal(graph.op[nodes], same[graph.args[nodes]])
         same[graph.num_inputs + nodes] = graph.num_inputs + nodes[first]
 

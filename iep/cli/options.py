@@ -175,7 +175,7 @@ def placement_options(command: Callable) -> Callable:
     return click.option(
         "--placement",
         metavar="none|round-robin|balanced|FILE",
-        help="Give each function of the engine a device of its own: dealt in turn, balanced by the programs' work, or "
+        help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
         "as a YAML file says (count: cuda:1).  [default: none]",
     )(command)
 

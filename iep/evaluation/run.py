@@ -23,11 +23,10 @@ from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
 from iep.evaluation.settings import PARTS, Evaluation
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE
+from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.files import check_writable
 from iep.loader import Loading
-from iep.networks import check_features, describe_other_features, load_baseline, load_network
-from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
+from iep.networks import check_features, describe_other_features, load_baseline, load_network, place_engine
 from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
 from iep.vocab import Vocab
@@ -63,7 +62,7 @@ def evaluate(
     if predictor.engine is not None and not predictor.run_predicted:
         make_plan = predictor.engine.planner(settings.batching, settings.sharing)
     dataset = ClevrDataset(questions, split.features, make_plan)
-    device = resolve_home(settings.placement, settings.devices, settings.device)
+    device = main_device(settings.placement, settings.devices, settings.device)
     predictions = predict(
         predictor,
         dataset,
@@ -188,7 +187,7 @@ def _check_models(settings: Evaluation) -> None:
 def _load_baseline(settings: Evaluation, vocab: Vocab) -> nn.Module | None:
     if settings.baseline is None:
         return None
-    return load_baseline(settings.baseline, vocab, resolve_home(settings.placement, settings.devices, settings.device))
+    return load_baseline(settings.baseline, vocab, main_device(settings.placement, settings.devices, settings.device))
 
 
 def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:
@@ -196,7 +195,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
     predicted = _programs_used(settings) == "predicted"
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
-    device = resolve_home(settings.placement, settings.devices, settings.device)
+    device = main_device(settings.placement, settings.devices, settings.device)
     networks = {}
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
@@ -222,7 +221,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
 
 
 def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
-    """Put the engine's parts on their devices; returns what is where, and what will cross."""
+    """Place the engine's parts; returns a text on where they are and what is copied between devices."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, settings.placement, settings.devices, sample)
     planner = engine.planner(settings.batching, settings.sharing)

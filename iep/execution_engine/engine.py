@@ -1,12 +1,13 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-Knows both CLEVR's program tokens and `iep/batching/`. Plans are `plans.py`'s, what its modules are, a family's
+Knows both CLEVR's program tokens and `iep/batching/`. Plans are `program_plan.py`'s, what its modules are, a family's
 (`families.py`). Does not train, and predicts no programs.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -14,13 +15,11 @@ import torch
 from torch import nn
 
 from iep.batching.execute import execute
-from iep.batching.layout import Layout
-from iep.batching.placed import PlacedLayout
-from iep.batching.threads import autocast_like
+from iep.batching.plan import Plan
 from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.plans import DEFAULT_SCHEDULER, Plan, Planner, plan_programs
+from iep.execution_engine.program_plan import DEFAULT_SCHEDULER, Planner, ProgramPlan, plan_programs
 from iep.execution_engine.stems import make_conv_stem, make_no_stem, make_pixel_stem
 
 STEMS = ("conv", "pixels", "none")
@@ -114,7 +113,7 @@ class ExecutionEngine(nn.Module):
             (module_dim, height, width), classifier_projection, classifier_hidden, num_answers, **pool, **regular
         )
         self.placement: Placement | None = None
-        """Where each part lives, where they do not all live on one device; see `iep.networks.place_parts`."""
+        """The device of each part; None where they are all on one. `iep.networks.place_parts` sets it."""
         self._runs = family(modules).runs(self.program_tokens, scene)
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):
@@ -134,6 +133,7 @@ class ExecutionEngine(nn.Module):
         sharing: bool | None = None,
         training: bool = False,
         attentions: bool = False,
+        families: bool = False,
     ) -> Planner:
         """`plan_programs` for this engine as it is placed, without its weights: cheap to send to the loader's workers.
 
@@ -142,6 +142,7 @@ class ExecutionEngine(nn.Module):
                 dropout makes a result depend on how often it is computed.
             training: what the plans are for.
             attentions: as in `plan_programs`.
+            families: schedule families of functions of one architecture, which differ only in their weights.
         """
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
@@ -152,6 +153,7 @@ class ExecutionEngine(nn.Module):
             "scene": self.scene_kind,
             "placement": self.placement,
             "attentions": attentions,
+            "families": self._families() if families else None,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
@@ -162,13 +164,14 @@ class ExecutionEngine(nn.Module):
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
         attentions: bool = False,
-    ) -> Plan:
+        families: bool = False,
+    ) -> ProgramPlan:
         """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
         device = next(self.parameters()).device
-        planner = self.planner(batching, sharing, self.training, attentions)
+        planner = self.planner(batching, sharing, self.training, attentions, families)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
-    def forward(self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False) -> torch.Tensor:
+    def forward(self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False) -> torch.Tensor:
         """(B, A) answer logits, on the device of the features.
 
         Args:
@@ -183,7 +186,7 @@ class ExecutionEngine(nn.Module):
         return self.look(features_NCHW, plan, defer_weight_grads)[0]
 
     def look(
-        self, features_NCHW: torch.Tensor, plan: Plan, defer_weight_grads: bool = False
+        self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What `forward` returns; and the sum of the attentions, on the same device, 0 if the plan was made without
         them."""
@@ -195,29 +198,19 @@ class ExecutionEngine(nn.Module):
             raise ValueError(f"features of {len(features_NCHW)} images for a plan of {plan.num_images}")
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
-        if self.placement is not None:
-            return self._look_placed(features_NCHW, plan.layout, defer_weight_grads)
-        maps_BCHW, attention = self._execute(plan.layout, self.stem(features_NCHW), defer_weight_grads)
-        return self.classifier(maps_BCHW), attention
+        device, placement = features_NCHW.device, self.placement
+        if placement is not None:
+            features_NCHW = features_NCHW.to(placement.device(STEM))
+        with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
+            maps_BCHW, attention = self._execute(plan.plan, self.stem(features_NCHW), defer_weight_grads)
+            return self.classifier(maps_BCHW).to(device), attention.to(device)
 
-    def _execute(
-        self, layout: Layout | PlacedLayout, stems_NCHW: torch.Tensor, defer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, C, H, W) the programs' last maps, and the sum of the attentions."""
-        found = execute(layout, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
+        found = execute(calls, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
-
-    def _look_placed(
-        self, features_NCHW: torch.Tensor, layout: PlacedLayout, defer: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on several devices. All compute in the precision that autocast gives where the features are."""
-        home, stem, classifier = features_NCHW.device, self.placement.device(STEM), self.placement.device(CLASSIFIER)
-        with autocast_like(home, stem):
-            maps_BCHW, attention = self._execute(layout, self.stem(features_NCHW.to(stem)), defer)
-        with autocast_like(home, classifier):
-            return self.classifier(maps_BCHW).to(home), attention.to(home)
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""
@@ -228,8 +221,26 @@ class ExecutionEngine(nn.Module):
         ]
         return self.classifier(torch.cat(maps))
 
+    def _families(self) -> dict[int, int]:
+        """Return the family of every op that runs, numbered from the vocabulary's length on."""
+        numbers: dict[tuple, int] = {}
+        places = {} if self.placement is None else self.placement.parts
+        kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
+        return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
+
     def _module_of_op(self) -> dict[int, nn.Module]:
         return {op: getattr(self, token) for op, token in self._runs.items()}
+
+
+@contextmanager
+def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
+    """Compute on other devices in the precision that autocast gives on `device`."""
+    enabled = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if enabled else None
+    with ExitStack() as stack:
+        for kind in {other.type for other in others} - {device.type}:
+            stack.enter_context(torch.autocast(kind, dtype, enabled))
+        yield
 
 
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from iep.batching.graph import Graph
-from iep.batching.types import Types
+from iep.batching.plan import Types
 from iep.program_tree import NOT_USED, ProgramTree, program_tree, without
 from iep.programs import SCENE, arity
 

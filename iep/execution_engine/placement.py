@@ -1,36 +1,46 @@
-"""Every function of a program vocabulary, the stem and the classifier -> one of several devices.
+"""A device for every part of an engine: the stem, each function of the program vocabulary, and the classifier.
 
-The paper's scheme for several GPUs: a different function on each (Suarez & Zhu, section 3.1, last paragraph). A
-placement is plain data, made before the run from the functions' names, from what they cost and how often programs call
-them, or from a YAML file; devices need not be there to make one. Running a placed engine is `engine.py`'s.
+This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
+made before the run: from the parts' names, from how much work programs give them, or from a YAML file. Its devices need
+not be available then. `iep.networks.place_engine` moves the parts, `program_plan.py` plans the copies between devices,
+and `engine.py` runs them.
 
-Shapes: N nodes of programs, C H W feature maps.
+Shapes: Q programs, L program tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
 import yaml
 from torch import nn
 
-from iep.batching.placed import Homes
+from iep.batching.placement import OpPlacement, cost_of_call, least_time, rows_copied
+from iep.batching.plan import Plan
+from iep.devices import resolve_device
+from iep.distributed import world_size
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
 from iep.execution_engine.family import ATTENTION, MAP, as_column
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
+PLACEMENT_FILE = "placement.yaml"
+MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8
+"""Of a sample, those from which work is computed, and those from which copies are."""
+WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each part of an engine lives."""
+    """The device of each part of an engine."""
 
     devices: tuple[str, ...]
-    """By the user's names; one that stands there several times is as many devices to the engine."""
+    """Names as the user gave them. A name that occurs several times stands for as many devices."""
     parts: Mapping[str, int]
     """Position in `devices` of the stem, of every function that can run, and of the classifier, in this order."""
 
@@ -42,12 +52,12 @@ class Placement:
         return tuple(f"{name}#{position}" for position, name in enumerate(self.devices))
 
     def device(self, part: str) -> torch.device:
-        """Where a part lives."""
+        """Return the device of a part."""
         return torch.device(self.devices[self.parts[part]])
 
-    def homes(self, program_tokens: Sequence[str]) -> Homes:
-        """The same for a schedule's ops, which are indices of `program_tokens`."""
-        return Homes(
+    def of_ops(self, program_tokens: Sequence[str]) -> OpPlacement:
+        """Return the placement of a graph's ops, which are indices of `program_tokens`."""
+        return OpPlacement(
             devices=tuple(map(torch.device, self.devices)),
             ops={op: self.parts[token] for op, token in enumerate(program_tokens) if token in self.parts},
             inputs=self.parts[STEM],
@@ -55,40 +65,128 @@ class Placement:
         )
 
     def to_yaml(self) -> str:
-        """As `read_placement` reads it: a device's name for each part; its position where names are not distinct."""
+        """Return the placement as `read_placement` reads it: devices by name, or by position where names repeat."""
         distinct = self.labels == self.devices
         values = {part: self.devices[at] if distinct else at for part, at in self.parts.items()}
         return yaml.safe_dump(values, sort_keys=False)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Programs from which the work of each part is computed."""
+
+    programs_QL: np.ndarray | None
+    """None where the programs are not known."""
+    image_idxs_Q: np.ndarray
+    source: object
+    """Where the programs come from; for messages."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are programs."""
+        return self.programs_QL is not None and len(self.programs_QL) > 0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the forward pass of an engine's parts costs."""
+
+    sizes: tuple[int, ...]
+    """How many numbers a value between modules has, by column: a map, an attention."""
+    flops: Mapping[str, float]
+    """Floating-point operations by part: for one image, one row of a call, or one question."""
+    flops_of_op: Mapping[int, float]
+    """The same of the functions, by op."""
+    work: Mapping[str, float] | None
+    """Floating-point operations by part for a mean question of the sample; None without programs."""
+
+
+def check_options(placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True) -> None:
+    """Check that `--placement`, `--devices` and `--device` fit together.
+
+    Raises:
+        InputError: there are devices without a placement, or fewer than two with one; both `--device` and `--devices`
+            are given; there is no engine to place, or several processes; a device's name is invalid; or the placement
+            is neither known nor a file.
+    """
+    if placement == NONE:
+        if devices:
+            raise InputError(f"--devices {','.join(devices)} is for --placement; a single device is --device")
+        return
+    if not has_engine:
+        raise InputError(f"--placement {placement} is for an execution engine, and there is none")
+    if len(devices) < 2:
+        raise InputError(f"--placement {placement} needs two devices or more, such as --devices cuda:0,cuda:1")
+    if device != "auto":
+        raise InputError(f"--device {device} together with --devices {','.join(devices)}; give one of them")
+    if world_size() > 1:
+        raise InputError(f"--placement {placement} is for one process, and there are {world_size()}")
+    for name in devices:
+        try:
+            torch.device(name)
+        except RuntimeError:
+            raise InputError(f"--devices: invalid device {name!r}, expected names such as cpu or cuda:0") from None
+    if placement not in (ROUND_ROBIN, BALANCED) and not Path(placement).is_file():
+        names = (NONE, ROUND_ROBIN, BALANCED)
+        raise InputError(f"{placement}: no such file, nor one of {', '.join(names)}{nearest(placement, names)}")
+
+
+def main_device(placement: str, devices: Sequence[str], device: str) -> torch.device:
+    """Return the device of the batches and of all that is not placed: `device`, or the first of `devices`.
+
+    Raises:
+        InputError: a device is not available.
+    """
+    first, *_ = [resolve_device(name) for name in (devices if placement != NONE else [device])]
+    return first
+
+
+def make_placement(
+    option: str, devices: Sequence[str], parts: Sequence[str], work: Mapping[str, float] | None, source: object
+) -> Placement:
+    """Return the placement that `option` names: `round-robin`, `balanced`, or the path of a YAML file.
+
+    Raises:
+        InputError: as `read_placement`, or `balanced` has no programs to compute work from; `source` has none.
+    """
+    if option == ROUND_ROBIN:
+        return round_robin(parts, devices)
+    if option != BALANCED:
+        return read_placement(Path(option), parts, devices)
+    if work is None:
+        what = f"has no programs, from which --placement {BALANCED} computes the functions' work"
+        raise InputError(f"{source}: {what}; choose {ROUND_ROBIN} or a file")
+    return balanced(work, devices)
+
+
 def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """The parts dealt to the devices in turn, in their order."""
-    return Placement(tuple(devices), {part: place % len(devices) for place, part in enumerate(parts)})
+    """Return the placement that gives the parts, in their order, to the devices in turn."""
+    return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
 
 
 def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
-    """By turns the part with most work to the device that has least: longest processing time first (Graham 1969,
-    Bounds on multiprocessing timing anomalies). The earlier part, and the earlier device, goes first among equals; the
-    first device has the stem.
+    """Return the placement by longest processing time first (Graham 1969, Bounds on multiprocessing timing anomalies).
+
+    The part with most work left goes to the device that has least; the earlier part, and the earlier device, goes
+    first among equals. The devices are then numbered so that the first has the stem, which reads the batches.
 
     Args:
-        work: of every part, in the parts' order: how often it is called, times its operations.
+        work: of every part, in the parts' order.
     """
-    load, place = [0.0] * len(devices), {}
+    load, found = [0.0] * len(devices), {}
     for part in sorted(work, key=work.__getitem__, reverse=True):
-        place[part] = min(range(len(devices)), key=load.__getitem__)
-        load[place[part]] += work[part]
-    # Devices count as equal, so that any order of them is as good; batches come to the first, which the stem reads.
-    order = {place[STEM]: 0, 0: place[STEM]}
-    return Placement(tuple(devices), {part: order.get(place[part], place[part]) for part in work})
+        found[part] = min(range(len(devices)), key=load.__getitem__)
+        load[found[part]] += work[part]
+    swapped = {found[STEM]: 0, 0: found[STEM]}
+    return Placement(tuple(devices), {part: swapped.get(found[part], found[part]) for part in work})
 
 
 def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """The placement in a YAML mapping from every part to a device's name, or to its position in `devices` from 0.
+    """Read a YAML mapping from every part to a device's name, or to its position in `devices`, counted from 0.
 
     Raises:
-        InputError: the file is no such mapping, names something unknown, leaves a part out, or names a device that is
-            not in `devices` or stands there several times.
+        InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
+            `devices` or is there several times.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -109,41 +207,107 @@ def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> i
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(devices):
         return value
     count = list(devices).count(value)
-    if count == 1:
-        return devices.index(value)
-    if count:
+    if count > 1:
         raise InputError(f"{path}: {part} is on {value!r}, which is {count} of the devices; expected a position from 0")
-    raise InputError(f"{path}: {part} is on {value!r}, expected one of the devices {', '.join(devices)}")
+    if count == 0:
+        raise InputError(f"{path}: {part} is on {value!r}, expected one of the devices {', '.join(devices)}")
+    return devices.index(value)
 
 
-def flops_of_parts(engine: nn.Module, feature_shape: Sequence[int]) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Floating-point operations of each part, forward, for one image, one call's row or one question; and how many
-    numbers a value between modules has, by column.
+def costs_of(engine: nn.Module, sample: Sample) -> Costs:
+    """Return the costs of an `ExecutionEngine` that `iep.networks.build` made, for the programs of `sample`."""
+    flops, sizes = _flops_of_parts(engine)
+    tokens = engine.program_tokens
+    flops_of_op = {op: flops[token] for op, token in enumerate(tokens) if token in flops}
+    if not sample.is_known:
+        return Costs(sizes, flops, flops_of_op, None)
+    programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
+    graph = family(engine.family_name).graph(programs_QL, tokens, engine.scene_kind, None)
+    calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
+    calls |= {STEM: 1.0, CLASSIFIER: 1.0}
+    return Costs(sizes, flops, flops_of_op, {part: calls[part] * flops[part] for part in engine.parts})
 
-    Args:
-        engine: an `ExecutionEngine` on the device `meta`, which computes nothing.
-        feature_shape: (C, H, W).
-    """
-    from torch.utils.flop_counter import FlopCounterMode  # late: it takes a while, and few runs are placed
 
+def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Return `Costs.flops` and `Costs.sizes`, counted with a copy of the engine on the device `meta`."""
+    from torch.utils.flop_counter import FlopCounterMode  # imported late: it is slow, and few runs are placed
+
+    with torch.device("meta"):
+        copy = type(engine)(**engine.kwargs)
+        features_1CHW = torch.empty(1, *(engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")))
     flops = {}
 
-    def count(part: str, *arguments: torch.Tensor) -> torch.Tensor:
+    def run(part: str, *arguments: torch.Tensor) -> torch.Tensor:
         with FlopCounterMode(display=False) as counter:
-            result = getattr(engine, part)(*arguments)
-        flops[part] = counter.get_total_flops()
+            result = getattr(copy, part)(*arguments)
+        flops[part] = float(counter.get_total_flops())
         return result
 
-    own, map_1CHW = family(engine.family_name), count(STEM, torch.empty(1, *feature_shape, device="meta"))
+    own, map_1CHW = family(engine.family_name), run(STEM, features_1CHW)
     for part in engine.parts[1:]:
-        columns = (MAP,) if part == CLASSIFIER else own.takes(part)
-        count(part, *(as_column(column, map_1CHW) for column in columns))
+        run(part, *(as_column(column, map_1CHW) for column in ((MAP,) if part == CLASSIFIER else own.takes(part))))
     return flops, tuple(as_column(column, map_1CHW).numel() for column in (MAP, ATTENTION))
 
 
-def calls_of_parts(
-    parts: Sequence[str], ops: np.ndarray, program_tokens: Sequence[str], count: int
-) -> dict[str, float]:
-    """How often a program calls each part, of the `ops` (N,) that `count` programs run."""
-    calls = dict(zip(program_tokens, np.bincount(ops, minlength=len(program_tokens)) / count, strict=True))
-    return {part: 1.0 if part in (STEM, CLASSIFIER) else float(calls[part]) for part in parts}
+def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
+    """Return a heading, and for each device the number of its parts, their share of the work, and their names."""
+    lines, width = [f"placement {option}:"], max(map(len, placement.labels))
+    for position, label in enumerate(placement.labels):
+        parts = [part for part, at in placement.parts.items() if at == position]
+        start = f"  {label:<{width}}  {len(parts):2} parts  "
+        if work is not None:
+            start += f"{100 * sum(work[part] for part in parts) / sum(work.values()):3.0f}% of work  "
+        indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+        lines += textwrap.wrap(" ".join(parts), WIDTH, break_on_hyphens=False, **indents) or [start.rstrip()]
+    return "\n".join(lines)
+
+
+def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what: str) -> str:
+    """Return what the forward pass of `what` copies, and the least time of the modules: means over placed plans.
+
+    Args:
+        number_bytes: bytes of one number.
+    """
+    kinds, shares, total = [], [], 0.0
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=True)):
+        rows = mean(rows_copied(plan, column) for plan in plans)
+        if rows or column == MAP:
+            kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
+        total += rows * size * number_bytes
+    for plan in plans:
+        alone = sum(cost_of_call(call, costs.flops_of_op) for call in plan.calls if call.op >= 0)
+        shares.append(least_time(plan, costs.flops_of_op) / alone if alone else 1.0)
+    return (
+        f"  the forward pass of {what} copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the "
+        "backward pass as many gradients\n"
+        f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
+    )
+
+
+def describe_engine(
+    option: str, engine: nn.Module, costs: Costs, sample: Sample, planner: Callable, batch_size: int, precision: str
+) -> str:
+    """Return the placement of an `ExecutionEngine`, and what it copies in minibatches of the sample's questions, which
+    `planner`, as `engine.planner` returns it, plans."""
+    text = describe_placement(option, engine.placement, costs.work)
+    if not sample.is_known:
+        return f"{text}\n  what is copied between devices depends on programs, which are not known yet"
+    batches = _minibatches(sample, batch_size)
+    plans = [planner(programs_BL, image_rows_B=rows_B).plan for programs_BL, rows_B in batches]
+    number_bytes = 2 if precision == "bfloat16" else 4
+    what = f"a minibatch of {min(batch_size, len(sample.programs_QL))} questions"
+    return f"{text}\n{describe_copies(plans, costs, number_bytes, what)}"
+
+
+def _minibatches(sample: Sample, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the programs and image rows of several minibatches, of questions evenly spread over the sample."""
+    rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
+    count = max(1, len(rows) // batch_size)
+    for number in range(count):
+        batch = rows[number::count][:batch_size]
+        yield sample.programs_QL[batch], np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """Return up to `most` of `count` positions, evenly spread."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)

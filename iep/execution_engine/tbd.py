@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from iep.batching.graph import Graph, graph_from_prefix
-from iep.batching.types import Read, Signature, Types
+from iep.batching.plan import Read, Signature, Types
 from iep.execution_engine.family import ATTENTION, MAP, Family, scene_token
 from iep.execution_engine.tbd_modules import role_of
 from iep.programs import SCENE, arities, arity

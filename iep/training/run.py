@@ -17,7 +17,7 @@ from iep.distributed import broadcast, is_main, rank, torchrun_identity, world_s
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.families import family
-from iep.execution_engine.placement import NONE
+from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.files import write_bytes
 from iep.loader import Loading
 from iep.networks import (
@@ -34,12 +34,12 @@ from iep.networks import (
     load_network,
     looks,
     place,
+    place_engine,
     unpack,
     with_module_norm,
 )
 from iep.new_words import PARTS_WITH_WORDS, add_words
 from iep.ordering import Order, make_order, program_lengths
-from iep.placing import PLACEMENT_FILE, Sample, check_options, describe_engine, place_engine, resolve_home
 from iep.question_families import family_filter, listed
 from iep.together import attempt, raise_any
 from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
@@ -100,7 +100,7 @@ def train_from(start: Saved | None, config: Config, out: Path, asked: Collection
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return False
     check_options(config.placement, config.devices, config.device, config.model in ("ee", "joint"))
-    data, device = Path(config.data), resolve_home(config.placement, config.devices, config.device)
+    data, device = Path(config.data), main_device(config.placement, config.devices, config.device)
     vocab = Vocab.load(data / "vocab.json")
 
     sees, reads = looks(NETWORKS[config.model]), config.model in ("pg", "ee")
@@ -154,7 +154,7 @@ def _open_splits(config: Config, data: Path, vocab: Vocab, sees: bool) -> tuple[
 
 
 def _place(engine: ExecutionEngine, config: Config, questions: Questions) -> str:
-    """Put the engine's parts on their devices; returns what is where, and what will cross."""
+    """Place the engine's parts; returns a text on where they are and what is copied between devices."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, config.placement, config.devices, sample)
     planner = engine.planner(config.batching, config.sharing, training=True)

@@ -1,19 +1,19 @@
-"""Programs of a minibatch -> the plan of their module calls: graph, schedule and layout.
+"""Programs of a minibatch -> the plan of their module calls: graph, schedule and calls.
 
 A plan is made without tensors' values, so that the data loader's workers can make it; running one is `engine.py`'s.
 
 Shapes: B programs, L program tokens, N images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from iep.batching.graph import Graph
-from iep.batching.layout import Layout, lay_out
-from iep.batching.placed import PlacedLayout, lay_out_placed
+from iep.batching.placement import make_placed_plan
+from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.execution_engine.families import family
@@ -23,14 +23,14 @@ DEFAULT_SCHEDULER = "lookahead"
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ProgramPlan:
     """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
 
     graph: Graph
     """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
     programs' results, further ones attentions."""
     schedule: Schedule
-    layout: Layout | PlacedLayout
+    plan: Plan
     program_tokens: tuple[str, ...]
     scene: str
     modules: str
@@ -42,21 +42,15 @@ class Plan:
     placement: Placement | None = None
     """How an engine must be placed to run it; None for one device."""
 
-    def to(self, device: torch.device) -> "Plan":
-        """The same plan for features on `device`. Where it is placed, each device's index tensors go to that device."""
+    def to(self, device: torch.device) -> "ProgramPlan":
+        """Return the plan for features on `device`; where it is placed, each device's index tensors are there."""
+        rows = None if self.image_rows is None else self.image_rows.to(device, non_blocking=True)
+        return replace(self, plan=self.plan.to(device), image_rows=rows)
 
-        def there(index: torch.Tensor) -> torch.Tensor:
-            return index.to(device, non_blocking=True)
-
-        if self.placement is None:
-            return self.map(there)
-        rows = None if self.image_rows is None else there(self.image_rows)
-        return replace(self, layout=self.layout.on_devices(), image_rows=rows)
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
-        """The same plan with `function` of its index tensors."""
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ProgramPlan":
+        """Return the plan with `function` of its index tensors."""
         rows = None if self.image_rows is None else function(self.image_rows)
-        return replace(self, layout=self.layout.map(function), image_rows=rows)
+        return replace(self, plan=self.plan.map(function), image_rows=rows)
 
 
 def plan_programs(
@@ -69,7 +63,8 @@ def plan_programs(
     placement: Placement | None = None,
     modules: str = "iep",
     attentions: bool = False,
-) -> Plan:
+    families: Mapping[int, int] | None = None,
+) -> ProgramPlan:
     """The plan of (B, L) prefix programs, well-formed or not.
 
     `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete are
@@ -88,6 +83,8 @@ def plan_programs(
         modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
         attentions: the engine is to return the sum of the attentions too. One that several programs share counts for
             each of them.
+        families: by op, the number of its family, as `iep.batching.schedulers.make_schedule` takes them: one call then
+            runs several functions of one architecture.
 
     Raises:
         ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
@@ -97,31 +94,21 @@ def plan_programs(
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
     num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
     stem_B = rows.numpy() if sharing and rows is not None else None
-    own, graph = family(modules), graph_of(programs_BL, program_tokens, scene, stem_B, modules)
+    own = family(modules)
+    graph = own.graph(programs_BL, program_tokens, scene, stem_B)
     if attentions:
         if own.attentions is None:
             raise ValueError(f"the modules {modules} make no attentions")
         graph = replace(graph, roots=np.concatenate([graph.roots, own.attentions(graph, program_tokens)]))
     if sharing:
         graph, rows = share(graph), None
-    schedule = make_schedule(graph, batching)
+    schedule = make_schedule(graph, batching, families)
     types = own.types(graph, program_tokens, len(programs_BL))
     if placement is None:
-        layout = lay_out(graph, schedule, types)
+        plan = make_plan(graph, schedule, types)
     else:
-        layout = lay_out_placed(graph, schedule, placement.homes(program_tokens), types)
-    return Plan(graph, schedule, layout, tuple(program_tokens), scene, modules, num_images, rows, placement)
-
-
-def graph_of(
-    programs_BL: np.ndarray | torch.Tensor,
-    program_tokens: Sequence[str],
-    scene: str,
-    input_B: np.ndarray | None = None,
-    modules: str = "iep",
-) -> Graph:
-    """The graph of programs; arguments and errors as of `plan_programs`, `input_B`: the stem of each, from 0."""
-    return family(modules).graph(programs_BL, program_tokens, scene, input_B)
+        plan = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
+    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), scene, modules, num_images, rows, placement)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
@@ -131,5 +118,5 @@ def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.
     return rows.long()
 
 
-Planner = Callable[..., Plan]
-"""(programs_BL, *, image_rows_B) -> Plan: `plan_programs` with its other arguments given."""
+Planner = Callable[..., ProgramPlan]
+"""(programs_BL, *, image_rows_B) -> ProgramPlan: `plan_programs` with its other arguments given."""

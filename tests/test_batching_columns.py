@@ -10,19 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from iep.batching import (
-    SCHEDULERS,
-    Graph,
-    Homes,
-    Read,
-    Signature,
-    Types,
-    execute,
-    lay_out,
-    lay_out_placed,
-    make_schedule,
-    share,
-)
+from iep.batching.execute import execute
+from iep.batching.graph import Graph
+from iep.batching.placement import OpPlacement, make_placed_plan
+from iep.batching.plan import Read, Signature, Types, make_plan
+from iep.batching.schedulers import SCHEDULERS, make_schedule
+from iep.batching.sharing import share
 
 LIFT, SPLIT, JOIN, COUNT = range(4)
 """A number pair -> (a vector, a pair); a vector -> (a pair, a vector); two vectors and a pair -> a vector; integers."""
@@ -148,22 +141,22 @@ def test_values_of_several_tensors_match_a_walk_on_outputs_and_all_gradients(dty
     modules = networks.modules_of_ops()
     expected = results(lambda: walked(graph, types, modules, inputs), networks, inputs)
     for name, defer in itertools.product(SCHEDULERS, (False, True)):
-        layout = lay_out(graph, make_schedule(graph, name), types)
-        actual = results(lambda at=layout, d=defer: execute(at, modules, inputs, d), networks, inputs)
+        plan = make_plan(graph, make_schedule(graph, name), types)
+        actual = results(lambda p=plan, d=defer: execute(p, modules, inputs, d), networks, inputs)
         assert_same_but_for_zeros(actual, expected, relative)
 
 
-@given(case=typed_graphs(), homes=st.tuples(*[st.integers(0, 1)] * 6))
+@given(case=typed_graphs(), positions=st.tuples(*[st.integers(0, 1)] * 6))
 @settings(quick, max_examples=15)
-def test_on_two_devices_they_are_what_they_are_on_one(case, homes):
+def test_on_two_devices_they_are_what_they_are_on_one(case, positions):
     graph, types = case
     networks, inputs = Networks(torch.float64), inputs_of(types, torch.float64)
     modules, schedule = networks.modules_of_ops(), make_schedule(graph, "lookahead")
-    alone = lay_out(graph, schedule, types)
+    alone = make_plan(graph, schedule, types)
     expected = results(lambda: execute(alone, modules, inputs), networks, inputs)
-    places = Homes((torch.device("cpu"),) * 2, dict(enumerate(homes[:4])), *homes[4:])
-    layout = lay_out_placed(graph, schedule, places, types)
-    actual = results(lambda: execute(layout, modules, inputs), networks, inputs)
+    places = OpPlacement((torch.device("cpu"),) * 2, dict(enumerate(positions[:4])), *positions[4:])
+    plan = make_placed_plan(graph, schedule, places, types)
+    actual = results(lambda: execute(plan, modules, inputs), networks, inputs)
     assert_same_but_for_zeros(actual, expected, 1e-9)
 
 
@@ -172,10 +165,10 @@ def test_on_two_devices_they_are_what_they_are_on_one(case, homes):
 def test_without_gradients_results_are_the_same(case):
     graph, types = case
     networks, inputs = Networks(torch.float64), inputs_of(types, torch.float64)
-    layout = lay_out(graph, make_schedule(graph, "lookahead"), types)
-    kept = execute(layout, networks.modules_of_ops(), inputs)
+    plan = make_plan(graph, make_schedule(graph, "lookahead"), types)
+    kept = execute(plan, networks.modules_of_ops(), inputs)
     with torch.no_grad():
-        free = execute(layout, networks.modules_of_ops(), inputs)
+        free = execute(plan, networks.modules_of_ops(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(kept, free, strict=True))
     assert not any(rows.requires_grad for rows in free)
 
@@ -194,38 +187,41 @@ def typed(**changes):
         (ONE, typed(signatures={LIFT: Signature((Read(1),), (WIDE, PAIR))}), "argument 1, which node 0 lacks"),
         (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "reads tensor 1 of argument 0, which node 0"),
         (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "a root reads tensors of several columns as one"),
-        (ONE, typed(roots=((np.array([1]), 2),)), "a root reads tensor 2 of slot 1, which has 2"),
+        (ONE, typed(roots=((np.array([1]), 2),)), "a root reads tensor 2 of slot 1, which it lacks"),
         (
             Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),
             typed(inputs=np.array([PAIR, WIDE])),
-            "op 0 reads tensors of several columns as one",
+            "call 0 reads tensors of several columns as one",
         ),
     ],
 )
 def test_types_that_do_not_fit_the_graph_are_refused(graph, types, message):
     with pytest.raises(ValueError, match=message):
-        lay_out(graph, make_schedule(graph, "improved"), types)
+        make_plan(graph, make_schedule(graph, "improved"), types)
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (lambda x: x, "op 0 returned 1 tensors, expected 2"),
-        (lambda x: (x.flatten(1), x[:0]), r"op 0 returned \(0, 2, 1\) for a group of 1, expected \(1, 2, 1\)"),
-        (lambda x: (x.flatten(1), x.to(torch.complex64)), "op 0 returned torch.complex64, expected what torch.float32"),
+        (lambda x: (x.flatten(1), x[:0]), r"op 0 returned \(0, 2, 1\), expected \(1, 2, 1\)"),
+        (
+            lambda x: (x.flatten(1), x.to(torch.complex64)),
+            "returned torch.complex64, which a column of",
+        ),
     ],
 )
 def test_results_that_their_columns_cannot_hold_are_refused(result, message):
     types = typed()
-    layout = lay_out(ONE, make_schedule(ONE, "improved"), types)
+    plan = make_plan(ONE, make_schedule(ONE, "improved"), types)
     with pytest.raises(ValueError, match=message):
-        execute(layout, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
+        execute(plan, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
 
 
 def test_inputs_of_a_column_must_be_as_many_as_the_graph_has():
-    layout = lay_out(ONE, make_schedule(ONE, "improved"), typed())
-    with pytest.raises(ValueError, match="2 inputs for a graph of 1 inputs"):
-        execute(layout, Networks(torch.float32).modules_of_ops(), {PAIR: torch.zeros(2, 2, 1)})
+    plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
+    with pytest.raises(ValueError, match="2 inputs in column 1, expected 1"):
+        execute(plan, Networks(torch.float32).modules_of_ops(), {PAIR: torch.zeros(2, 2, 1)})
 
 
 def test_sharing_keeps_the_types_of_what_is_left():
@@ -233,7 +229,7 @@ def test_sharing_keeps_the_types_of_what_is_left():
     shared = share(graph)
     types = typed(roots=((shared.roots, 1),))
     out = execute(
-        lay_out(shared, make_schedule(shared, "improved"), types),
+        make_plan(shared, make_schedule(shared, "improved"), types),
         Networks(torch.float32).modules_of_ops(),
         {PAIR: torch.ones(1, 2, 1)},
     )

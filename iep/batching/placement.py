@@ -1,0 +1,146 @@
+"""Graph, schedule and a device for every op -> a plan in which values are copied to the devices that need them.
+
+Every call runs on the device of its op. A value that is needed on another device is copied there once, by a *copy
+call* right after the call that computes it, and what needs it there reads the copy. One thread issues all calls in
+order; launches on GPUs are asynchronous, so that calls on different devices run at the same time (the scheme for
+several GPUs of Suarez & Zhu 2017, section 3.1, last paragraph).
+
+Shapes: N nodes, S slots, D devices, X copies, A greatest number of arguments.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from iep.batching.graph import Graph
+from iep.batching.plan import Call, Plan, Read, Signature, Types, make_plan, one_column
+from iep.batching.schedulers import Group, Schedule
+
+
+@dataclass(frozen=True)
+class OpPlacement:
+    """Where everything runs: positions in a list of devices, which may contain a device several times."""
+
+    devices: tuple[torch.device, ...]
+    ops: Mapping[int, int]
+    """Of every op that may run."""
+    inputs: int
+    roots: int
+    """Where the results are wanted."""
+
+
+def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, types: Types | None = None) -> Plan:
+    """Return the plan of `schedule` on several devices.
+
+    The values of column c on device p (a position) are column c * D + p of the plan; copy calls have negative ops.
+
+    Raises:
+        ValueError: as `make_plan`, or an op of the graph has no device, or a call's functions are on several devices.
+    """
+    types, count = types or one_column(graph), len(placement.devices)
+    missing = set(graph.op.tolist()) - placement.ops.keys()
+    if missing:
+        raise ValueError(f"op {min(missing)} is to run, but is placed on no device")
+    home_N = np.array([placement.ops[op] for op in graph.op.tolist()], dtype=np.int64)
+    for group in schedule:
+        if (home_N[group.nodes] != home_N[group.nodes[0]]).any():
+            raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
+    home_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), home_N])
+
+    # Every value that another device needs, once for each such device.
+    node, argument = np.nonzero(graph.args >= 0)
+    slot_X = np.concatenate([graph.args[node, argument], *(slots for slots, _ in types.roots)])
+    home_X = np.concatenate([home_N[node], np.full(len(slot_X) - len(node), placement.roots)])
+    crosses = home_S[slot_X] != home_X
+    slot_X, home_X = np.divmod(np.unique(slot_X[crosses] * count + home_X[crosses]), count)
+
+    # Copies of one call's results to one device are one call. Their op tells which columns they read, and where.
+    kinds: dict[tuple, int] = {}
+    makes = [(int(column),) for column in types.inputs] + [types.signatures[op].makes for op in graph.op.tolist()]
+    kind_S = np.array([kinds.setdefault(each, len(kinds)) for each in zip(makes, home_S.tolist(), strict=True)])
+    op_X = -1 - (kind_S[slot_X] * count + home_X)
+    call_S = np.full(graph.num_inputs + graph.num_nodes, -1)
+    for number, group in enumerate(schedule):
+        call_S[graph.num_inputs + group.nodes] = number
+    copies: dict[tuple[int, int], list[int]] = {}
+    for copy, key in enumerate(zip(call_S[slot_X].tolist(), op_X.tolist(), strict=True)):
+        copies.setdefault(key, []).append(copy)
+
+    # Nodes n and copies N + x, in the order in which they run, become the nodes of a new graph.
+    groups: list[Group] = []
+    for number in range(-1, len(schedule)):
+        groups += [] if number < 0 else [schedule[number]]
+        groups += [Group(op, graph.num_nodes + np.array(x)) for (made_by, op), x in copies.items() if made_by == number]
+    order = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in groups)])
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    renumbered = np.concatenate([np.arange(graph.num_inputs), graph.num_inputs + position, [-1]])
+    read_DS = np.tile(np.append(np.arange(len(home_S)), -1), (count, 1))
+    """Which slot a device reads for each: itself, or its copy; the last entry is that of -1, no argument."""
+    read_DS[home_X, slot_X] = len(home_S) + np.arange(len(slot_X))
+    args_XA = np.full((len(slot_X), graph.args.shape[1]), -1)
+    args_XA[:, :1] = slot_X[:, None]
+    args = np.concatenate([read_DS[home_N[:, None], graph.args], args_XA])[order]
+    placed = Graph(
+        graph.num_inputs,
+        np.concatenate([graph.op, op_X])[order],
+        renumbered[args],
+        np.concatenate([graph.example, np.zeros_like(slot_X)])[order],
+        renumbered[read_DS[placement.roots, graph.roots]],
+    )
+    return make_plan(
+        placed,
+        tuple(group._replace(nodes=position[group.nodes]) for group in groups),
+        Types(
+            types.inputs * count + placement.inputs,
+            _on_devices(types, placement, kinds),
+            tuple((renumbered[read_DS[placement.roots, slots]], fields) for slots, fields in types.roots),
+            None if types.fields is None else np.concatenate([types.fields, np.zeros_like(args_XA)])[order],
+        ),
+        placement.devices,
+    )
+
+
+def _on_devices(types: Types, placement: OpPlacement, kinds: Mapping[tuple, int]) -> dict[int, Signature]:
+    """Return the signatures of the ops, and of the copies of every kind to every device, with the columns split."""
+    count = len(placement.devices)
+    found = {
+        op: Signature(signature.reads, tuple(column * count + placement.ops[op] for column in signature.makes))
+        for op, signature in types.signatures.items()
+        if op in placement.ops
+    }
+    for (makes, _), kind in kinds.items():
+        for home in range(count):
+            reads = tuple(Read(0, field=field) for field in range(len(makes)))
+            found[-1 - (kind * count + home)] = Signature(reads, tuple(column * count + home for column in makes))
+    return found
+
+
+def rows_copied(plan: Plan, column: int) -> int:
+    """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
+    results = (result for call in plan.calls if call.op < 0 for result in call.results)
+    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
+
+
+def cost_of_call(call: Call, cost_of_row: Mapping[int, float]) -> float:
+    """Return the cost of a module call, or of all functions of a call of a family, from their cost for one node."""
+    if call.segments is None:
+        return call.size * cost_of_row[call.op]
+    return sum((each.rows.stop - each.rows.start) * cost_of_row[each.op] for each in call.segments)
+
+
+def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
+    """Return how long a placed plan takes at least, where a call takes its `cost_of_call`, a device runs one call at
+    a time, and copies take no time. The gain of several devices is the rest of the calls' sum."""
+    clocks = [0.0] * plan.num_devices
+    ready = [np.zeros(column.num_rows) for column in plan.columns]
+    for call in plan.calls:
+        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
+        if call.op >= 0:
+            device = call.results[0].column % plan.num_devices
+            time = clocks[device] = max(clocks[device], time) + cost_of_call(call, cost_of_row)
+        for result in call.results:
+            ready[result.column][result.rows] = time
+    return max(clocks)

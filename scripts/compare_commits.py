@@ -1,0 +1,248 @@
+"""Compare the speed and memory of two checkouts of iep: the same steps, in turns, in one process each.
+
+    git worktree add ../before 9641041 && (cd ../before && make .venv/installed)
+    python scripts/compare_commits.py ../before . --threads 1,2 --rounds 15 --out benchmarks/DATE-core.txt
+
+Each checkout runs in its own environment (`.venv`) on the same programs, features and weights. A figure is the median
+over rounds of one checkout's time over the other's in the same round. Full-size cases take minutes.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from iep.allocator import keep_freed_memory
+from iep.execution_engine.engine import ExecutionEngine
+from iep.workloads.sentences import wikiner_like
+from iep.workloads.tagger import Tagger
+
+FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
+SMALL = {"feature_dim": 16, "feature_height": 7, "feature_width": 7, "module_dim": 16, "stem_widths": (16,)}
+SMALL |= {"classifier_projection": 16, "classifier_hidden": (32,)}
+DEMO = {"feature_dim": 48, "feature_height": 32, "feature_width": 32, "module_dim": 32, "scene": "stem"}
+DEMO |= {"stem": "pixels", "stem_pixels": 4, "stem_widths": (64, 96), "stem_stride": 2, "stem_norm": True}
+DEMO |= {"initialization": "torch", "classifier_projection": 128, "classifier_hidden": (256,)}
+ENGINES = {"full": FULL, "small": SMALL, "demo": DEMO}
+CASES = {
+    "full size, inference, 256": {"engine": "full", "batch": 256, "training": False},
+    "full size, training, 64": {"engine": "full", "batch": 64, "training": True},
+    "full size, sharing, bfloat16, inference, 256": {
+        **{"engine": "full", "batch": 256, "training": False, "sharing": True, "bfloat16": True},
+    },
+    "small, inference, 256": {"engine": "small", "batch": 256, "training": False},
+    "small, training, 256": {"engine": "small", "batch": 256, "training": True},
+    "demo, training, 256": {"engine": "demo", "batch": 256, "training": True, "sharing": True},
+    "tagger, training, 64": {"engine": "tagger", "batch": 64, "training": True},
+    "tagger, inference, 64": {"engine": "tagger", "batch": 64, "training": False},
+}
+PLANNING = [
+    (name, batch)
+    for name in ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
+    for batch in (64, 256, 1024)
+]
+
+
+class Worker:
+    """One checkout in a process of its own: a line of JSON is a question, a line of JSON its answer."""
+
+    def __init__(self, checkout: Path, programs: Path):
+        python = checkout.resolve() / ".venv/bin/python"
+        command = [str(python), "-W", "ignore", str(Path(__file__).resolve()), "--worker", str(programs)]
+        self.process = subprocess.Popen(
+            command,
+            cwd=checkout,
+            env={"PYTHONPATH": str(checkout.resolve())},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def __call__(self, what: str, **arguments: object) -> float:
+        """Ask for a measurement."""
+        print(json.dumps([what, arguments]), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args[0]} ended in {what} {arguments}")
+        return json.loads(line)
+
+
+def main() -> None:
+    """Read the arguments and print the table, line by line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("now", type=Path)
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="Cases whose names begin so, or 'planning'.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    programs = options.before / ".compared_programs.npz"
+    workers = {"before": Worker(options.before, programs), "now": Worker(options.now, programs)}
+    lines = [
+        f"$ python {' '.join(sys.argv)}",
+        f"{platform.processor()} {platform.machine()}, {datetime.now(UTC):%Y-%m-%d}",
+    ]
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n")
+
+    commits = [
+        subprocess.run(["git", "log", "-1", "--format=%h"], cwd=path, capture_output=True, text=True).stdout.strip()
+        for path in (options.before, options.now)
+    ]
+    say(f"before: {commits[0]}, now: {commits[1]}; ratio: now over before, median of rounds (quartiles)")
+    workers["before"]("programs")
+    for threads in map(int, options.threads.split(",")):
+        for worker in workers.values():
+            worker("threads", count=threads)
+        for name, case in CASES.items():
+            if name.startswith(options.only):
+                say(_compared(f"{name}, {threads} thread{'s' * (threads > 1)}", workers, "step", case, options.rounds))
+    for name, batch in PLANNING if "planning".startswith(options.only) else ():
+        calls = {each: worker("calls", batching=name, batch=batch) for each, worker in workers.items()}
+        case = {"batching": name, "batch": batch}
+        line = _compared(f"planning, {name}, {batch}", workers, "planning", case, options.rounds)
+        say(f"{line}; calls {calls['before']:.0f} and {calls['now']:.0f}")
+
+
+def _compared(name: str, workers: dict[str, Worker], what: str, case: dict, rounds: int) -> str:
+    times: dict[str, list[float]] = {each: [] for each in workers}
+    for number in range(rounds + 1):
+        for each in sorted(workers, reverse=number % 2 == 1):
+            seconds = workers[each](what, **case)
+            times[each] += [seconds] if number else []  # the first round is to warm up
+    ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    before, now = (1e3 * statistics.median(times[each]) for each in ("before", "now"))
+    line = f"{name:56} {before:9.2f} ms {now:9.2f} ms   {median:.3f} ({lower:.3f} to {upper:.3f})"
+    if case.get("training") and case["engine"] != "tagger":
+        memory = {each: worker("memory", **case) for each, worker in workers.items()}
+        line += f"; peak memory {memory['now'] / memory['before']:.3f}"
+    return line
+
+
+def serve(programs: Path) -> None:
+    """Answer a driver's questions until it ends."""
+    steps = Steps(programs)
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        print(json.dumps(getattr(steps, what)(**arguments)), flush=True)
+
+
+class Steps:
+    """What is measured, in whichever checkout this process runs."""
+
+    def __init__(self, programs: Path):
+        keep_freed_memory()
+        self.path, self.made = programs, {}
+
+    def programs(self) -> int:
+        """Make the programs that both checkouts run."""
+        from iep.bench.workload import generated  # of the earlier checkout alone
+
+        made = generated(1024, 10, (8, 2, 2), largest=16)
+        np.savez(self.path, tokens=np.array(made.vocab.program), programs=made.programs_QL, images=made.image_idxs_Q)
+        return len(made.programs_QL)
+
+    def threads(self, count: int) -> int:
+        """Set PyTorch's number of threads."""
+        torch.set_num_threads(count)
+        return count
+
+    def step(self, **case: object) -> float:
+        """Return the seconds of a forward pass, in training with loss and backward pass."""
+        run = self._run(**case)
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    def memory(self, **case: object) -> int:
+        """Return the most bytes that PyTorch's allocator holds at one time within a step."""
+        run = self._run(**case)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            run()
+        events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+    def planning(self, batching: str, batch: int) -> float:
+        """Return the processor's seconds of planning a minibatch."""
+        engine, programs = self._engine("small"), self._data()["programs"][:batch]
+        began = time.process_time()
+        engine.plan(programs, None, batching, False)
+        return time.process_time() - began
+
+    def calls(self, batching: str, batch: int) -> int:
+        """Return the number of module calls of a minibatch."""
+        return len(self._engine("small").plan(self._data()["programs"][:batch], None, batching, False).schedule)
+
+    def _once(self, key: object, make: object) -> object:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def _data(self) -> dict:
+        return self._once("data", lambda: dict(np.load(self.path)))
+
+    def _engine(self, size: str) -> object:
+        def make() -> object:
+            torch.manual_seed(0)
+            engine = ExecutionEngine([str(each) for each in self._data()["tokens"]], 28, **ENGINES[size])
+            return engine.to(memory_format=torch.channels_last)
+
+        return self._once(size, make)
+
+    def _run(self, engine: str, batch: int, training: bool, sharing: bool = False, bfloat16: bool = False) -> object:
+        if engine == "tagger":
+            network, forward, answers = self._once(("tagger", batch), lambda: self._tagger(batch))
+        else:
+            network = self._engine(engine)
+            rows = np.unique(self._data()["images"][:batch], return_inverse=True)[1] if sharing else None
+            plan = network.plan(self._data()["programs"][:batch], rows, sharing=sharing)
+            sides = (ENGINES[engine][f"feature_{side}"] for side in ("dim", "height", "width"))
+            count = batch if rows is None else int(rows.max()) + 1
+            shape = (count, *sides)
+            features = self._once(shape, lambda: torch.rand(shape).to(memory_format=torch.channels_last))
+            answers = torch.arange(batch) % 28
+
+            def forward() -> torch.Tensor:
+                return network(features, plan)
+
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16), torch.inference_mode(not training):
+                scores = forward()
+            if training:
+                functional.cross_entropy(scores.float(), answers).backward()
+
+        network.zero_grad(set_to_none=True)
+        return run
+
+    def _tagger(self, batch: int) -> tuple:
+        import numpy as np
+
+        sentences = wikiner_like(batch, 1000, 9, np.random.default_rng(0))
+        torch.manual_seed(0)
+        network = Tagger(1000, 9)
+        answers = torch.arange(sum(map(len, sentences))) % 9
+        return network, lambda: network(network.plan(sentences)), answers
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        serve(Path(sys.argv[2]))
+    else:
+        main()
