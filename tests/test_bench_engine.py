@@ -1,6 +1,6 @@
 """`iep-bench engine`: every strategy has its row, parts are those of the step, mistakes are one line."""
 
-import inspect
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,18 @@ def test_real_data_is_measured_as_it_lies_there(data: Path, tmp_path: Path):
     assert memory["vanilla+bfloat16"] < memory["vanilla"]
 
 
-@pytest.mark.skipif(
-    "families" not in inspect.signature(ExecutionEngine.plan).parameters, reason="an engine that plans over families"
-)
+def test_a_placed_engine_is_measured_on_its_devices(tmp_path: Path):
+    given = ("--repeat", 1, "--batch-sizes", 64, "--batching", "lookahead+sharing", "--threads", 1, "--out", tmp_path)
+    placed = ("--placement", "round-robin", "--devices", "cpu,cpu")
+    result = iep_bench("engine", *placed, "--feature-shape", 3, 3, 3, *TINY_ENGINE, *given)
+    for comparison in report_of(result, tmp_path, "engine"):
+        assert comparison["placed on"] == "cpu#0, cpu#1"
+        assert all(row["peak_memory"] is None for row in comparison["rows"])
+    placement = json.loads((tmp_path / "engine.json").read_text())["placement"]
+    assert placement["devices"] == ["cpu", "cpu"]
+    assert set(placement["parts"].values()) == {0, 1}
+
+
 def test_a_schedule_over_families_has_fewer_calls(tmp_path: Path):
     given = ("--batch-sizes", 64, "--batching", "vanilla,lookahead,lookahead+families", "--threads", 1)
     for comparison in report_of(measure(*given, "--out", tmp_path), tmp_path, "engine"):

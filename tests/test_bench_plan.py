@@ -115,6 +115,21 @@ def test_preprocessed_programs_are_shown(data: Path) -> None:
     assert_shown(result, programs, ("standard",))
 
 
+def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
+    """Devices that are not there can be planned for."""
+    given = ["--placement", "round-robin", "--devices", "cuda:6,cuda:7", "--program", COUNT]
+    result = iep_bench("plan", *given)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines() if line[:6].strip().isdigit() or "->" in line]
+    assert lines == [
+        ["1", "scene", "cuda:6", "1", "0.2"],
+        ["2", "filter_color[red]", "cuda:6", "1", "0.1"],
+        ["cuda:6", "->", "cuda:7:", "1", "row"],
+        ["3", "count", "cuda:7", "1", "0.0"],
+    ]
+    assert "1 maps of 100,352 bytes" in result.stdout
+
+
 def test_the_text_and_a_picture_of_each_schedule_are_written(tmp_path: Path) -> None:
     given = ["--program", COUNT, "--program", COMPARE, "--scene", "stem", "--batching", "vanilla,improved"]
     result = iep_bench("plan", *given, "--out", tmp_path)

@@ -6,7 +6,6 @@ have in the step; so the engine needs no timers, and the parts may add up to a l
 Shapes: B questions, N stems, G rows of a call, L program tokens, C H W maps of the modules.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,12 +29,10 @@ from iep.bench.strategy import BEST, Strategy
 from iep.bench.workload import Minibatch, Workload, open_workload
 from iep.config import PRECISIONS, EngineConfig
 from iep.devices import autocast
-from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE
-from iep.execution_engine.plans import Plan as ProgramPlan
-from iep.networks import build, engine_kwargs, place
-from iep.placing import Sample, check_options, describe_engine, place_engine, resolve_home
+from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
+from iep.execution_engine.program_plan import ProgramPlan
+from iep.networks import build, engine_kwargs, place, place_engine
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
 """A module, its arguments and its result."""
@@ -75,9 +72,8 @@ class Step:
 
     def make_plan(self) -> ProgramPlan:
         """Programs to graph, schedule and indices on the device."""
-        families = {"families": True} if self.strategy.families else {}
-        batching, sharing = self.strategy.batching, self.strategy.sharing
-        return self.engine.plan(self.programs_BL, self.image_rows_B, batching, sharing, **families)
+        how, families = (self.strategy.batching, self.strategy.sharing), self.strategy.families
+        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, families=families)
 
     def step(self) -> None:
         """Run the engine forward; in training also loss and backward."""
@@ -156,6 +152,7 @@ class _HandOn(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradient.clone()  # it is a part of the buffer that it is added to
         return None, *(gradient if alike else None for alike in ctx.alike)
 
 
@@ -236,11 +233,8 @@ def engine_benchmark(
     Raises:
         InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.
     """
-    known = inspect.signature(ExecutionEngine.plan).parameters
-    if any(each.families for each in strategies) and "families" not in known:
-        raise InputError("this engine does not schedule over families; leave out +families")
     check_options(placement, devices, device)
-    home = resolve_home(placement, devices, device)
+    home = main_device(placement, devices, device)
     workload = open_workload(max(batch_sizes), seed, **questions)
     torch.manual_seed(seed)
     engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), home, memory_format)

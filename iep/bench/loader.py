@@ -25,7 +25,7 @@ from iep.data_files import Questions, open_split
 from iep.datasets import ClevrDataset
 from iep.devices import resolve_device
 from iep.errors import InputError
-from iep.execution_engine.plans import plan_programs
+from iep.execution_engine.program_plan import plan_programs
 from iep.features import Features
 from iep.loader import Batches, Loading, on_device
 from iep.preprocess.features_file import FeaturesSpec, feature_rows

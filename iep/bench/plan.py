@@ -21,14 +21,19 @@ from iep.config import EngineConfig
 from iep.data_files import open_split
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
-from iep.execution_engine.placement import NONE
-from iep.execution_engine.plans import Plan as ProgramPlan
-from iep.execution_engine.plans import plan_programs
+from iep.execution_engine.placement import (
+    NONE,
+    Sample,
+    check_options,
+    costs_of,
+    describe_copies,
+    describe_placement,
+    make_placement,
+)
+from iep.execution_engine.program_plan import ProgramPlan, plan_programs
 from iep.files import write_bytes
 from iep.networks import build, engine_kwargs
 from iep.pictures import save
-from iep.placing import Sample, check_options, costs_of, describe_moves, make_placement, share_of_time
-from iep.placing import describe_placement as describe
 from iep.programs import SCENE, arity
 from iep.vocab import Vocab
 
@@ -72,7 +77,7 @@ def walk(plan: ProgramPlan) -> Iterator[list[Place]]:
 
 
 def describe_schedule(name: str, plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> str:
-    """Return a heading, a line for each call, and one for every move between devices that follows it."""
+    """Return a heading, a line for each call, and one for every copy between devices."""
     names = {place.node: place.name for places in examples for place in places if place.is_first}
     shared = sum(map(len, examples)) - len(names) - sum(place.node is None for places in examples for place in places)
     counts = f"{_counted(len(plan.schedule), 'call')} for {_counted(plan.graph.num_nodes, 'node')}"
@@ -85,9 +90,11 @@ def describe_schedule(name: str, plan: ProgramPlan, examples: Sequence[Sequence[
         lines.append([str(number), token, *device, str(len(group.nodes)), nodes])
     heading = ["call", "function", *["device"] * (placement is not None), "rows", "nodes"]
     table = format_table([heading, *lines], left=range(1, 5)).splitlines()
-    for move in reversed(plan.layout.moves if placement is not None else ()):
-        ends = " -> ".join(placement.labels[at] for at in (move.source, move.destination))
-        table.insert(move.after + 1, f"      {ends}: {_counted(sum(move.rows), 'row')}")
+    for at, call in enumerate(plan.plan.calls, start=1):
+        if call.op < 0:  # a copy to another device
+            columns = call.arguments[0].column, call.results[0].column
+            ends = " -> ".join(placement.labels[column % plan.plan.num_devices] for column in columns)
+            table.insert(at, f"      {ends}: {_counted(call.size, 'row')}")
     bound = _counted(lower_bound(plan.graph), "call")
     return "\n".join([f"{name}: {counts}{more}; no schedule has fewer than {bound}", *table])
 
@@ -183,7 +190,7 @@ def show_plans(
             engine = build("engine", engine_kwargs(config, vocab, FULL_SIZE))
         costs = costs_of(engine, Sample(programs_BL, image_idxs_B, "these programs"))
         placed = make_placement(placement, devices, engine.parts, costs.work, "these programs")
-        texts.append(describe(placement, placed, costs.work))
+        texts.append(describe_placement(placement, placed, costs.work))
     image_rows_B = np.unique(image_idxs_B, return_inverse=True)[1]
     for number, name in enumerate(schedulers):
         try:
@@ -198,7 +205,7 @@ def show_plans(
         if pictures:
             draw_schedule(pictures[number], texts[-1].splitlines()[0], plan, examples)
         if placed is not None:
-            texts[-1] += "\n" + describe_moves([plan.layout], costs, 4, share_of_time(plan, costs), "at full size")
+            texts[-1] += "\n" + describe_copies([plan.plan], costs, 4, "these programs at full size")
     say("\n\n".join(texts))
     if table is not None:
         write_bytes(table, ("\n\n".join(texts) + "\n").encode())
