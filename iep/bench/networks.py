@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.plans import nothing_remembered
 from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, arithmetic_limit, seconds
 from iep.bench.strategy import PHASES, Strategy
+from iep.dynamic.remembered import nothing_remembered
 from iep.errors import InputError
 
 PER_INSTANCE = "per instance"

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iep.batching import scope
-from iep.batching.plans import nothing_remembered
 from iep.bench import networks
 from iep.bench.compare import MIN_SAMPLES
 from iep.bench.networks import Network, Way, step, summed_cross_entropy
 from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
+from iep.dynamic import scope
+from iep.dynamic.remembered import nothing_remembered
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.tree_files import read_sick, read_sst
 from iep.workloads.tree_lstm import BinaryTreeLSTM
