@@ -45,7 +45,7 @@ def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
 
 
 def forwards(layer: Experts) -> dict[str, Forward]:
-    """Return every way to run the layer by its name, all with the same numbers in their weights."""
+    """Return every way to run the layer by its name, all with the same weights."""
 
     def one_by_one(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         tokens = zip(x_TI, experts_TK.tolist(), gates_TK, strict=True)
@@ -71,25 +71,16 @@ def forwards(layer: Experts) -> dict[str, Forward]:
         return forward
 
     def loop(rows_RI: Tensor, experts_R: Tensor) -> Tensor:
+        hidden, output = layer.hidden_weights.unbind(), layer.output_weights.unbind()
         active, counts = experts_R.unique_consecutive(return_counts=True)
-        return torch.cat(
-            [
-                (rows @ layer.hidden_weights[expert]).relu() @ layer.output_weights[expert]
-                for expert, rows in zip(active.tolist(), rows_RI.split(counts.tolist()), strict=True)
-            ]
-        )
-
-    grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
-    stacks: list[Tensor] = []
+        pieces = zip(active.tolist(), rows_RI.split(counts.tolist()), strict=True)
+        return torch.cat([(rows @ hidden[expert]).relu() @ output[expert] for expert, rows in pieces])
 
     def grouped(rows_RI: Tensor, experts_R: Tensor) -> Tensor:
-        if not stacks:  # (E, I, O) copies of the weights
-            weights = (layer.hidden_weights, layer.output_weights)
-            stacks.extend(torch.stack(tuple(each)).detach().requires_grad_() for each in weights)
+        grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
         ends_E = experts_R.bincount(minlength=len(layer.hidden_weights)).cumsum(0).int()
-        for stack in stacks:
-            stack.grad = None
-        return grouped_mm(grouped_mm(rows_RI, stacks[0], offs=ends_E).relu(), stacks[1], offs=ends_E)
+        hidden_RH = grouped_mm(rows_RI, layer.hidden_weights, offs=ends_E).relu()
+        return grouped_mm(hidden_RH, layer.output_weights, offs=ends_E)
 
     executions = {execution: executed(execution) for execution in EXECUTIONS}
     return {ONE_BY_ONE: one_by_one, **executions, LOOP: by_hand(loop), GROUPED_MM: by_hand(grouped)}
@@ -97,14 +88,12 @@ def forwards(layer: Experts) -> dict[str, Forward]:
 
 def moe_case(layer: Experts, tokens: int, k: int, seed: int, **setting: str | int) -> Case:
     """Return the ways to run one minibatch through a layer."""
-    device, experts, (inputs, hidden, outputs) = layer.hidden_weights[0].device, len(layer.hidden_weights), layer.sizes
+    device, experts, (inputs, hidden, outputs) = layer.hidden_weights.device, len(layer.hidden_weights), layer.sizes
     training, generator = setting["phase"] == "train", torch.Generator().manual_seed(seed)
     experts_TK = uniform_experts(tokens, experts, k, seed).to(device)
     sizes = ((tokens, inputs), (tokens, k), (tokens, outputs))
     x_TI, gates_TK, gradient_TO = (torch.randn(size, generator=generator).to(device) for size in sizes)
-    missing = layer.grouped_refusal()
-    padded = "sizes are not multiples of 16 bytes" if any(size % 4 for size in layer.sizes) else None
-    left_out = {"grouped": missing, GROUPED_MM: missing or padded}
+    left_out = dict.fromkeys(("grouped", GROUPED_MM), layer.grouped_refusal())
 
     def competitor(name: str, forward: Forward) -> Competitor:
         count = min(tokens, ENOUGH_TOKENS) if name == ONE_BY_ONE else tokens
@@ -161,8 +150,7 @@ def moe_benchmark(
     def cases() -> Iterator[Case]:
         for phase, number, count in product(phases, sorted(experts), counts):
             setting = {"phase": phase, **count}
-            # The weights, a copy for the product by hand and, in training, gradients of both.
-            needed = 4.0 * number * width[1] * (width[0] + width[2]) * (4 if phase == "train" else 2)
+            needed = 4.0 * number * width[1] * (width[0] + width[2]) * (2 if phase == "train" else 1)  # and gradients
             if needed > 0.9 * (available := available_memory(on)):
                 reason = f"needs {needed / 1e9:.3g} GB of memory, {available / 1e9:.3g} GB are available"
                 left_out = [Competitor(name, left_out=reason) for name in EXECUTIONS]
