@@ -198,7 +198,7 @@ def test_what_cannot_be_measured_is_named_in_one_line(tmp_path: Path, arguments:
         (("tree-fc", "--batching", "height+bfloat16"), "expected one of sharing, defer"),
         (("tree-fc", "--threads", "some"), "'some'"),
         (("tree-fc", "--leaves", "1"), "1 is not in the range"),
-        (("tree-lstm", "--threads", "99999"), "99999 is not in the range"),
+        (("tree-lstm", "--threads", "99999"), "'99999' is not in the range"),
     ],
 )
 def test_wrong_flags_are_usage_errors(arguments: tuple[str, ...], words: str):

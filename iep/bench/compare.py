@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -110,12 +110,12 @@ class Row:
     """What was measured of one competitor: seconds by part, and `total`; nothing if it was left out."""
 
     name: str
-    seconds: Mapping[str, Spread]
-    samples_per_second: Spread | None
-    speedup: float | None
-    share_of_limit: float | None
     facts: Mapping[str, Fact]
     left_out: str | None
+    seconds: Mapping[str, Spread] = field(default_factory=dict)
+    samples_per_second: Spread | None = None
+    speedup: float | None = None
+    share_of_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,29 +138,21 @@ def compare(case: Case, effort: Effort, progress: Progress = lambda name: None) 
         facts = {each.name: each.facts() for each in case.competitors if each.name not in left_out}
     finally:
         torch.set_num_threads(threads)
-    seconds: dict[str, dict[str, Spread]] = {}
+    rows = {each.name: Row(each.name, facts.get(each.name, {}), left_out.get(each.name)) for each in case.competitors}
     for each in case.competitors:
         if taken := rounds[each.name]:
-            seconds[each.name] = {part: spread([times[part] for times in taken]) for part in taken[0]}
-            totals = [sum(times[part] for part in each.total or times) for times in taken]
-            seconds[each.name][TOTAL] = spread(totals)
-
-    def ratio(one: str | None, other: str) -> float | None:
-        return seconds[one][TOTAL].median / seconds[other][TOTAL].median if {one, other} <= seconds.keys() else None
-
-    rows = [
-        Row(
-            name=each.name,
-            seconds=seconds.get(each.name, {}),
-            samples_per_second=_rate(case.size, seconds[each.name][TOTAL]) if each.name in seconds else None,
-            speedup=ratio(case.baseline, each.name),
-            share_of_limit=ratio(each.limit, each.name),
-            facts=facts.get(each.name, {}),
-            left_out=left_out.get(each.name),
-        )
-        for each in case.competitors
-    ]
-    return Comparison(case, tuple(rows))
+            seconds = {part: spread([times[part] for times in taken]) for part in taken[0]}
+            total = spread([sum(times[part] for part in each.total or times) for times in taken])
+            speed = Spread(*(case.size / time for time in (total.median, total.upper, total.lower)), total.repeats)
+            rows[each.name] = replace(rows[each.name], seconds={**seconds, TOTAL: total}, samples_per_second=speed)
+    medians = {name: row.seconds[TOTAL].median for name, row in rows.items() if row.seconds}
+    for each in case.competitors:
+        over = {"speedup": case.baseline, "share_of_limit": each.limit}
+        ratios = {
+            of: medians[name] / medians[each.name] for of, name in over.items() if {name, each.name} <= medians.keys()
+        }
+        rows[each.name] = replace(rows[each.name], **ratios)
+    return Comparison(case, tuple(rows.values()))
 
 
 Rounds = dict[str, list[Mapping[str, float]]]
@@ -188,10 +180,6 @@ def _measure(case: Case, effort: Effort, progress: Progress) -> tuple[Rounds, di
             rounds[each.name].append(each.measure())
             spent[each.name] += time.perf_counter() - start
     return rounds, left_out
-
-
-def _rate(count: float, seconds: Spread) -> Spread:
-    return Spread(count / seconds.median, count / seconds.upper, count / seconds.lower, seconds.repeats)
 
 
 def seconds(run: Callable[[], object], *devices: torch.device) -> float:

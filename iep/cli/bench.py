@@ -21,18 +21,9 @@ STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 SIZE, DATA = click.IntRange(1, 10**9), click.Path(path_type=Path)
 SIZES, TRIPLE = CommaList(SIZE), (SIZE, SIZE, SIZE)
 FILE, DIRECTORY = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
+ENGINE_STRATEGIES = f"""Schedulers, with + what they run with: sharing, defer, families, bfloat16. 'all': every one,
+{BEST}+sharing and {BEST}+sharing+defer."""
 option = partial(click.option, show_default=True)
-
-
-class Threads(click.ParamType):
-    """A number of threads, or `all` cores that this process may use."""
-
-    name = "threads"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == ALL:
-            return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return click.IntRange(1, 1024).convert(value, param, ctx)
 
 
 class Parsed(click.ParamType):
@@ -48,6 +39,20 @@ class Parsed(click.ParamType):
             return self.parse(value)
         except InputError as error:
             self.fail(str(error), param, ctx)
+
+
+def parse_threads(text: str) -> tuple[int, ...]:
+    """Return the numbers of threads of a comma list; `all` is as many as there are cores that this process may use.
+
+    Raises:
+        InputError: a number is none, or not in the range from 1 to 1024.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    items = [item.strip() for item in text.split(",")]
+    for item in items:
+        if item != ALL and not (item.isdecimal() and 1 <= int(item) <= 1024):
+            raise InputError(f"{item!r} is not in the range from 1 to 1024, and not {ALL}")
+    return tuple(dict.fromkeys(cores if item == ALL else int(item) for item in items))
 
 
 def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable:
@@ -79,7 +84,7 @@ def computed(threads: str = "1,all") -> Callable:
     """Return the options of what a step is and what it runs on."""
     return all_of(
         choices("--phase", "phases", PHASES, "What a step is: forward, loss and backward; or forward."),
-        option("--threads", type=CommaList(Threads()), default=threads, help="Of PyTorch on a CPU; comma list."),
+        option("--threads", type=Parsed(parse_threads), default=threads, help="Of PyTorch on a CPU; comma list."),
         seeded(),
     )
 
@@ -140,13 +145,7 @@ def main() -> None:
 
 @main.command(cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions a minibatch.")
-@option(
-    *("--batching", "strategies"),
-    type=Parsed(parse_strategies),
-    default=ALL,
-    help="Comma list of strategies: a scheduler, and with + what it runs with: sharing, defer, families, bfloat16. "
-    f"'all': every scheduler, {BEST}+sharing and {BEST}+sharing+defer.",
-)
+@option("--batching", "strategies", type=Parsed(parse_strategies), default=ALL, help=f"Comma list. {ENGINE_STRATEGIES}")
 @option("--data", type=DATA, help="Directory that iep-preprocess wrote; else data is made.")
 @option("--split", default="val", help="Split of --data.")
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Of the data made.")
@@ -155,11 +154,7 @@ def main() -> None:
 @option("--modules", type=click.Choice(MODULES), help="engine.modules: residual blocks, or attentions.")
 @option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @placement_options
-@option(
-    "--memory-format",
-    type=click.Choice(["channels-first", "channels-last"]),
-    help="Of convolutions.  [default: channels-last on a CPU, channels-first elsewhere]",
-)
+@option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Of convolutions; else that of training.")
 @computed(threads=ALL)
 @measured(10, 30.0)
 @click.argument("settings", nargs=-1, metavar="[engine.KEY=VALUE]...")
