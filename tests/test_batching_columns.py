@@ -191,7 +191,7 @@ def typed(**changes):
         (
             Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),
             typed(inputs=np.array([PAIR, WIDE])),
-            "call 0 reads tensors of several columns as one",
+            "op 0 reads tensors of several columns as one",
         ),
     ],
 )

@@ -188,28 +188,27 @@ def make_plan(
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
     if len(order_N) != graph.num_nodes or not (np.bincount(order_N, minlength=graph.num_nodes) == 1).all():
         raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
-    first_K = np.cumsum([0, *(len(group.nodes) for group in schedule)])
+    size_K = np.array([len(group.nodes) for group in schedule], dtype=np.int64)
     signature_K = [_signature(group, types) for group in schedule]
-    results_K, num_rows = _results(first_K.tolist(), signature_K, np.bincount(types.inputs).tolist())
-    table = _table_of_rows(graph, types, order_N, first_K, results_K)
-    reads = _Reads(graph, types, table, order_N, first_K, signature_K)
+    inputs = np.bincount(types.inputs).tolist()
+    where, results_K, num_rows = _write(graph, types, order_N, size_K, signature_K, inputs)
     index = _Index(len(num_rows))
-    calls = tuple(
-        Call(group.op, len(group.nodes), reads.arguments(k, index), results_K[k], group.segments)
-        for k, group in enumerate(schedule)
-    )
-    roots = tuple(_root(table, slots, fields, index) for slots, fields in types.roots)
-    inputs = enumerate(np.bincount(types.inputs).tolist())
-    return Plan(
-        calls,
-        tuple(
-            Column(count, index.tensor(column), devices[column % len(devices)] if devices else None)
-            for column, count in enumerate(num_rows)
-        ),
-        tuple(Result(column, slice(0, count)) for column, count in inputs if count),
-        roots,
-        max(1, len(devices)),
-    )
+    calls = []
+    reads = _read(graph, types, where, order_N, size_K, signature_K)
+    for group, signature, results, column_GR, row_GR in zip(schedule, signature_K, results_K, *reads, strict=True):
+        arguments, r = [], 0
+        for _, count, _ in signature.reads:
+            columns, rows = (each[:, r : r + (count or 1)].ravel() for each in (column_GR, row_GR))
+            arguments.append(index.argument(columns, rows, count, f"op {group.op}"))
+            r += count or 1
+        calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments))
+    roots = tuple(_root(where, slots, fields, index) for slots, fields in types.roots)
+    columns = [
+        Column(count, index.tensor(column), devices[column % len(devices)] if devices else None)
+        for column, count in enumerate(num_rows)
+    ]
+    given = tuple(Result(column, slice(0, count)) for column, count in enumerate(inputs) if count)
+    return Plan(tuple(calls), tuple(columns), given, roots, max(1, len(devices)))
 
 
 def _signature(group: Group, types: Types) -> Signature:
@@ -220,24 +219,7 @@ def _signature(group: Group, types: Types) -> Signature:
     return types.signatures[op]
 
 
-def _results(
-    first_K: list[int], signature_K: list[Signature], inputs: list[int]
-) -> tuple[list[tuple[Result, ...]], list[int]]:
-    """Return the results of every call, and the number of rows of every column; `inputs` are those of each column."""
-    columns = max([0, *(column for signature in set(signature_K) for column in signature.makes)])
-    num_rows = inputs + [0] * (columns + 1 - len(inputs))
-    results_K = []
-    for signature, (start, stop) in zip(signature_K, pairwise(first_K), strict=True):
-        made = []
-        for column in signature.makes:
-            first = num_rows[column]
-            num_rows[column] += stop - start
-            made.append(Result(column, slice(first, num_rows[column])))
-        results_K.append(tuple(made))
-    return results_K, num_rows
-
-
-class _Table(NamedTuple):
+class _Where(NamedTuple):
     """Where the tensors of every slot's value are; -1 where a value has fewer than others."""
 
     column_SF: np.ndarray
@@ -246,28 +228,86 @@ class _Table(NamedTuple):
     """The call that computes each slot; -1 for the inputs."""
 
 
-def _table_of_rows(
-    graph: Graph, types: Types, order_N: np.ndarray, first_K: np.ndarray, results_K: list[tuple[Result, ...]]
-) -> _Table:
-    num_slots, num_fields = graph.num_inputs + graph.num_nodes, max([1, *map(len, results_K)])
-    column_SF, row_SF = np.full((num_slots, num_fields), -1), np.full((num_slots, num_fields), -1)
-    call_S = np.full(num_slots, -1)
-    column_SF[: graph.num_inputs, 0] = types.inputs
-    for column in np.unique(types.inputs):
-        slots = np.flatnonzero(types.inputs == column)
-        row_SF[slots, 0] = np.arange(len(slots))
-    size_K = np.diff(first_K)
-    call_N, slot_N = np.repeat(np.arange(len(size_K)), size_K), graph.num_inputs + order_N
-    call_S[slot_N] = call_N
-    for field in range(num_fields):
-        made = [results[field] if field < len(results) else _NOTHING for results in results_K]
-        column_SF[slot_N, field] = np.repeat(np.array([each.column for each in made], dtype=np.int64), size_K)
-        offset_K = np.array([each.rows.start for each in made], dtype=np.int64) - first_K[:-1]
-        row_SF[slot_N, field] = np.repeat(offset_K, size_K) + np.arange(len(order_N))
-    return _Table(column_SF, row_SF, call_S)
+def _write(
+    graph: Graph,
+    types: Types,
+    order_N: np.ndarray,
+    size_K: np.ndarray,
+    signature_K: list[Signature],
+    inputs: list[int],
+) -> tuple[_Where, list[tuple[Result, ...]], list[int]]:
+    """Return where all values are, the results of every call, and the number of rows of every column."""
+    makes = {signature.makes for signature in signature_K}
+    num_fields = max([1, *map(len, makes)])
+    num_rows = inputs + [0] * (max([0, *(column + 1 for each in makes for column in each)]) - len(inputs))
+    results_K, made_KF = [], []
+    for signature, size in zip(signature_K, size_K.tolist(), strict=True):
+        results = []
+        for column in signature.makes:
+            results.append(Result(column, slice(num_rows[column], num_rows[column] + size)))
+            num_rows[column] += size
+        results_K.append(tuple(results))
+        made_KF.append([(each.column, each.rows.start) for each in results] + [(-1, -1)] * (num_fields - len(results)))
+    num_slots = graph.num_inputs + graph.num_nodes
+    where = _Where(*np.full((2, num_slots, num_fields), -1), np.full(num_slots, -1))
+    where.column_SF[: graph.num_inputs, 0] = types.inputs
+    for column in range(len(inputs)):
+        where.row_SF[np.flatnonzero(types.inputs == column), 0] = np.arange(inputs[column])
+    slot_N, call_N = graph.num_inputs + order_N, np.repeat(np.arange(len(size_K)), size_K)
+    place_N = np.arange(len(order_N)) - np.repeat(np.cumsum(size_K) - size_K, size_K)  # in its call
+    made_NF2 = np.array(made_KF, dtype=np.int64).reshape(-1, num_fields, 2)[call_N]
+    where.column_SF[slot_N] = made_NF2[:, :, 0]
+    where.row_SF[slot_N] = made_NF2[:, :, 1] + place_N[:, None]
+    where.call_S[slot_N] = call_N
+    return where, results_K, num_rows
 
 
-_NOTHING = Result(-1, slice(-1, -1))
+def _read(
+    graph: Graph,
+    types: Types,
+    where: _Where,
+    order_N: np.ndarray,
+    size_K: np.ndarray,
+    signature_K: list[Signature],
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return for every call (G, R) columns and rows: those of the R tensors that each of its nodes reads."""
+    kinds = {signature: kind for kind, signature in enumerate(dict.fromkeys(signature_K))}
+    reads = [[(at, r.field) for r in s.reads for at in range(r.first, r.first + (r.count or 1))] for s in kinds]
+    kind_K = np.array([kinds[signature] for signature in signature_K], dtype=np.int64)
+    width_K = np.array([len(each) for each in reads], dtype=np.int64)[kind_K]
+    first_P = np.cumsum([0, *map(len, reads)])
+    # One entry for every tensor that is read, call by call, node by node.
+    call_U = np.repeat(np.arange(len(size_K)), size_K * width_K)
+    node_U = np.repeat(order_N, np.repeat(width_K, size_K))
+    place_U = np.arange(len(node_U)) - np.repeat(np.cumsum(size_K * width_K) - size_K * width_K, size_K * width_K)
+    read_U = first_P[kind_K[call_U]] + place_U % np.maximum(width_K, 1)[call_U]
+    argument_U, field_U = np.array([read for each in reads for read in each], dtype=np.int64).reshape(-1, 2)[read_U].T
+    is_there_U = argument_U < graph.args.shape[1]
+    argument_U = np.where(is_there_U, argument_U, 0)
+    slot_U = graph.args[node_U, argument_U]
+    if types.fields is not None:
+        field_U = field_U + types.fields[node_U, argument_U]
+    is_there_U &= (slot_U >= 0) & (field_U < where.row_SF.shape[1])
+    column_U = np.where(is_there_U, where.column_SF[slot_U, np.where(is_there_U, field_U, 0)], -1)
+    if (column_U < 0).any():
+        at = int(np.argmin(column_U))
+        node, (argument, field) = node_U[at], [each for reads in reads for each in reads][read_U[at]]
+        raise ValueError(f"op {graph.op[node]} reads tensor {field} of argument {argument}, which node {node} lacks")
+    if (where.call_S[slot_U] >= call_U).any():
+        raise ValueError("a schedule runs a node before its arguments")
+    row_U, bounds = where.row_SF[slot_U, field_U], np.cumsum([0, *(size_K * width_K)]).tolist()
+    shapes = list(zip(size_K.tolist(), width_K.tolist(), pairwise(bounds), strict=True))
+    return tuple([values[a:b].reshape(size, width) for size, width, (a, b) in shapes] for values in (column_U, row_U))
+
+
+def _root(where: _Where, slots: np.ndarray, fields: np.ndarray | int, index: "_Index") -> Argument:
+    fields = np.broadcast_to(fields, slots.shape)
+    is_there = fields < where.row_SF.shape[1]
+    columns = np.where(is_there, where.column_SF[slots, np.where(is_there, fields, 0)], -1)
+    if (columns < 0).any():
+        at = int(np.argmin(columns))
+        raise ValueError(f"a root reads tensor {fields[at]} of slot {slots[at]}, which it lacks")
+    return index.argument(columns, where.row_SF[slots, fields], None, "a root")
 
 
 class _Index:
@@ -277,12 +317,19 @@ class _Index:
         self.pieces: list[list[np.ndarray]] = [[] for _ in range(num_columns)]
         self.length = [0] * num_columns
 
-    def argument(self, column: int, rows: np.ndarray, is_adjacent: bool, count: int | None) -> Argument:
-        """Return the argument that reads `rows`."""
-        size = len(rows)
-        if is_adjacent:
-            first = int(rows[0])
-            return Argument(column, slice(first, first + size), True, count)
+    def argument(self, columns: np.ndarray, rows: np.ndarray, count: int | None, what: str) -> Argument:
+        """Return the argument that reads `rows`, all of one column.
+
+        Raises:
+            ValueError: they are not; names `what` reads them.
+        """
+        if not len(rows):
+            return Argument(0, slice(0, 0), True, count)
+        if len(self.pieces) > 1 and (columns != columns[0]).any():
+            raise ValueError(f"{what} reads tensors of several columns as one")
+        column, first, last, size = int(columns[0]), int(rows[0]), int(rows[-1]), len(rows)
+        if last - first == size - 1 and (rows[1:] - rows[:-1] == 1).all():
+            return Argument(column, slice(first, last + 1), True, count)
         self.pieces[column].append(rows)
         self.length[column] += size
         return Argument(column, slice(self.length[column] - size, self.length[column]), False, count)
@@ -290,97 +337,3 @@ class _Index:
     def tensor(self, column: int) -> torch.Tensor:
         """Return the whole index of a column."""
         return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.pieces[column]]))
-
-
-def _root(table: _Table, slots: np.ndarray, fields: np.ndarray | int, index: _Index) -> Argument:
-    fields = np.broadcast_to(fields, slots.shape)
-    has = fields < table.row_SF.shape[1]
-    columns = np.where(has, table.column_SF[slots, np.where(has, fields, 0)], -1)
-    if (columns < 0).any():
-        at = int(np.argmin(columns))
-        raise ValueError(f"a root reads tensor {fields[at]} of slot {slots[at]}, which it lacks")
-    if (columns[1:] != columns[:-1]).any():
-        raise ValueError("a root reads tensors of several columns as one")
-    rows = table.row_SF[slots, fields]
-    return index.argument(int(columns[0]) if len(columns) else 0, rows, _is_adjacent(rows), None)
-
-
-def _is_adjacent(rows: np.ndarray) -> bool:
-    return len(rows) > 0 and bool((rows[1:] - rows[:-1] == 1).all())
-
-
-class _Reads:
-    """What the calls read, for all nodes at once: the r-th tensor that a node reads is in row r of the arrays."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        types: Types,
-        table: _Table,
-        order_N: np.ndarray,
-        first_K: np.ndarray,
-        signature_K: list[Signature],
-    ):
-        self.signature_K, self.first_K = signature_K, first_K.tolist()
-        signatures = {signature: kind for kind, signature in enumerate(dict.fromkeys(signature_K))}
-        each = [
-            [(at, read.field) for read in signature.reads for at in range(read.first, read.first + (read.count or 1))]
-            for signature in signatures
-        ]
-        num_reads = max([1, *map(len, each)])
-        # (kinds, R, 2) argument and field; the argument -1 of a node that reads fewer tensors is not read.
-        padded = [reads + [(-1, 0)] * (num_reads - len(reads)) for reads in each]
-        reads_PR2 = np.array(padded, dtype=np.int64).reshape(-1, num_reads, 2)
-        kind_K = np.array([signatures[signature] for signature in signature_K], dtype=np.int64)
-        call_N = np.repeat(np.arange(len(kind_K)), np.diff(first_K))
-        args_AN, nodes_N = graph.args.T[:, order_N], np.arange(len(order_N))
-        self.row_RN = np.empty((num_reads, len(order_N)), dtype=np.int64)
-        self.column_RN = np.empty_like(self.row_RN)
-        for r in range(num_reads):
-            argument_N, field_N = reads_PR2[kind_K, r].T[:, call_N]
-            is_there_N = argument_N < len(args_AN)
-            slot_N = args_AN[np.where(is_there_N, argument_N, 0), nodes_N]
-            if types.fields is not None:
-                field_N = field_N + types.fields[order_N, np.where(is_there_N, argument_N, 0)]
-            is_there_N &= (slot_N >= 0) & (field_N < table.row_SF.shape[1])
-            field_N = np.where(is_there_N, field_N, 0)
-            self.row_RN[r], self.column_RN[r] = table.row_SF[slot_N, field_N], table.column_SF[slot_N, field_N]
-            is_bad_N = (argument_N >= 0) & (~is_there_N | (self.column_RN[r] < 0))
-            if is_bad_N.any():
-                at = int(np.argmax(is_bad_N))
-                argument, field = reads_PR2[kind_K[call_N[at]], r]
-                raise ValueError(
-                    f"op {graph.op[order_N[at]]} reads tensor {field} of argument {argument}, "
-                    f"which node {order_N[at]} lacks"
-                )
-            if ((argument_N >= 0) & (table.call_S[slot_N] >= call_N)).any():
-                raise ValueError("a schedule runs a node before its arguments")
-        self._find_breaks(first_K)
-
-    def _find_breaks(self, first_K: np.ndarray) -> None:
-        """Find which calls read adjacent rows, and rows of one column: those with no break among them."""
-        first, last = first_K[:-1], first_K[1:] - 1
-        breaks_RN, changes_RN = np.zeros_like(self.row_RN), np.zeros_like(self.row_RN)
-        np.cumsum(self.row_RN[:, 1:] - self.row_RN[:, :-1] != 1, axis=1, out=breaks_RN[:, 1:])
-        self.adjacent_RK = (breaks_RN[:, first] == breaks_RN[:, last]).tolist()
-        self.column_RK = self.column_RN[:, first]
-        if self.column_RN.any():  # several columns
-            np.cumsum(self.column_RN[:, 1:] != self.column_RN[:, :-1], axis=1, out=changes_RN[:, 1:])
-            self.column_RK = np.where(changes_RN[:, first] == changes_RN[:, last], self.column_RK, -1)
-        self.column_RK = self.column_RK.tolist()
-
-    def arguments(self, k: int, index: _Index) -> tuple[Argument, ...]:
-        """Return the arguments of call k."""
-        start, stop, r, found = self.first_K[k], self.first_K[k + 1], 0, []
-        for read in self.signature_K[k].reads:
-            column, count = self.column_RK[r][k], read.count
-            if count is None:
-                rows, is_adjacent = self.row_RN[r, start:stop], self.adjacent_RK[r][k]
-            else:
-                rows = self.row_RN[r : r + count, start:stop].T.ravel()
-                is_adjacent = _is_adjacent(rows)
-            if column < 0 or (count is not None and any(self.column_RK[r + n][k] != column for n in range(count))):
-                raise ValueError(f"call {k} reads tensors of several columns as one")
-            found.append(index.argument(column, rows, is_adjacent, count))
-            r += count or 1
-        return tuple(found)
