@@ -283,7 +283,8 @@ def test_inputs_may_lie_in_memory_in_any_way_and_the_result_may_be_changed():
 
 @pytest.mark.parametrize("unary", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1).view(x.shape)])
 def test_a_module_may_return_its_argument_detached_or_as_it_is(unary):
-    rows, inputs = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF]]), torch.randn(1, 3, dtype=torch.float64)
+    rows = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF], [UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]])
+    inputs = torch.randn(3, 3, dtype=torch.float64)
     own = nn.ModuleDict({str(op): each for op, each in enumerate(toy_modules()) if op in (LEAF, UNARY_A, BINARY_A)})
     runs = {int(op): each for op, each in own.items()} | {UNARY_B: unary}
     expected = results(lambda x: one_by_one(rows, runs, x), own, inputs)

@@ -189,8 +189,11 @@ class Buffers:
         kind, rows = self.kinds[argument.column], self._gradients_of(argument.column)
         if argument.is_adjacent:
             kind.view(rows[argument.rows], argument.count).add_(gradient)
-        else:
-            rows.index_add_(0, self.plan.rows(argument), kind.flatten(gradient))
+            return
+        flat = kind.flatten(gradient)
+        if flat.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
+            flat = flat.clone()  # of a module that returns its argument, the gradient of its result
+        rows.index_add_(0, self.plan.rows(argument), flat)
 
     def gradient(self, made: Result) -> Tensor | None:
         """Return the gradient of a result; None where its numbers have none."""
