@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import iep.batching
+from iep.dynamic import scope
 
 SENTENCES = [
     (["a", ["fine", "film"]], 1),
@@ -40,7 +40,7 @@ def vector(tree):
 
 optimizer = torch.optim.Adam([*embed.parameters(), *merge.parameters(), *classify.parameters()], lr=0.02)
 for _step in range(30):
-    with iep.batching.scope(embed, merge, classify) as batch:  # the one line; without it, everything runs one by one
+    with scope(embed, merge, classify) as batch:  # the one line; without it, every call runs by itself
         scores = [classify(vector(tree)) for tree, _ in SENTENCES]
     loss = functional.cross_entropy(torch.stack(scores), torch.tensor([label for _, label in SENTENCES]))
     optimizer.zero_grad()

@@ -1,6 +1,8 @@
-"""Front ends of `iep.batching` for networks whose shape depends on the example."""
+"""Front ends that batch other dynamic networks: the lazy scope and vertex functions. See docs/dynamic_networks.md."""
 
 from iep.dynamic.edges import Edges
+from iep.dynamic.future import Future
+from iep.dynamic.scope import scope
 from iep.dynamic.vertex import Outcome, VertexFunction, VertexNetwork, VertexPlan, Vertices
 
-__all__ = ["Edges", "Outcome", "VertexFunction", "VertexNetwork", "VertexPlan", "Vertices"]
+__all__ = ["Edges", "Future", "Outcome", "VertexFunction", "VertexNetwork", "VertexPlan", "Vertices", "scope"]

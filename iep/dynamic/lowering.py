@@ -1,0 +1,88 @@
+"""What a lazy scope has recorded -> a graph with its types.
+
+Shapes: N nodes, R results, U tensors that nodes take, A the most that one node takes, F futures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from iep.batching.graph import Graph
+from iep.batching.plan import Read, Signature, Types
+from iep.batching.sharing import share
+from iep.dynamic.future import Future
+from iep.dynamic.recording import Recording
+
+
+class Lowered(NamedTuple):
+    """A graph, and what its inputs and roots are to the recording."""
+
+    graph: Graph
+    types: Types
+    inputs: list[int]
+    """The numbers of the tensors from outside."""
+    roots: list[list[tuple[Future, bool]]]
+    """The futures that each of the types' roots computes, and whether they can require gradients."""
+
+
+def lower(recording: Recording, futures: Sequence[Future], shared: bool = False) -> Lowered:
+    """Return the graph that computes `futures`; if `shared`, with nodes of one op and equal arguments merged."""
+    ops, op_N, taken_U = recording.ops, np.array(recording.node_op), np.array(recording.taken)
+    leaves_N = np.array([op.num_leaves for op in ops])[op_N]
+    width_N = np.array([len(op.columns) for op in ops])[op_N]
+    first_N, maker_R = np.cumsum(width_N) - width_N, np.repeat(np.arange(len(op_N)), width_N)
+    taker_U = np.repeat(np.arange(len(op_N)), leaves_N)
+    argument_U = np.arange(len(taker_U)) - np.repeat(np.cumsum(leaves_N) - leaves_N, leaves_N)
+    address_F = np.array([future._address for future in futures])
+    node_F = maker_R[address_F]
+    op_F, field_F = op_N[node_F], address_F - first_N[node_F]
+
+    needed_N = _needed(maker_R, taker_U, taken_U, address_F)
+    position_N, kept = np.cumsum(needed_N) - 1, needed_N[taker_U]
+    op_N, taken_U, row_U, argument_U = op_N[needed_N], taken_U[kept], position_N[taker_U[kept]], argument_U[kept]
+    is_input_U = taken_U < 0
+    inputs, number = np.unique(-1 - taken_U[is_input_U], return_inverse=True)
+    made = taken_U[~is_input_U]
+    slot_U, field_U = np.empty_like(taken_U), np.zeros_like(taken_U)
+    slot_U[is_input_U], slot_U[~is_input_U] = number, len(inputs) + position_N[maker_R[made]]
+    field_U[~is_input_U] = made - first_N[maker_R[made]]
+    args_NA = np.full((len(op_N), int(leaves_N.max())), -1)
+    fields_NA = np.zeros_like(args_NA)
+    args_NA[row_U, argument_U], fields_NA[row_U, argument_U] = slot_U, field_U
+    graph = Graph(len(inputs), op_N, args_NA, np.zeros_like(op_N), len(inputs) + position_N[node_F])
+    if shared:
+        # Only nodes that read the same results of their arguments are equal: each kind counts as an op.
+        kinds, kind_N = np.unique(np.column_stack([op_N, fields_NA]), axis=0, return_inverse=True)
+        graph = share(replace(graph, op=kind_N.ravel()))
+        graph, fields_NA = replace(graph, op=kinds[graph.op, 0]), kinds[graph.op, 1:]
+
+    column_F = np.array([future._column.index for future in futures])
+    by_column = [np.flatnonzero(column_F == column) for column in np.unique(column_F)]
+    types = Types(
+        inputs=np.array([recording.input_columns[number].index for number in inputs.tolist()], dtype=np.int64),
+        signatures={
+            n: Signature(tuple(map(Read, range(ops[n].num_leaves))), tuple(column.index for column in ops[n].columns))
+            for n in np.unique(graph.op).tolist()
+        },
+        roots=tuple((graph.roots[which], field_F[which]) for which in by_column),
+        fields=fields_NA,
+    )
+    grads = [ops[n].grad and ops[n].kernel.grads[i] for n, i in zip(op_F.tolist(), field_F.tolist(), strict=True)]
+    roots = [[(futures[n], grads[n]) for n in which.tolist()] for which in by_column]
+    return Lowered(graph, types, inputs.tolist(), roots)
+
+
+def _needed(maker_R: np.ndarray, taker_U: np.ndarray, taken_U: np.ndarray, address_F: np.ndarray) -> np.ndarray:
+    """Return (N,) which nodes the results at `address_F` depend on."""
+    needed_N = np.ones(int(maker_R[-1]) + 1, dtype=bool)
+    while True:  # drop the nodes whose results nothing takes, until there are none
+        is_used_R = np.zeros(len(maker_R), dtype=bool)
+        is_used_R[address_F] = True
+        is_used_R[taken_U[needed_N[taker_U] & (taken_U >= 0)]] = True
+        is_used_N = np.zeros_like(needed_N)
+        is_used_N[maker_R[is_used_R]] = True
+        if (is_used_N == needed_N).all():
+            return needed_N
+        needed_N = is_used_N

@@ -1,0 +1,100 @@
+"""What a lazy scope did: which calls ran together, which did not, and why. Printed, a report is a table."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from iep.dynamic.kernels import SINGLY, name_of
+from iep.dynamic.recording import Op
+
+
+class OpReport(NamedTuple):
+    """The calls of one module or function that are alike."""
+
+    name: str
+    """A number in brackets tells modules of one class apart, and functions with different parameters."""
+    shapes: str
+    """The shapes of the results."""
+    how: str
+    reason: str | None
+    """Why the calls are not batched."""
+    nodes: int
+    """The number of recorded calls that have run; with `share`, equal ones count once."""
+    calls: int
+    """The number of groups in which they ran."""
+    largest: int
+    """The number of nodes of the largest group."""
+
+
+@dataclass
+class Report:
+    """What a scope has done so far."""
+
+    flushes: Counter[str] = field(default_factory=Counter)
+    """How often something was run, by what asked for it."""
+    ran_at_once: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """The calls that could not be recorded: their name and why."""
+    plans_reused: int = 0
+    seconds_recording: float = 0.0
+    """The time in the scope, with the user's own code, without planning and executing."""
+    seconds_planning: float = 0.0
+    seconds_executing: float = 0.0
+    _sizes: dict[tuple, list[int]] = field(default_factory=dict, repr=False)
+
+    def add(self, op: Op, size: int) -> None:
+        """Count a group of `size` nodes."""
+        shapes = " ".join("x".join(map(str, column.shape)) or "()" for column in op.columns)
+        row = (op.call.function, *map(id, op.constants)), shapes, op.kernel.how, op.kernel.reason
+        self._sizes.setdefault(row, []).extend([1] * size if op.kernel.how == SINGLY else [size])
+
+    @property
+    def ops(self) -> tuple[OpReport, ...]:
+        """What ran, in the order of recording."""
+        numbers: dict[str, dict[tuple, int]] = {}
+        for identity, *_ in self._sizes:
+            alike = numbers.setdefault(name_of(identity[0]), {})
+            alike.setdefault(identity, len(alike) + 1)
+        found = []
+        for (identity, *row), sizes in self._sizes.items():
+            name = name_of(identity[0])
+            number = f" ({numbers[name][identity]})" if len(numbers[name]) > 1 else ""
+            found.append(OpReport(name + number, *row, sum(sizes), len(sizes), max(sizes)))
+        return tuple(found)
+
+    @property
+    def nodes(self) -> int:
+        """The number of recorded calls that have run."""
+        return sum(op.nodes for op in self.ops)
+
+    @property
+    def calls(self) -> int:
+        """The number of groups in which they ran."""
+        return sum(op.calls for op in self.ops)
+
+    @property
+    def batching_ratio(self) -> float:
+        """Calls without batching over calls with it (Zha et al. 2019, section 3)."""
+        return self.nodes / self.calls if self.calls else 1.0
+
+    def __str__(self) -> str:
+        rows = [("op", "results", "nodes", "calls", "mean", "largest", "how")]
+        for op in sorted(self.ops, key=lambda op: -op.nodes):
+            how = f"{op.how}: {op.reason}" if op.reason else op.how
+            numbers = (str(op.nodes), str(op.calls), f"{op.nodes / op.calls:.1f}", str(op.largest))
+            rows.append((op.name, op.shapes, *numbers, how))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.append(f"{self.nodes} nodes in {self.calls} calls, batching ratio {self.batching_ratio:.1f}")
+        lines += [f"ran {_times(count)}: {why}" for why, count in self.flushes.most_common()]
+        for (name, why), count in self.ran_at_once.most_common():
+            lines.append(f"{name} was not recorded and ran at once {_times(count)}: {why}")
+        milliseconds = [1e3 * each for each in (self.seconds_recording, self.seconds_planning, self.seconds_executing)]
+        lines.append(
+            "recording {:.1f} ms, planning {:.1f} ms, executing {:.1f} ms; ".format(*milliseconds)
+            + f"{self.plans_reused} of {self.flushes.total()} plans reused"
+        )
+        return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'' if count == 1 else 's'}"

@@ -1,0 +1,211 @@
+"""The lazy scope: code for one sample, run for many at once, with one line added.
+
+    with iep.dynamic.scope(model.cell) as batch:
+        losses = [model.loss(sample) for sample in samples]
+    torch.stack(losses).mean().backward()
+
+Inside, a call is recorded and returns futures; leaving the scope runs all that was recorded and that somebody still
+holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019, sections 3 and 4). Calls become a graph
+(`recording.py`, `lowering.py`), which is scheduled, planned and executed as every other graph of `iep.batching`.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from iep.batching.execute import execute
+from iep.batching.plan import Plan, make_plan
+from iep.batching.schedulers import SCHEDULERS, make_schedule
+from iep.dynamic.future import Future, current, recording_into
+from iep.dynamic.kernels import is_autograd_function, run_group
+from iep.dynamic.lowering import Lowered, lower
+from iep.dynamic.recording import Recording
+from iep.dynamic.remembered import key_of, remembered
+from iep.dynamic.report import Report
+
+GRANULARITIES = ("module", "op")
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class scope:  # noqa: N801 - a context manager, used as a function is
+    """Record calls of modules within it, and run them batched at its end.
+
+    Args:
+        modules: the modules whose calls are recorded. With none, those of all layers that `torch.nn` itself defines.
+        granularity: "module" records each call of a listed module as one node; "op" each function of PyTorch that it
+            calls. Functions on futures outside of these modules are recorded in both.
+        scheduler: one of `iep.batching.SCHEDULERS`.
+        share: run nodes of one op with the same arguments once. Not for modules that draw random numbers.
+        defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
+
+    A recorded call takes tensors, futures, nested lists, tuples and dicts of them, and static values, which tell calls
+    apart; parameters are shared by all calls, other tensors belong to one sample. It returns futures in the structure
+    that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was recorded so far.
+    What a module does besides returning tensors, such as counting its calls, it does once for a group, and not at all
+    where nobody holds the results. Scopes may be nested, and open in several threads, each for its own calls.
+
+    All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
+    `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
+    its group's backward pass: infinite derivatives there make gradients that are not numbers (0 * inf), and parameters
+    of which no result is used get zeros for gradients, where plain code leaves None. Values that ran together with
+    others that require a gradient may require one too.
+
+    Raises:
+        ValueError: the granularity or scheduler is unknown, or what is listed is not a module. Within it, or at its
+            end: a call changes a tensor in place; the parameters, buffers, parts, hooks or training mode of a module,
+            or a tensor, changed between a call and its run; `backward` of a future is called; a
+            `torch.autograd.Function` is given a future; tensors are on several devices.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module,
+        granularity: str = "module",
+        scheduler: str = "lookahead",
+        share: bool = False,
+        defer_weight_grads: bool = True,
+    ):
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
+        if scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler {scheduler!r}, expected one of {', '.join(SCHEDULERS)}")
+        self._listed = frozenset(_without_lists(modules))
+        self._by_op = granularity == "op"
+        self._scheduler, self._share, self._defer = scheduler, share, defer_weight_grads
+        self._report, self._recording = Report(), None
+
+    def __enter__(self) -> Self:
+        if self._recording is not None:
+            raise ValueError("a scope can be entered once: make another")
+        buffers = [buffer for module in self._listed for buffer in module.buffers()]
+        self._recording = Recording(self._run, self._report.ran_at_once, buffers)
+        self.takes = self._listed.__contains__ if self._listed else _is_layer
+        self.call = self._call_by_op if self._by_op else self._recording.record
+        self._stack = ExitStack()
+        self._stack.enter_context(_module_calls_recorded())
+        self._stack.enter_context(recording_into(self))
+        self._entered = perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._recording.run("the scope's end")
+        finally:
+            self._stack.close()
+            self._recording.end()
+            elsewhere = self._report.seconds_planning + self._report.seconds_executing
+            self._report.seconds_recording = perf_counter() - self._entered - elsewhere
+
+    def wrap(self, function: Callable) -> Callable:
+        """Return `function` with its calls recorded as a listed module's are. Wrap it once, not for each sample."""
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.call(function, args, kwargs) if current.recorder is self else function(*args, **kwargs)
+
+        return call
+
+    def report(self) -> Report:
+        """Return what was batched so far, what was not, and why. Printed, it is a table."""
+        return self._report
+
+    def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Call a module or function now, on futures: the functions that it calls are recorded."""
+        if is_autograd_function(function):
+            return self._recording.record(function, args, kwargs)
+        futures = self._recording.futures_for
+        function = partial(_original_call, function) if isinstance(function, nn.Module) else function
+        return function(*futures(args), **futures(dict(kwargs)))
+
+    def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
+        """Give `futures` their values."""
+        began = perf_counter()
+        lowered = lower(recording, futures, self._share)
+        plan, was_there = _plan(lowered, self._scheduler)
+        planned = perf_counter()
+        inputs: dict[int, list[Tensor]] = {}
+        for column, tensor in zip(lowered.types.inputs.tolist(), recording.unchanged(lowered.inputs), strict=True):
+            inputs.setdefault(column, []).append(tensor)
+        devices = sorted({str(tensors[0].device) for tensors in inputs.values()})
+        if len(devices) > 1:
+            raise ValueError(f"a scope's tensors are on {' and '.join(devices)}, expected one device")
+        if devices != ["cpu"]:
+            plan = plan.to(devices[0])
+        ops = {index: recording.ops[index] for index in lowered.types.signatures}
+        grad = any(op.grad for op in ops.values())
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not grad), torch.set_grad_enabled(grad):
+            outs = execute(
+                plan,
+                {index: partial(run_group, op.call, op.kernel, op.grad, op.autocast) for index, op in ops.items()},
+                {column: torch.stack(tensors) for column, tensors in inputs.items()},
+                self._defer,
+            )
+            for futures_of_root, out in zip(lowered.roots, outs, strict=True):
+                for (future, has_grad), value in zip(futures_of_root, out.unbind(0), strict=True):
+                    future._value = value if has_grad else value.detach()
+        for call in plan.calls:
+            self._report.add(ops[call.op], call.size)
+        self._report.flushes[why] += 1
+        self._report.plans_reused += was_there
+        self._report.seconds_planning += planned - began
+        self._report.seconds_executing += perf_counter() - planned
+
+
+def _plan(lowered: Lowered, scheduler: str) -> tuple[Plan, bool]:
+    """Return the plan of a graph, and whether it was remembered."""
+    graph, types = lowered.graph, lowered.types
+    roots = [part for root in types.roots for part in root]
+    name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
+    key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *roots)
+    return remembered(key, graph.num_nodes, lambda: make_plan(graph, make_schedule(graph, scheduler), types))
+
+
+def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"{module!r} is not a module; the scope's wrap records the calls of a function")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from _without_lists(module.children())
+        else:
+            yield module
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether `torch.nn` itself defines the module's class, and it is not a mere container."""
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
+
+
+_lock = threading.Lock()
+_open_scopes = 0
+_original_call = nn.Module.__call__
+
+
+@contextmanager
+def _module_calls_recorded() -> Iterator[None]:
+    """Let `nn.Module.__call__` ask its thread's scope, until the last scope of all threads is left."""
+    global _open_scopes, _original_call
+    with _lock:
+        if not _open_scopes:
+            _original_call, nn.Module.__call__ = nn.Module.__call__, _call
+        _open_scopes += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _open_scopes -= 1
+            if not _open_scopes:
+                nn.Module.__call__ = _original_call
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    recorder = current.recorder
+    if recorder is None or not recorder.takes(module):
+        return _original_call(module, *args, **kwargs)
+    return recorder.call(module, args, kwargs)

@@ -1,0 +1,103 @@
+"""Trial runs: a user's code is run once on tensors without numbers, to see what it returns, and leaves no trace.
+
+Modules are called as twins of themselves, with the same parameters and with copies of their buffers. A trial also finds
+out what prevents many samples from sharing one call.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from iep.dynamic.future import recording_into
+
+REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
+_one_at_a_time = threading.RLock()
+"""Fake tensors of several threads share state that they should not."""
+
+
+class Trial:
+    """Takes the calls of modules while a trial runs, and sends them to twins, whose buffers are `copied`."""
+
+    def __init__(self, copied: Callable[[Tensor], Tensor]):
+        self._copied = copied
+        self._twins: dict[nn.Module, nn.Module] = {}
+        self._buffers: dict[nn.Module, list[tuple]] = {}
+        """Of every twin, before it was called."""
+
+    def takes(self, module: nn.Module) -> bool:
+        """Return whether a module is not a twin itself."""
+        return module not in self._buffers
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the module's twin."""
+        return self._twin_of(module)(*args, **kwargs)
+
+    def stand_in(self, function: Callable) -> Callable:
+        """Return what to call in the place of a function, module or method of a module."""
+        if isinstance(function, nn.Module):
+            return self._twin_of(function)
+        if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
+            return MethodType(function.__func__, self._twin_of(function.__self__))
+        return function
+
+    def why_singly(self, kwargs: dict[str, Any]) -> str | None:
+        """Return why a call on many samples would differ from one call for each; None if it would not."""
+        by_frequency = "scale_grad_by_freq counts the indices of all samples"
+        for twin, before in self._buffers.items():
+            changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
+            if changed:
+                return f"{type(twin).__name__} changes its buffer {changed[0]}"
+            if getattr(twin, "scale_grad_by_freq", False):
+                return by_frequency
+        return by_frequency if kwargs.get("scale_grad_by_freq") else None
+
+    def _twin_of(self, module: nn.Module) -> nn.Module:
+        if module in self._twins:
+            return self._twins[module]
+        if isinstance(module, torch.jit.ScriptModule):  # its code cannot be copied
+            self._buffers[module] = []
+            return module
+        twin = self._twins[module] = object.__new__(type(module))
+        vars(twin).update({name: copy(value) if name in REGISTRIES else value for name, value in vars(module).items()})
+        for name, part in module.named_children():
+            setattr(twin, name, self._twin_of(part))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(twin, name, self._copied(buffer))
+        self._buffers[twin] = _buffers_of(twin)
+        return twin
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=False)]
+
+
+@contextmanager
+def trial_run(is_fake: bool) -> Iterator[Trial]:
+    """Run a trial on fake tensors, which have no numbers, or on one sample without gradients.
+
+    The weights that autocast remembers are kept, random numbers are drawn anew later, and tensors count their changes
+    in place, as those of inference mode do not.
+    """
+    grad, is_cached = is_fake and torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        copied = Tensor.clone
+        if is_fake:
+            stack.enter_context(_one_at_a_time)
+            copied = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)).from_tensor
+        else:
+            stack.enter_context(torch.random.fork_rng())
+        stack.callback(torch.set_autocast_cache_enabled, is_cached)
+        torch.set_autocast_cache_enabled(False)
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        trial = Trial(copied)
+        stack.enter_context(recording_into(trial))
+        yield trial

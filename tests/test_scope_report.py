@@ -1,0 +1,284 @@
+"""What the lazy scope refuses, and what it reports: what was batched, what was not, and why."""
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from iep.dynamic import scope
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Increments(nn.Module):
+    def forward(self, x):
+        x += 1
+        return x * 2
+
+
+class IncrementsByValue(nn.Module):
+    def forward(self, x):
+        return x.add_(1) * 2 if x.sum() > -100 else x
+
+
+class Gate(nn.Module):
+    """Its control flow depends on values."""
+
+    def forward(self, x_2):
+        return x_2 * 2 if x_2.sum() > 0 else x_2 - 1
+
+
+class Fails(nn.Module):
+    """Fails where it has numbers to compute with."""
+
+    def forward(self, x_2):
+        if x_2.sum() > 0:
+            raise ArithmeticError("a sum above zero")
+        return x_2 * 2
+
+
+def run(module, *samples, change=None, **options):
+    """Record calls on all samples, then `change`, then run; returns the last result."""
+    with scope(*([module] if isinstance(module, nn.Module) else module), **options):
+        modules = [module] * len(samples) if isinstance(module, nn.Module) else module
+        kept = [each(x) for each, x in zip(modules, samples, strict=True)]
+        if change is not None:
+            change()
+    return kept[-1]
+
+
+def iadd(h):
+    h += 1
+
+
+def assign(h):
+    h[0] = 1
+
+
+IN_PLACE = {
+    "+=": iadd,
+    "a method": lambda h: h.add_(1),
+    "a function": torch.relu_,
+    "an element": assign,
+    "inplace=True": lambda h: functional.relu(h, inplace=True),
+    "a layer": lambda h: nn.ReLU(inplace=True)(h),
+    "out=": lambda h: torch.add(h.detach(), 1, out=torch.zeros(2)),
+    "a tensor by a future": lambda h: torch.zeros(2).add_(h),
+    "an element by a future": lambda h: torch.zeros(2, 2).__setitem__(0, h),
+    "an argument of a module": lambda h: Increments()(h),
+    "an argument, where control flow depends on values": lambda h: IncrementsByValue()(h),
+}
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_changes_in_place_are_refused_in_one_line(what, granularity):
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with scope(granularity=granularity) as batch:
+        h, change = layer(x), batch.wrap(IN_PLACE[what]) if "argument" in what else IN_PLACE[what]
+        with pytest.raises(ValueError, match=r"in place.*: write it out of place, as a = a \+ b for a \+= b$"):
+            change(h)
+    torch.testing.assert_close(h.value, layer(x).value if hasattr(layer(x), "value") else layer(x))
+    assert x.tolist() == [1, 1]
+
+
+REFUSED_INSIDE = {
+    "backward": (lambda h: h.sum().backward(), "backward of a future inside its scope: call it after the scope"),
+    "autograd.grad": (lambda h: torch.autograd.grad(h.sum(), [h]), "grad of a future inside its scope"),
+    "register_hook": (lambda h: h.register_hook(print), "register_hook of a future inside its scope"),
+    "retain_grad": (lambda h: h.retain_grad(), "retain_grad of a future inside its scope"),
+    "autograd.Function": (Twice.apply, r"autograd\.Function was given a future.*batch\.wrap\(MyFunction\.apply\)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_INSIDE)
+def test_what_needs_a_computed_tensor_is_refused_inside_the_scope(what):
+    function, message = REFUSED_INSIDE[what]
+    layer = nn.Linear(2, 2)
+    with scope(layer):
+        h = layer(torch.ones(2))
+        with pytest.raises(ValueError, match=message):
+            function(h)
+    if what == "autograd.Function":
+        with pytest.raises(ValueError, match=message):
+            function(h)
+    h.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def halve(layer):
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+CHANGES = {
+    "weight": halve,
+    "buffer": lambda layer: layer.register_buffer("more", torch.ones(1)),
+    "hook": lambda layer: layer.register_forward_hook(lambda module, args, output: output * 2),
+    "training": lambda layer: layer.eval(),
+    "parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_changed_before_its_calls_run_is_refused(change):
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Linear was changed .* after a call of it was recorded and before it ran"):
+        run(layer, torch.ones(2), change=lambda: CHANGES[change](layer))
+    layer.train()
+    with scope(layer):
+        assert layer(torch.ones(2)).sum().item() is not None
+        CHANGES[change](layer)  # what was recorded has run
+
+
+def test_a_weight_or_an_input_changed_before_its_function_runs_is_refused():
+    layer, x = nn.Linear(2, 2), torch.ones(2)
+    with pytest.raises(ValueError, match="linear was changed"):
+        run(layer, x, change=lambda: halve(layer), granularity="op")
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) was changed in place after a call on it"):
+        run(layer, x, change=x.zero_)
+
+
+def test_tensors_of_several_devices_are_refused():
+    with pytest.raises(ValueError, match="a scope's tensors are on cpu and meta, expected one device"):
+        run([nn.Linear(3, 3), nn.Linear(3, 3, device="meta")], torch.ones(3), torch.ones(3, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {"granularity": "kernel"}, "granularity 'kernel', expected one of module, op"),
+        ((), {"scheduler": "best"}, "scheduler 'best', expected one of .*lookahead"),
+        ((torch.tanh,), {}, "is not a module; the scope's wrap records the calls of a function"),
+    ],
+)
+def test_unknown_arguments_are_named(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        scope(*arguments, **options)
+
+
+def test_an_exception_in_nested_scopes_restores_everything():
+    original, layer, kept = nn.Module.__call__, nn.Linear(2, 2), []
+
+    def fail():
+        with scope(layer), scope(layer):
+            kept.append(layer(torch.ones(2)))
+            kept.append(kept[0] * 2)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert nn.Module.__call__ is original
+    assert isinstance(layer(torch.ones(2)), torch.Tensor)
+    for use in (lambda: kept[0] + 1, lambda: layer(kept[0]), lambda: kept[1].value, lambda: kept[1].sum().backward()):
+        with pytest.raises(ValueError, match="ended with an exception"):
+            use()
+
+
+@pytest.mark.filterwarnings("ignore:.* runs singly")
+def test_mistakes_are_raised_at_their_call_or_name_it():
+    with pytest.raises(RuntimeError, match="shape"), scope() as batch:
+        batch.wrap(nn.Linear(2, 2))(torch.ones(3))
+    with pytest.raises(ArithmeticError, match="a sum above zero") as failure:
+        run(Fails(), torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, 5.0]))
+    assert any("2 recorded calls of Fails" in note for note in failure.value.__notes__)
+
+
+class First(nn.Module):
+    count = 2
+
+    def forward(self, x):
+        return x[: self.count]
+
+
+def test_a_module_that_returns_another_shape_than_before_is_refused_once():
+    first, x = First(), torch.ones(4)
+    assert run(first, x).shape == (2,)
+    first.count = 3
+    with pytest.raises(ValueError, match=r"First returned shapes \[\(3,\)\], expected \[\(2,\)\]: it depends on more"):
+        run(first, x)
+    assert run(first, x).shape == (3,)
+
+
+def test_what_nobody_holds_does_not_run():
+    layer = nn.Linear(2, 2)
+    with scope(layer) as batch:
+        kept = layer(torch.ones(2))
+        layer(torch.zeros(2))
+    assert batch.report().nodes == 1
+    assert kept.value.shape == (2,)
+
+
+def test_the_report_counts_calls_and_graphs_of_one_shape_reuse_their_plan():
+    layer = nn.Linear(3, 3)
+    for _ in range(2):
+        with scope(layer) as batch:
+            kept = [layer(layer(torch.randn(3))) for _ in range(7)]
+    assert len(kept) == 7
+    report = batch.report()
+    (op,) = report.ops
+    assert (op.name, op.how, op.nodes, op.calls, op.largest) == ("Linear", "batched", 14, 2, 7)
+    assert (report.batching_ratio, report.plans_reused) == (7, 1)
+    for line in ("14 nodes in 2 calls, batching ratio 7.0", "ran 1 time: the scope's end", "1 of 1 plans reused"):
+        assert line in str(report)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_shared_nodes_run_once_unless_they_read_other_results(share):
+    layer, x, y = nn.Linear(4, 4), torch.ones(4), torch.zeros(4)
+    with scope(layer, share=share) as batch:
+        found = [layer(half) for each in (x, x, y) for half in layer(each).chunk(2) for half in [half.repeat(2)]]
+    expected = [layer(half.repeat(2)) for each in (x, x, y) for half in layer(each).chunk(2)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
+    assert sum(op.nodes for op in batch.report().ops if op.name == "Linear") == (2 + 4 if share else 3 + 6)
+
+
+def test_rows_of_several_modules_of_one_class_are_told_apart():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    for granularity, names in (("module", ["Linear (1)", "Linear (2)"]), ("op", ["linear (1)", "linear (2)"])):
+        with scope(first, second, granularity=granularity) as batch:
+            kept = second(first(torch.ones(2)))
+        assert [op.name for op in batch.report().ops] == names
+        assert kept.value.shape == (2,)
+
+
+def test_the_report_says_what_was_not_batched_and_why():
+    gate, norm, frequent = Gate(), nn.BatchNorm1d(2), nn.Embedding(3, 2, scale_grad_by_freq=True)
+    with warnings.catch_warnings(record=True) as caught, scope(gate, norm, frequent) as batch:
+        warnings.simplefilter("always")
+        found = [gate(torch.tensor([value, value])) for value in (1.0, -1.0)]
+        kept = norm(torch.randn(3, 2)), frequent(torch.tensor(1)), torch.nonzero(found[0]), found[0].sum().item()
+    assert "Gate runs singly, sample by sample: its control flow depends on values" in str(caught[0].message)
+    assert torch.stack(found).tolist() == [[2.0, 2.0], [-2.0, -2.0]]
+    assert len(kept) == 4
+    report = batch.report()
+    assert {op.name: op.reason for op in report.ops if op.how == "singly"} == {
+        "Gate": "its control flow depends on values",
+        "BatchNorm1d": "BatchNorm1d changes its buffer num_batches_tracked",
+        "Embedding": "scale_grad_by_freq counts the indices of all samples",
+    }
+    assert report.ran_at_once == {("nonzero", "the shape of its result depends on values"): 1}
+    assert re.search(r"ran 2 times: a value is read at test_scope_report\.py:\d+", str(report))
+    assert "nonzero was not recorded and ran at once 1 time: the shape of its result" in str(report)
+
+
+def test_the_core_imports_no_front_end():
+    code = (
+        "import sys, torch; before = set(sys.modules); import iep.batching.execute, iep.batching.graph; "
+        "new = set(sys.modules) - before; print([n for n in new if n.startswith(('iep.dynamic', 'torch._subclasses'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
