@@ -257,25 +257,26 @@ class VertexNetwork:
         """Return the function of an op as a module: inputs and children's states -> states and outputs."""
         function, num_children = self._function(op)
         names, first = self._results(function), len(function.pulls)
+        index, shapes = op % len(self.functions), list(self.shapes.items())
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
-            pulled, gathered = dict(zip(function.pulls, arguments, strict=False)), arguments[first:]
+            gathered = arguments[first:]
             if not num_children:
                 like = arguments[0]
                 dtype = self.dtype or (like.dtype if like.is_floating_point() else torch.get_default_dtype())
                 gathered = [like.new_empty(len(like), 0, *self.shapes[each], dtype=dtype) for each in function.gathers]
+            pulled = dict(zip(function.pulls, arguments, strict=False))
             vertices = Vertices(num_children, dict(zip(function.gathers, gathered, strict=True)), pulled)
             function.run(vertices)
-            results = vertices.results
-            if results.keys() != set(names) or not all(isinstance(each, Tensor) for each in results.values()):
-                found = ", ".join(f"{name} ({type(each).__name__})" for name, each in results.items()) or "nothing"
-                index = op % len(self.functions)
-                raise ValueError(f"function {index} scatters and pushes {found}, expected tensors {', '.join(names)}")
-            for name, shape in self.shapes.items():
-                if results[name].shape[1:] != shape:
-                    found = tuple(results[name].shape[1:])
-                    raise ValueError(f"state {name!r} has shape {found} for each vertex, expected {shape}")
-            return tuple([results[name] for name in names])
+            results = tuple([vertices.results.get(name) for name in names])
+            if len(vertices.results) != len(names) or not all(isinstance(each, Tensor) for each in results):
+                given = ", ".join(f"{name} ({type(each).__name__})" for name, each in vertices.results.items())
+                expected = f"expected tensors {', '.join(names)}"
+                raise ValueError(f"function {index} scatters and pushes {given or 'nothing'}, {expected}")
+            for result, (name, shape) in zip(results, shapes, strict=False):
+                if result.shape[1:] != shape:
+                    raise ValueError(f"state {name!r} has shape {tuple(result.shape[1:])}, expected {shape}")
+            return results
 
         return module
 
