@@ -48,7 +48,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     apart; parameters are shared by all calls, other tensors belong to one sample. It returns futures in the structure
     that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was recorded so far.
     What a module does besides returning tensors, such as counting its calls, it does once for a group, and not at all
-    where nobody holds the results. Scopes may be nested, and open in several threads, each for its own calls.
+    where nobody holds the results; hooks that PyTorch registers for all modules may see a whole group. Scopes may be
+    nested, and open in several threads, each for its own calls.
 
     All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
     `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
