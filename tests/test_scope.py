@@ -389,3 +389,11 @@ def test_modules_are_freed(granularity):
     gc.collect()
     assert dead() is None
     assert kept[0].shape == (4,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_values_on_a_gpu_are_those_of_one_sample_after_the_other():
+    layer, samples = nn.Linear(3, 3).cuda(), torch.randn(4, 3, device="cuda")
+    with scope(layer):
+        found = [layer(layer(x) + x) for x in samples]
+    torch.testing.assert_close(torch.stack(found), torch.stack([layer(layer(x) + x) for x in samples]))
