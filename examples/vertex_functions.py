@@ -1,8 +1,8 @@
 """A network whose shape depends on the example, by vertex functions: sums of terms written as trees.
 
-Each example is an expression such as (3 + (5 - 2)), each vertex a number or an operation on two results. What a vertex
-does is declared once; an example brings its edges alone. All vertices that are ready run together, whatever example
-they belong to.
+Each example is an expression such as (3 + (5 - 2)), and each vertex a number or an operation on two results. What a
+vertex does is declared once; each example is described by its edges only. All vertices that are ready run together,
+whichever example they belong to.
 
     python examples/vertex_functions.py
 """
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from iep.batching import Edges, VertexFunction, VertexNetwork
+from iep.dynamic import Edges, VertexFunction, VertexNetwork
 
 NUMBER, OPERATION = range(2)
 
 
 class Calculator(nn.Module):
-    """Learns what an expression's digits and signs mean from its value."""
+    """Learns the meaning of digits and signs from the values of expressions."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -45,17 +45,17 @@ class Calculator(nn.Module):
 
 
 def expression(rng, operations):
-    """Edges and value of a random expression: vertices in the order in which they are made, arguments first."""
+    """Return the edges and the value of a random expression; arguments come before the operations that read them."""
     children, function, symbol, values = [], [], [], []
-    loose = []
+    unused = []
     for _ in range(operations + 1):
         children.append((-1, -1)), function.append(NUMBER), symbol.append(int(rng.integers(10)))
-        loose.append(len(values))
+        unused.append(len(values))
         values.append(symbol[-1] / 10)
     for _ in range(operations):
-        left, right = (loose.pop(rng.integers(len(loose))) for _ in range(2))
+        left, right = (unused.pop(rng.integers(len(unused))) for _ in range(2))
         children.append((left, right)), function.append(OPERATION), symbol.append(int(rng.integers(2)))
-        loose.append(len(values))
+        unused.append(len(values))
         values.append(values[left] + values[right] if symbol[-1] == 0 else values[left] - values[right])
     rows = np.array(symbol)
     return Edges(np.array(children), np.array(function), {"digit": rows, "sign": rows}), values[-1]

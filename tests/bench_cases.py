@@ -1,6 +1,12 @@
 """An engine and minibatches so small that a benchmark of them takes moments, for the tests of `iep-bench`."""
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from iep.cli.bench import main
 
@@ -20,3 +26,32 @@ def iep_bench(*arguments: object) -> Result:
 def measure(*arguments: object) -> Result:
     """`iep-bench engine` on the tiny engine and made data, one round unless `arguments` say otherwise."""
     return iep_bench("engine", "--device", "cpu", "--repeat", 1, *TINY_DATA, *TINY_ENGINE, *arguments)
+
+
+def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
+    """The comparisons of a benchmark's JSON, once all its files are found to be whole and its figures consistent."""
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.txt", f"{name}.png"}
+    report, table = json.loads((out / f"{name}.json").read_text()), (out / f"{name}.txt").read_text()
+    assert table.startswith(f"$ {report['command']}\n")
+    assert report["command"].startswith(f"iep-bench {name}")
+    assert all(line in result.stdout for line in table.splitlines())
+    assert len(table.split("\n\n")) == 1 + len(report["comparisons"])
+    with Image.open(out / f"{name}.png") as picture:
+        assert picture.format == "PNG"
+        assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+    for comparison in report["comparisons"]:
+        totals = {row["name"]: row["seconds"]["total"]["median"] for row in comparison["rows"] if row["seconds"]}
+        baseline, limit = totals.get(comparison["baseline"]), totals.get("limit")
+        for row in comparison["rows"]:
+            assert f"\n{row['name']} " in table
+            assert bool(row["seconds"]) == (row["left_out"] is None)
+            if row["seconds"]:
+                total = totals[row["name"]]
+                assert row["samples_per_second"]["median"] * total == pytest.approx(comparison["size"])
+                assert row["speedup"] == (None if baseline is None else pytest.approx(baseline / total))
+                if limit is not None and "+" not in row["name"]:
+                    assert row["share_of_limit"] == pytest.approx(limit / total)
+                for values in (*row["seconds"].values(), row["samples_per_second"]):
+                    assert values["lower"] <= values["median"] <= values["upper"]
+    return report["comparisons"]

@@ -1,50 +1,62 @@
-"""`iep-bench processes`: a table of one process and several, from real runs; a run that fails is one line."""
+"""`iep-bench processes`: a row for each number of processes, from real runs; a run that fails is one line."""
 
-import json
 from pathlib import Path
 
 import pytest
-from bench_cases import iep_bench
+from bench_cases import iep_bench, report_of
 from tiny_data import TINY, assert_one_error
 
-from iep.bench.processes import REPORT, TABLE, _compare, format_rows
+from iep.bench import processes
+from iep.bench.compare import Effort, compare
 
 CONFIG = "model: lstm\n"
 
 
-def run_of(losses: list[float], speeds: list[float]) -> list[dict[str, float]]:
-    return [{"loss": loss, "questions_per_second": speed} for loss, speed in zip(losses, speeds, strict=True)]
+def test_speeds_are_medians_of_runs_without_their_first_metrics_and_losses_are_those_of_the_first_run(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    runs = {
+        1: [([4.0, 2.0, 1.0], [1, 100, 110]), ([4.0, 2.0, 1.0], [1, 90, 120])],
+        2: [([4.2, 2.0, 1.1], [1, 150, 160]), ([4.0, 1.5, 1.0], [1, 170, 180])],
+    }
 
+    def train(data: Path, config: Path, count: int, *_: object) -> list[dict[str, float]]:
+        losses, speeds = runs[count].pop(0)
+        return [{"loss": loss, "questions_per_second": each} for loss, each in zip(losses, speeds, strict=True)]
 
-def test_speeds_are_medians_over_all_rows_but_the_first_of_each_run_and_losses_those_of_the_first_run():
-    one = [run_of([4.0, 2.0, 1.0], [1, 100, 110]), run_of([4.0, 2.0, 1.0], [1, 90, 120])]
-    two = [run_of([4.2, 2.0, 1.1], [1, 150, 160]), run_of([4.0, 1.5, 1.0], [1, 170, 180])]
-    first, second = _compare({1: one, 2: two})
-    assert (first.questions_per_second.median, first.speedup, first.loss_difference) == (105, 1.0, 0.0)
-    assert (second.questions_per_second.median, second.questions_per_second.repeats) == (165, 4)
-    assert second.speedup == pytest.approx(165 / 105)
-    assert second.loss_difference == pytest.approx(0.25)
-    assert (first.first_difference, second.first_difference) == (0.0, pytest.approx(0.05))
-    lines = format_rows([first, second]).splitlines()
-    assert lines[0].split("  ")[0].strip() == "processes"
-    assert lines[2].split() == ["2", str(second.threads), "165", "157.5-172.5", "1.57x", "5.0e-02", "2.5e-01"]
+    monkeypatch.setattr(processes, "train", train)
+    (case,) = processes.processes_benchmark(Path(), Path(), (1, 2), 100, ()).cases
+    one, two = compare(case, Effort(2, 3600)).rows
+    assert (one.name, two.name) == ("1 process", "2 processes")
+    assert one.samples_per_second.median == pytest.approx(105, abs=0.01)
+    assert two.samples_per_second.median == pytest.approx(164.4, abs=0.1)
+    assert two.speedup == pytest.approx(two.samples_per_second.median / one.samples_per_second.median)
+    assert (one.facts["first loss differs"], one.facts["losses differ"]) == ("0.0e+00", "0.0e+00")
+    assert (two.facts["first loss differs"], two.facts["losses differ"]) == ("5.0e-02", "2.5e-01")
 
 
 def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
     (tmp_path / "lstm.yaml").write_text(CONFIG)
-    out, asked = tmp_path / "out", ("--processes", "1", "--iterations", "4", "--repeat", "1")
-    given = ("--data", data, "--config", tmp_path / "lstm.yaml", *asked)
-    result = iep_bench("processes", *given, "--out", out, *TINY)
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads((out / REPORT).read_text())["rows"]
-    assert row["processes"] == 1
-    assert row["questions_per_second"]["repeats"] == 3
-    assert row["questions_per_second"]["median"] > 0
-    assert (out / TABLE).read_text().startswith(f"$ iep-bench processes --data {data}")
-    assert (out / TABLE).read_text().strip() in result.output
+    asked = (
+        "--data",
+        data,
+        "--config",
+        tmp_path / "lstm.yaml",
+        "--processes",
+        "1",
+        "--iterations",
+        "4",
+        "--repeat",
+        "1",
+    )
+    result = iep_bench("processes", *asked, "--out", tmp_path / "out", *TINY)
+    (comparison,) = report_of(result, tmp_path / "out", "processes")
+    (row,) = comparison["rows"]
+    assert (row["name"], row["speedup"], row["losses differ"]) == ("1 process", 1.0, "0.0e+00")
+    assert row["samples_per_second"]["median"] > 0
 
 
 def test_a_run_that_fails_is_one_line(tmp_path: Path):
     (tmp_path / "lstm.yaml").write_text(CONFIG)
     result = iep_bench("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
-    assert_one_error(result, "training with 1 processes failed", "vocab.json: no such file")
+    assert_one_error(result, "training with 1 process failed", "vocab.json: no such file")

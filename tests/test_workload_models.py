@@ -1,4 +1,4 @@
-"""The vertex functions' models against the same networks vertex by vertex: outputs and all gradients."""
+"""The vertex functions' models equal the same networks vertex by vertex: outputs and all gradients."""
 
 import copy
 import itertools
@@ -10,8 +10,10 @@ import torch
 from batching_cases import assert_same, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from iep.batching import SCHEDULERS
+from iep.batching.schedulers import SCHEDULERS
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.sentences import Sentence
 from iep.workloads.tagger import Tagger
@@ -20,8 +22,6 @@ from iep.workloads.tree_lstm import BinaryTreeLSTM
 from iep.workloads.trees import Tree, complete_trees, sst_like
 
 WORDS, TAGS, LETTERS = 7, 3, 5
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def made_sentences(lengths, rng):
@@ -52,6 +52,13 @@ CASES = {
 }
 
 
+def case_of(name, sizes, seed=0):
+    """A model of float64 and samples."""
+    construct, make = CASES[name]
+    torch.manual_seed(0)
+    return construct().double(), make(sizes, np.random.default_rng(seed))
+
+
 def results(model, run):
     model.zero_grad(set_to_none=True)
     output = run()
@@ -62,102 +69,119 @@ def results(model, run):
 
 
 def one_by_one(model, samples):
-    return torch.cat(
-        [model.one(sample) if isinstance(sample, Sentence) else model.one(sample)[None] for sample in samples]
-    )
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=seeds)
-@settings(quick, max_examples=6)
-def test_every_scheduler_sharing_and_deferral_gives_what_one_sample_after_the_other_does(
-    case, dtype, relative, sizes, seed
-):
-    construct, make = CASES[case]
-    torch.manual_seed(0)
-    model, samples = construct().to(dtype), make(sizes, np.random.default_rng(seed))
-    expected = results(model, lambda: one_by_one(model, samples))
-    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = model.plan(samples, name, sharing)
-        assert_same_gradients(results(model, lambda p=plan, d=defer: model(p, d)), expected, relative)
+    found = [model.one(sample) for sample in samples]
+    return torch.cat(found) if isinstance(model, Tagger) else torch.stack(found)
 
 
 def assert_same_gradients(actual, expected, relative):
     """As `assert_same`; a part that nothing ran through has no gradient, or one of zeros."""
     unused = {name for name, value in expected.items() if value is None or not value.any()}
-    for name in unused:
-        assert actual[name] is None or not actual[name].any(), name
-    kept = expected.keys() - unused
-    assert_same({name: actual[name] for name in kept}, {name: expected[name] for name in kept}, relative)
+    assert not any(actual[name] is not None and actual[name].any() for name in unused)
+    assert_same(*({name: each[name] for name in expected.keys() - unused} for each in (actual, expected)), relative)
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
+@settings(quick, max_examples=6)
+def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(case, sizes, seed):
+    model, samples = case_of(case, sizes, seed)
+    expected = results(model, lambda: one_by_one(model, samples))
+    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+        plan = model.plan(samples, name, sharing)
+        assert_same_gradients(results(model, lambda p=plan, d=defer: model(p, d)), expected, 1e-9)
+        with torch.inference_mode():
+            assert_same({"output": model(plan)}, {"output": expected["output"]}, 1e-9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu_results_and_gradients_are_those_of_the_cpu(case):
-    construct, make = CASES[case]
-    torch.manual_seed(0)
-    model, samples = construct().double(), make([7, 3, 5], np.random.default_rng(0))
+def test_results_and_gradients_on_a_gpu_are_those_of_the_cpu(case):
+    model, samples = case_of(case, [7, 3, 5])
     expected = results(model, lambda: model(model.plan(samples)))
     there = copy.deepcopy(model).cuda()
     actual = results(there, lambda: there(there.plan(samples).to("cuda")))
-    on_cpu = {name: None if value is None else value.cpu() for name, value in actual.items()}
-    assert_same_gradients(on_cpu, expected, 1e-9)
+    assert_same_gradients({name: None if v is None else v.cpu() for name, v in actual.items()}, expected, 1e-9)
 
 
 def test_sharing_computes_equal_subtrees_and_beginnings_once():
-    rng = np.random.default_rng(0)
-    trees = complete_trees(3, 4, 1, rng)  # of one word: every subtree of a height is the same
+    trees = complete_trees(3, 4, 1, np.random.default_rng(0))  # of one word: all subtrees of a height are equal
     assert BinaryTreeLSTM(1, 4).plan(trees, sharing=True).graph.num_nodes == 3
     sentences = [Sentence(np.array(words), np.zeros(3, dtype=int)) for words in ([1, 2, 3], [1, 2, 4])]
     plan = Tagger(WORDS, TAGS, None, 4, 3, 2).plan(sentences, sharing=True)
     assert plan.vocabulary.tolist() == [1, 2, 3, 4]
-    assert plan.words.graph.num_nodes == 2 * 6 - 2
+    assert sum(len(group.nodes) for group in plan.schedule) == 2 * 6 - 2
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_copy_of_a_model_runs_with_weights_of_its_own(case):
-    construct, make = CASES[case]
-    model, samples = construct(), make([4, 5], np.random.default_rng(0))
+def test_copies_have_weights_of_their_own_and_pickled_plans_run_the_same(case):
+    model, samples = case_of(case, [4, 5])
     plan, copied = model.plan(samples), copy.deepcopy(model)
     before = model(plan)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.mul_(0)
     assert not copied(plan).any()
-    assert torch.equal(model(plan), before)
     assert before.any()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_plan_that_was_sent_to_another_process_runs_the_same(case):
-    construct, make = CASES[case]
-    model, samples = construct(), make([4, 5], np.random.default_rng(0))
-    plan = model.plan(samples)
-    assert torch.equal(model(pickle.loads(pickle.dumps(plan))), model(plan))
+    assert torch.equal(model(pickle.loads(pickle.dumps(plan))), before)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_calls_do_not_grow_with_the_minibatch(case):
+    model, samples = case_of(case, [6, 6, 6, 6])
+    assert len(model.plan(samples * 4).schedule) == len(model.plan(samples).schedule)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpointed_network_and_a_kept_graph_have_the_same_gradients(case):
+    model, samples = case_of(case, [4, 5])
+    plan = model.plan(samples)
+    expected = results(model, lambda: model(plan, False))
+    assert_same_gradients(results(model, lambda: checkpoint(model, plan, False, use_reentrant=False)), expected, 1e-12)
+    for defer in (False, True):
+        output = model(plan, defer).sum()
+        found = []
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            output.backward(retain_graph=True)
+            found.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+        assert_same(*found, 1e-12)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_under_autocast_gradients_are_about_the_same(case, defer):
     construct, make = CASES[case]
-    model, rng = construct(), np.random.default_rng(0)
-    samples = make([6, 6, 6, 6], rng) * 4
-    assert len(model.plan(samples).schedule) == len(model.plan(samples[:4]).schedule)
+    torch.manual_seed(0)
+    model, samples = construct(), make([4, 5], np.random.default_rng(0))
+    plan = model.plan(samples)
+    expected = results(model, lambda: model(plan, defer))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(plan, defer)
+    actual = results(model, lambda: output.float())
+    assert_same_gradients(actual, expected, 0.1)
+
+
+def test_a_layer_that_is_replaced_is_used():
+    model, samples = case_of("binary Tree-LSTM", [4, 5])
+    plan = model.plan(samples)
+    before = model(plan)
+    model.inner = nn.Linear(8, 20).double()
+    assert not torch.equal(model(plan), before)
 
 
 @pytest.mark.parametrize("model", [BinaryTreeLSTM(9, 2), TreeFC(9, 2)])
-def test_an_inner_vertex_with_a_word_is_refused(model):
+def test_an_inner_vertex_with_a_word_is_an_error(model):
     tree = Tree(np.array([[-1, -1], [-1, -1], [0, 1]]), np.array([1, 2, 3]))
     with pytest.raises(ValueError, match="tree 0, vertex 2 has children and a word, expected words at leaves alone"):
         model.plan([tree])
 
 
-def test_no_pairs_have_no_scores():
-    assert ChildSumTreeLSTM(9, 4, 3, ratings=5)([]).shape == (0, 5)
-
-
 @pytest.mark.parametrize(("sentences", "message"), [([], "there is no sentence"), ([3, 0], "sentence 1 has no words")])
-def test_a_sentence_without_words_is_refused(sentences, message):
+def test_a_sentence_without_words_is_an_error(sentences, message):
     empty = [Sentence(np.zeros(count, int), np.zeros(count, int)) for count in sentences]
     with pytest.raises(ValueError, match=message):
         Tagger(9, 3, None, 4, 3, 2).plan(empty)
+
+
+def test_no_pairs_have_no_scores():
+    assert ChildSumTreeLSTM(9, 4, 3, ratings=5)([]).shape == (0, 5)

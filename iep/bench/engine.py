@@ -1,171 +1,254 @@
-"""Workload, engine and strategies -> rows of figures: how long every strategy takes, and how near it is to the limit.
+"""What `iep-bench engine` compares: the execution engine under every strategy, and its limit, as a whole and in parts.
 
-Machines are shared and their speed drifts, so the strategies of a comparison take turns: every round times each of
-them once, and what is compared are medians over rounds. A minibatch of few questions says little about CLEVR's
-programs, some of which are four times as long as others; so small ones are timed on as many minibatches as make up
-`MIN_QUESTIONS` questions, and figures are a minibatch's mean.
+The parts are not cut out of a running step but run alone, on tensors of the shapes, dtypes and memory format that they
+have in the step; so the engine needs no timers, and the parts may add up to a little more or less than the step.
 
-Shapes: B questions of a minibatch.
+Shapes: B questions, N stems, G rows of a call, L program tokens, C H W maps of the modules.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean, median
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
+from statistics import mean
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
 
-from iep.bench.case import Case, Limit, Setting
-from iep.bench.measure import Effort, Spread, peak_memory, rate, seconds, spread, turns
-from iep.bench.strategy import Strategy
-from iep.bench.workload import Workload
+from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.schedulers import lower_bound
+from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, peak_memory, seconds
+from iep.bench.report import Benchmark
+from iep.bench.strategy import BEST, Strategy
+from iep.bench.workload import Minibatch, Workload, open_workload
+from iep.config import PRECISIONS, EngineConfig
+from iep.devices import autocast
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
+from iep.execution_engine.program_plan import ProgramPlan
+from iep.networks import build, engine_kwargs, place, place_engine
 
-PARTS = ("planning", "gather_scatter", "modules", "stem_classifier", "step")
-MIN_QUESTIONS = 64
-LIMIT = "limit"
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one strategy, or of a limit; a minibatch's mean where there are several minibatches."""
-
-    strategy: str
-    batching: str
-    """Name of the scheduler, or `limit`."""
-    sharing: bool
-    defer: bool
-    precision: str
-    nodes: float
-    calls: float
-    lower_bound: float | None
-    """No schedule of these programs has fewer calls. A limit has none, as it has no planning, no step and no memory."""
-    seconds: dict[str, Spread | None]
-    """Of a minibatch, by part; `end_to_end` is planning and step, or the sum of a limit's parts."""
-    questions_per_second: Spread
-    """End to end."""
-    peak_memory: int | None
-    """Bytes that a step holds beyond weights, features and plan; on the first minibatch."""
-    speedup: dict[str, float | None]
-    """How many times faster than vanilla, `end_to_end` and `modules`; None where vanilla was not measured."""
-    share_of_limit: float
-    """Seconds of the limit of the same nodes and precision, over those of this row, both end to end."""
+Call = tuple[nn.Module, Sequence[Tensor], Tensor]
+"""A module, its arguments and its result."""
+Run = Callable[[], object]
+PLANNING, MOVES, MODULES, ENDS, STEP = "planning", "gather/scatter", "modules", "stem+classifier", "step"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """All strategies' rows for one phase and minibatch size, measured in turns."""
+class Step:
+    """One minibatch under one strategy."""
 
-    phase: str
-    batch_size: int
-    minibatches: int
-    images: float
-    """Distinct images of a minibatch."""
-    baseline: str | None
-    """The row that speed-ups are over."""
-    devices: tuple[str, ...]
-    """Those that the engine is placed on; one by itself is not named."""
-    rows: tuple[Row, ...]
+    def __init__(self, engine: ExecutionEngine, strategy: Strategy, minibatch: Minibatch, device: torch.device):
+        self.engine, self.strategy = engine, strategy
+        self.devices = (device,) if engine.placement is None else tuple(map(torch.device, engine.placement.devices))
+        self.programs_BL, self.answers_B = minibatch.programs_BL, minibatch.answers_B
+        # Without sharing every question brings its own features, as in the data loader of the original toolkit.
+        self.features = minibatch.features_NCHW if strategy.sharing else minibatch.features_of_questions()
+        self.image_rows_B = minibatch.image_rows_B if strategy.sharing else None
+        self.plan = self.make_plan()
+
+    def parts(self) -> dict[str, Run]:
+        """Return what runs each part, with all ready that it needs, so that only the part itself is timed."""
+        ends, modules = self.calls()
+        parts = {PLANNING: self.make_plan, MOVES: partial(self._moves, ends, modules)}
+        parts |= {MODULES: self.replay(modules), ENDS: self.replay(ends), STEP: self.step}
+        # A call of a family runs several modules at once, none of which is called by itself.
+        return {part: run for part, run in parts.items() if not self.strategy.families or part not in (MOVES, MODULES)}
+
+    def limit(self) -> dict[str, Run]:
+        """Return what no schedule beats: every function in one call, whatever waits on what, and nothing moved."""
+        ends, modules = self.calls()
+        together: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+        for module, arguments, result in modules:
+            together.setdefault(module, []).append((*arguments, result))
+        joined = {module: [*map(torch.cat, zip(*calls, strict=True))] for module, calls in together.items()}
+        calls = [(module, given, result) for module, (*given, result) in joined.items()]
+        return {MODULES: self.replay(calls), ENDS: self.replay(ends)}
+
+    def make_plan(self) -> ProgramPlan:
+        """Programs to graph, schedule and indices on the device."""
+        how, families = (self.strategy.batching, self.strategy.sharing), self.strategy.families
+        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, families=families)
+
+    def step(self) -> None:
+        """Run the engine forward; in training also loss and backward."""
+        with self._mode():
+            logits_BA = self.engine(self.features, self.plan, self.strategy.defer)
+            loss = functional.cross_entropy(logits_BA, self.answers_B) if self.engine.training else None
+        if loss is not None:
+            loss.backward()
+
+    def calls(self) -> tuple[list[Call], list[Call]]:
+        """Run a step, and return its calls of stem and classifier, and those of modules."""
+        found: list[Call] = []
+
+        def record(module: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
+            found.append((module, [each.detach() for each in arguments], result.detach()))
+
+        hooks = [child.register_forward_hook(record) for child in self.engine.children()]
+        try:
+            with torch.no_grad(), self._mode(inference=False):
+                self.engine(self.features, self.plan)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [found[0], found[-1]], found[1:-1]
+
+    def replay(self, calls: Sequence[Call]) -> Run:
+        """Return what runs calls on arguments of their own; in training forward and backward."""
+        training = self.engine.training
+        modules, results = [module for module, *_ in calls], [result for *_, result in calls]
+        arguments = [[each.clone().requires_grad_(training) for each in given] for _, given, _ in calls]
+
+        def run() -> None:
+            with self._mode(), DeferredWeightGrads() if training and self.strategy.defer else nullcontext():
+                found = [module(*given) for module, given in zip(modules, arguments, strict=True)]
+            if training:
+                torch.autograd.backward(found, results)
+
+        return run
+
+    def _moves(self, ends: Sequence[Call], modules: Sequence[Call]) -> None:
+        """Run the step with modules that return one of their arguments, so that values and gradients are only moved."""
+        (stem, _, stems_NCHW), (classifier, (maps_BCHW,), _) = ends
+        stems_NCHW = stems_NCHW.clone().requires_grad_(self.engine.training)
+        hollow = {stem: lambda features: stems_NCHW, classifier: lambda maps: maps}
+        for module, arguments, result in modules:
+            which = next(n for n, each in enumerate(arguments) if each.shape == result.shape)
+            hollow[module] = partial(_HandOn.apply, which)
+        try:
+            for module, forward in hollow.items():
+                module.forward = forward
+            with self._mode():
+                found = self.engine(self.features, self.plan, self.strategy.defer)
+            if self.engine.training:
+                found.backward(maps_BCHW)
+        finally:
+            for module in hollow:
+                del module.forward
+
+    @contextmanager
+    def _mode(self, inference: bool | None = None) -> Iterator[None]:
+        """The strategy's precision, and gradients only in training."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(not self.engine.training if inference is None else inference))
+            for device in set(self.devices):
+                stack.enter_context(autocast(device, self.strategy.precision))
+            yield
 
 
-def compare(
+class _HandOn(Function):
+    """A module that returns one of its arguments; its gradient goes to all arguments of that shape."""
+
+    @staticmethod
+    def forward(ctx: Any, which: int, *arguments: Tensor) -> Tensor:
+        ctx.alike = [argument.shape == arguments[which].shape for argument in arguments]
+        return arguments[which].view_as(arguments[which])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradient.clone()  # it is a part of the buffer that it is added to
+        return None, *(gradient if alike else None for alike in ctx.alike)
+
+
+def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
+    """Return a strategy, or the limit of those that run the same nodes in the same precision."""
+    strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
+    limit = replace(strategy, batching=LIMIT, defer=False, families=False).name
+
+    def measure() -> dict[str, float]:
+        times: dict[str, list[float]] = defaultdict(list)
+        for step in steps:
+            for part, run in (step.limit() if is_limit else step.parts()).items():
+                step.engine.zero_grad(set_to_none=True)
+                times[part].append(seconds(run, *devices))
+        return {part: mean(values) for part, values in times.items()}
+
+    def facts() -> dict[str, Fact]:
+        calls = [len(np.unique(step.plan.graph.op)) if is_limit else len(step.plan.schedule) for step in steps]
+        bound = None if is_limit or strategy.families else mean(map(lower_bound, graphs))
+        steps[0].engine.zero_grad(set_to_none=True)
+        memory = None if is_limit else peak_memory(steps[0].step, *devices)
+        nodes = mean(graph.num_nodes for graph in graphs)
+        return {"nodes": nodes, "calls": mean(calls), "bound": bound, "peak_memory": memory}
+
+    name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
+    return Competitor(name, measure, total, facts, limit)
+
+
+def engine_case(
     workload: Workload,
     engine: ExecutionEngine,
-    strategies: Iterable[Strategy],
-    phase: str,
-    batch_size: int,
-    effort: Effort,
+    strategies: Sequence[Strategy],
     device: torch.device,
-    progress: Callable[[str], None] = lambda what: None,
-) -> Comparison:
-    """Measure `strategies` and their limits in turns; `progress` hears what is measured next.
+    size: int,
+    **setting: str | int,
+) -> Case:
+    """Return the strategies, and a limit for all those that run the same nodes in the same precision.
 
     Raises:
         InputError: features cannot be read.
     """
-    training = phase == "train"
-    engine.train(training)
-    setting = Setting(engine, training, device)
-    count = max(1, min(MIN_QUESTIONS, len(workload)) // batch_size)
-    minibatches = [workload.minibatch(number * batch_size, batch_size).to(device) for number in range(count)]
-    distinct = dict.fromkeys(strategy.in_phase(phase) for strategy in strategies)
-    subjects = [_Subject(strategy, [Case(setting, strategy, each) for each in minibatches]) for strategy in distinct]
-    limits = {_limit_of(subject.strategy): subject.cases for subject in reversed(subjects)}
-    subjects += [_Subject(strategy, [Limit(case) for case in cases]) for strategy, cases in reversed(limits.items())]
-    for subject in subjects:
-        progress(subject.strategy.name)
-        subject.warm_up(setting.devices)
-    for subject in turns(subjects, effort):
-        progress(subject.strategy.name)
-        subject.measure(setting.devices)
-    baseline = next((subject for subject in subjects if subject.strategy.batching == "vanilla"), None)
-    measured = {subject.strategy: subject for subject in subjects}
-    return Comparison(
-        phase=phase,
-        batch_size=batch_size,
-        minibatches=count,
-        images=mean(len(minibatch.features_NCHW) for minibatch in minibatches),
-        baseline=None if baseline is None else baseline.strategy.name,
-        devices=() if engine.placement is None else engine.placement.labels,
-        rows=tuple(_row(subject, batch_size, baseline, measured[_limit_of(subject.strategy)]) for subject in subjects),
+    phase = setting["phase"]
+    engine.train(phase == "train")
+    count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)
+    minibatches = [workload.minibatch(number * size, size, device) for number in range(count)]
+    chosen = dict.fromkeys(strategy.in_phase(phase) for strategy in strategies)
+    alike = dict.fromkeys(replace(strategy, batching=BEST, defer=False, families=False) for strategy in chosen)
+    competitors = [
+        competitor([Step(engine, strategy, each, device) for each in minibatches], kind is alike)
+        for kind in (chosen, alike)
+        for strategy in kind
+    ]
+    facts: dict[str, Fact] = {"images": mean(len(each.features_NCHW) for each in minibatches), "minibatches": count}
+    if engine.placement is not None:
+        facts["placed on"] = ", ".join(engine.placement.labels)
+    return Case({**setting, "questions": size}, size, competitors, "vanilla", facts)
+
+
+def engine_benchmark(
+    strategies: Sequence[Strategy],
+    batch_sizes: Sequence[int],
+    phases: Sequence[str],
+    threads: Sequence[int],
+    config: EngineConfig,
+    device: str,
+    placement: str,
+    devices: Sequence[str],
+    memory_format: str | None,
+    seed: int,
+    **questions: Any,
+) -> Benchmark:
+    """Return the comparison of strategies at every minibatch size, the small ones first, and in every phase.
+
+    Args:
+        memory_format: of the convolutions; None for what training and evaluation use.
+        questions: where they come from, as for `open_workload`.
+
+    Raises:
+        InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.
+    """
+    check_options(placement, devices, device)
+    home = main_device(placement, devices, device)
+    workload = open_workload(max(batch_sizes), seed, **questions)
+    torch.manual_seed(seed)
+    engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), home, memory_format)
+    description = workload.description
+    if placement != NONE:
+        sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)
+        costs = place_engine(engine, placement, devices, sample, memory_format)
+        text = describe_engine(placement, engine, costs, sample, engine.planner(), max(batch_sizes), PRECISIONS[0])
+        description = f"{description}\n{text}"
+    counts = [{"threads": count} for count in threads] if home.type == "cpu" else [{}]
+    cases = (
+        engine_case(workload, engine, strategies, home, size, phase=phase, **count)
+        for size, phase, count in product(sorted(batch_sizes), phases, counts)
     )
-
-
-def _limit_of(strategy: Strategy) -> Strategy:
-    """The limit of all strategies that run the same nodes in the same precision."""
-    return replace(strategy, batching=LIMIT, defer=False)
-
-
-class _Subject:
-    """A strategy or a limit while it is measured: its cases, one a minibatch, and their times."""
-
-    def __init__(self, strategy: Strategy, cases: Sequence[Case | Limit]):
-        self.strategy, self.cases = strategy, cases
-        self.times: dict[str, list[float]] = {part: [] for part in cases[0].parts}
-        self.memory: int | None = None
-        self.spent = 0.0
-
-    @property
-    def rounds(self) -> int:
-        return len(self.times["modules"])
-
-    def warm_up(self, devices: Sequence[torch.device]) -> None:
-        """Run every part once, untimed, and find the peak memory of a step."""
-        for part in self.times:
-            self.cases[0].ready(part)()
-        if "step" in self.times:
-            self.memory = peak_memory(self.cases[0].ready("step"), devices)
-
-    def measure(self, devices: Sequence[torch.device]) -> None:
-        """Time every part once, on every minibatch."""
-        for part, times in self.times.items():
-            times.append(mean(seconds(case.ready(part), devices) for case in self.cases))
-            self.spent += times[-1] * len(self.cases)
-
-    def end_to_end(self) -> list[float]:
-        """Seconds of every round."""
-        return [sum(times) for times in zip(*(self.times[part] for part in self.cases[0].end_to_end), strict=True)]
-
-
-def _row(subject: _Subject, batch_size: int, baseline: _Subject | None, limit: _Subject) -> Row:
-    strategy, cases, end_to_end = subject.strategy, subject.cases, subject.end_to_end()
-    bounds = [case.lower_bound for case in cases]
-    times = {part: subject.times.get(part) for part in PARTS} | {"end_to_end": end_to_end}
-    speedup: dict[str, float | None] = {"end_to_end": None, "modules": None}
-    if baseline is not None:
-        speedup["end_to_end"] = median(baseline.end_to_end()) / median(end_to_end)
-        speedup["modules"] = median(baseline.times["modules"]) / median(subject.times["modules"])
-    return Row(
-        strategy=strategy.name,
-        batching=strategy.batching,
-        sharing=strategy.sharing,
-        defer=strategy.defer,
-        precision=strategy.precision,
-        nodes=mean(case.nodes for case in cases),
-        calls=mean(len(case.calls) for case in cases),
-        lower_bound=None if None in bounds else mean(bounds),
-        seconds={part: None if values is None else spread(values) for part, values in times.items()},
-        questions_per_second=rate(batch_size, spread(end_to_end)),
-        peak_memory=subject.memory,
-        speedup=speedup,
-        share_of_limit=median(limit.end_to_end()) / median(end_to_end),
-    )
+    about = {"feature_shape": workload.feature_shape, "engine": asdict(config), "memory_format": memory_format}
+    about |= {"placement": None if engine.placement is None else asdict(engine.placement), "seed": seed}
+    return Benchmark(description, cases, "questions", "question", home, about)

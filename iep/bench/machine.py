@@ -12,14 +12,13 @@ import iep
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge the figures: processor, cores, threads, versions, accelerator and date.
-
-    `cores` are those that this process may use; `load` is how many processes wanted one over the last minute, before
-    the benchmark began; `accelerator` is None on a CPU.
-    """
-    cuda = device.type == "cuda"
+    """Return what a reader needs to judge the figures. `cores` are those that this process may use, `load` is how many
+    processes wanted one over the last minute."""
+    cuda, cpuinfo = device.type == "cuda", Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": _processor(),
+        "processor": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
@@ -35,17 +34,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """One line of the description."""
+    """Return one line of the description."""
     cores = f"{machine['threads']} of {machine['cores']} cores, load {machine['load']}"
     where = machine["accelerator"] or f"{machine['processor']}, {cores}"
     return f"{where}; torch {machine['torch']}, iep {machine['iep']}; {machine['date']}"
-
-
-def _processor() -> str:
-    """The processor's name as Linux gives it; elsewhere what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

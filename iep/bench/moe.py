@@ -1,202 +1,165 @@
-"""A layer of experts -> how long a minibatch takes in every way to run it, and how near the best comes to its bound.
+"""What `iep-bench moe` compares: a layer of experts token by token, in its own executions, and by hand.
 
-As in `contest.py` the ways take turns, and what is compared are medians over rounds. Experts are drawn uniformly;
-gating, which would choose them, is not run. Knows nothing of tables and files.
+Experts are drawn uniformly; gating, which would choose them, is not run. The limit is the longer of two times: to read
+the weights of the experts that have a token (in training twice, for the outputs and for the inputs' gradients, besides
+writing gradients of the same size), and to do the operations of all products. Both speeds are the fastest seen.
 
-Shapes: T tokens, K experts each, D inputs, O outputs.
+Shapes: T tokens, K experts each, R = T K rows sorted by expert, E experts, I O sizes of a layer.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from statistics import mean
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from iep.bench.contest import TRAINING
-from iep.bench.measure import Effort, Spread, seconds, spread, turns
-from iep.bench.moe_bound import Bound, Probe, Speeds, bound
-from iep.bench.moe_ways import BATCHED, GROUPED, LOOP, NAMES, VANILLA, ExpertsWay, uniform_experts, ways_to_run
-from iep.devices import is_out_of_memory
+from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
+from iep.bench.report import Benchmark
+from iep.devices import resolve_device
 from iep.workloads.experts import Experts
 
+ONE_BY_ONE, LOOP, GROUPED_MM = "token by token", "by hand: sort and loop", "by hand: grouped_mm"
+EXECUTIONS = ("auto", "loop", "grouped")
+ENOUGH_TOKENS = 1024
+"""Where one token runs after the other no more are run; the time is scaled by their number."""
 ROUND_SECONDS, ROUND_STEPS = 0.02, 200
-"""Short steps are repeated within a round, for so long or so often; the first of them brings caches up to date."""
+"""Short steps are repeated within a round, for so long or so often."""
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(T, I) tokens, (T, K) experts, (T, K) gates -> (T, O) results."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What tells a cell of the grid from others."""
-
-    phase: str
-    threads: int
-    experts: int
-    tokens: int
-    k: int
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What was measured of one way."""
-
-    name: str
-    seconds: Spread | None
-    """Of a minibatch: of the part that was run, times `tokens` over that part. None where it was left out."""
-    tokens_run: int
-    """The part of the minibatch that was run."""
-    speedup: float | None
-    """Over `VANILLA`."""
-    over_bound: float | None
-    """Times the bound."""
-    left_out: str | None
-    """Why it was not measured."""
+def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
+    """Return (T, K) int64: every token's k different experts, of at least k, each choice as likely as any other."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen_TK = torch.empty(tokens, 0, dtype=torch.int64)
+    for already in range(k):
+        drawn_T1 = torch.randint(experts - already, (tokens, 1), generator=generator)
+        for earlier_T in chosen_TK.sort(dim=1).values.unbind(1):  # step over those that are taken, the least first
+            drawn_T1 += drawn_T1 >= earlier_T[:, None]
+        chosen_TK = torch.cat([chosen_TK, drawn_T1], dim=1)
+    return chosen_TK
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One minibatch in every way."""
+def forwards(layer: Experts) -> dict[str, Forward]:
+    """Return every way to run the layer by its name, all with the same weights."""
 
-    setting: Setting
-    active: int
-    """Experts that have a token."""
-    bound: Bound | None
-    """None where nothing was measured."""
-    over_others: float | None
-    """Time of the faster one of `GROUPED` and `LOOP` over that of `BATCHED`."""
-    timings: tuple[Timing, ...]
+    def one_by_one(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        tokens = zip(x_TI, experts_TK.tolist(), gates_TK, strict=True)
+        return torch.stack([layer.one(*token) for token in tokens])
 
-    def timing(self, name: str) -> Timing:
-        return next(timing for timing in self.timings if timing.name == name)
+    def executed(execution: str) -> Forward:
+        def forward(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
+            layer.execution = execution
+            return layer(x_TI, experts_TK, gates_TK)
+
+        return forward
+
+    def by_hand(multiply: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+        """Sort rows by expert, multiply, and add each token's results up."""
+
+        def forward(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
+            flat_R = experts_TK.flatten()
+            order_R = flat_R.argsort(stable=True)
+            tokens_R = order_R // experts_TK.shape[1]
+            results_RO = multiply(x_TI[tokens_R], flat_R[order_R]) * gates_TK.flatten()[order_R, None]
+            return results_RO.new_zeros(len(x_TI), results_RO.shape[1]).index_add(0, tokens_R, results_RO)
+
+        return forward
+
+    def loop(rows_RI: Tensor, experts_R: Tensor) -> Tensor:
+        hidden, output = layer.hidden_weights.unbind(), layer.output_weights.unbind()
+        active, counts = experts_R.unique_consecutive(return_counts=True)
+        pieces = zip(active.tolist(), rows_RI.split(counts.tolist()), strict=True)
+        return torch.cat([(rows @ hidden[expert]).relu() @ output[expert] for expert, rows in pieces])
+
+    def grouped(rows_RI: Tensor, experts_R: Tensor) -> Tensor:
+        grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+        ends_E = experts_R.bincount(minlength=len(layer.hidden_weights)).cumsum(0).int()
+        hidden_RH = grouped_mm(rows_RI, layer.hidden_weights, offs=ends_E).relu()
+        return grouped_mm(hidden_RH, layer.output_weights, offs=ends_E)
+
+    executions = {execution: executed(execution) for execution in EXECUTIONS}
+    return {ONE_BY_ONE: one_by_one, **executions, LOOP: by_hand(loop), GROUPED_MM: by_hand(grouped)}
 
 
-def measure_cell(
-    layer: Experts,
-    setting: Setting,
-    effort: Effort,
-    probe: Probe,
+def moe_case(layer: Experts, tokens: int, k: int, seed: int, **setting: str | int) -> Case:
+    """Return the ways to run one minibatch through a layer."""
+    device, experts, (inputs, hidden, outputs) = layer.hidden_weights.device, len(layer.hidden_weights), layer.sizes
+    training, generator = setting["phase"] == "train", torch.Generator().manual_seed(seed)
+    experts_TK = uniform_experts(tokens, experts, k, seed).to(device)
+    sizes = ((tokens, inputs), (tokens, k), (tokens, outputs))
+    x_TI, gates_TK, gradient_TO = (torch.randn(size, generator=generator).to(device) for size in sizes)
+    left_out = dict.fromkeys(("grouped", GROUPED_MM), layer.grouped_refusal())
+
+    def competitor(name: str, forward: Forward) -> Competitor:
+        count = min(tokens, ENOUGH_TOKENS) if name == ONE_BY_ONE else tokens
+        x, gates = (each[:count].clone().requires_grad_(training) for each in (x_TI, gates_TK))
+
+        def run() -> None:
+            with torch.inference_mode(not training):
+                results_TO = forward(x, experts_TK[:count], gates)
+            if training:
+                results_TO.backward(gradient_TO[:count])
+
+        def measure() -> dict[str, float]:
+            times: list[float] = []
+            while not times or (sum(times) < ROUND_SECONDS and len(times) < ROUND_STEPS):
+                times.append(seconds(run, device))
+                layer.zero_grad(set_to_none=True)
+                x.grad = gates.grad = None
+            return {"computation": tokens / count * mean(times)}
+
+        return Competitor(name, measure, left_out=left_out.get(name))
+
+    active, numbers = experts_TK.unique().numel(), hidden * (inputs + outputs) * (3 if training else 1)
+    limit = arithmetic_limit(2 * tokens * k * numbers, 4 * active * numbers, device)
+    competitors = [*(competitor(name, forward) for name, forward in forwards(layer).items()), limit]
+    return Case({**setting, "experts": experts, "tokens": tokens}, tokens, competitors, ONE_BY_ONE, {"active": active})
+
+
+def available_memory(device: torch.device) -> float:
+    """Return the bytes that a process may still take; infinity where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2] if Path("/proc/meminfo").exists() else ""
+    return 1024.0 * int(found.split()[0]) if found else float("inf")
+
+
+def moe_benchmark(
+    experts: Sequence[int],
+    tokens: Sequence[int],
+    k: int,
+    width: tuple[int, int, int],
+    phases: Sequence[str],
+    threads: Sequence[int],
+    device: str,
     seed: int,
-    left_out: Mapping[str, str],
-    progress: Callable[[str], None] = lambda what: None,
-) -> Cell:
-    """Measure all ways in turns, with as many threads as PyTorch now uses, but for those that are `left_out`, with the
-    reason why."""
-    inputs = _Inputs(layer, setting, seed)
-    subjects = [_Subject(way, inputs, effort, left_out.get(way.name, way.refusal)) for way in ways_to_run(layer)]
-    for subject in subjects:
-        progress(subject.way.name)
-        subject.warm_up()
-    running = [subject for subject in subjects if subject.left_out is None]
-    speeds = Speeds()
-    probe.measure(speeds)
-    for subject in turns(running, effort):
-        progress(subject.way.name)
-        subject.measure()
-        if subject is running[-1]:
-            probe.measure(speeds)
-    rows = setting.tokens * setting.k
-    least = bound(layer.sizes, inputs.active, rows, setting.phase == TRAINING, speeds)
-    return _cell(setting, inputs.active, least, {subject.way.name: subject for subject in subjects})
+) -> Benchmark:
+    """Return the comparison of every number of experts with every minibatch, as memory allows.
 
+    Raises:
+        InputError: there is no such device.
+    """
+    on = resolve_device(device)
+    counts = [{"threads": count} for count in threads] if on.type == "cpu" else [{}]
 
-def empty_cell(setting: Setting, active: int, reason: str) -> Cell:
-    """Where no way was run."""
-    timings = tuple(Timing(name, None, 0, None, None, reason) for name in NAMES)
-    return Cell(setting, active, None, None, timings)
+    def cases() -> Iterator[Case]:
+        for phase, number, count in product(phases, sorted(experts), counts):
+            setting = {"phase": phase, **count}
+            needed = 4.0 * number * width[1] * (width[0] + width[2]) * (2 if phase == "train" else 1)  # and gradients
+            if needed > 0.9 * (available := available_memory(on)):
+                reason = f"needs {needed / 1e9:.3g} GB of memory, {available / 1e9:.3g} GB are available"
+                left_out = [Competitor(name, left_out=reason) for name in EXECUTIONS]
+                yield Case({**setting, "experts": number, "tokens": min(tokens)}, min(tokens), left_out)
+                continue
+            torch.manual_seed(seed)
+            layer = Experts(*width, number).to(on)
+            yield from (moe_case(layer, size, k, seed, **setting) for size in sorted(tokens))
 
-
-def count_active(setting: Setting, seed: int) -> int:
-    """Experts that the cell's minibatch calls."""
-    return uniform_experts(setting.tokens, setting.experts, setting.k, seed).unique().numel()
-
-
-class _Inputs:
-    """A minibatch: random numbers, uniformly drawn experts, and the gradient that comes back."""
-
-    def __init__(self, layer: Experts, setting: Setting, seed: int):
-        device = layer.hidden_weights[0].device
-        generator = torch.Generator().manual_seed(seed)
-        self.device, self.training = device, setting.phase == TRAINING
-        experts_TK = uniform_experts(setting.tokens, setting.experts, setting.k, seed)
-        self.active = experts_TK.unique().numel()
-        self.experts_TK = experts_TK.to(device)
-        self.x_TD = torch.randn(setting.tokens, layer.sizes[0], generator=generator).to(device)
-        self.gates_TK = torch.rand(setting.tokens, setting.k, generator=generator).to(device)
-        self.gradient_TO = torch.randn(setting.tokens, layer.sizes[2], generator=generator).to(device)
-        self.parameters = list(layer.parameters())
-
-
-class _Subject:
-    """A way while it is measured."""
-
-    def __init__(self, way: ExpertsWay, inputs: _Inputs, effort: Effort, left_out: str | None):
-        self.way, self.inputs, self.effort, self.left_out = way, inputs, effort, left_out
-        tokens = len(inputs.x_TD)
-        self.tokens_run = min(tokens, way.enough_tokens or tokens)
-        self.scale = tokens / self.tokens_run
-        self.x_TD, self.experts_TK, self.gates_TK, self.gradient_TO = (
-            each[: self.tokens_run].clone()
-            for each in (inputs.x_TD, inputs.experts_TK, inputs.gates_TK, inputs.gradient_TO)
-        )
-        self.steps, self.times, self.spent = 1, [], 0.0
-
-    @property
-    def rounds(self) -> int:
-        return len(self.times)
-
-    def warm_up(self) -> None:
-        """Twice, since memory that is written for the first time is slow; left out if time or memory is short."""
-        if self.left_out is not None:
-            return
-        try:
-            took = self._step()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.left_out = str(error).splitlines()[0]
-            return
-        if took > self.effort.max_seconds:
-            self.left_out = f"{took:.3g} s with {self.tokens_run} tokens is longer than --max-seconds"
-            return
-        self.steps = min(ROUND_STEPS, max(1, int(ROUND_SECONDS / self._step())))
-
-    def measure(self) -> None:
-        """One round."""
-        if self.steps > 1:
-            self._step()
-        took = sum(self._step() for _ in range(self.steps))
-        self.times.append(self.scale * took / self.steps)
-        self.spent += took
-
-    def _step(self) -> float:
-        """Seconds of one step; gradients of the last are gone before it and its own after it, which takes no part."""
-        if self.inputs.training:
-            for tensor in (self.x_TD, self.gates_TK):
-                tensor.requires_grad_().grad = None
-            took = seconds(self._train, (self.inputs.device,))
-            for parameter in self.inputs.parameters:
-                parameter.grad = None
-            return took
-        with torch.inference_mode():
-            return seconds(self._forward, (self.inputs.device,))
-
-    def _forward(self) -> torch.Tensor:
-        return self.way.forward(self.x_TD, self.experts_TK, self.gates_TK)
-
-    def _train(self) -> None:
-        self._forward().backward(self.gradient_TO)
-
-
-def _cell(setting: Setting, active: int, least: Bound, subjects: dict[str, _Subject]) -> Cell:
-    medians = {name: spread(each.times).median for name, each in subjects.items() if each.left_out is None}
-    others = [medians[name] for name in (GROUPED, LOOP) if name in medians]
-    timings = [
-        Timing(
-            name=name,
-            seconds=spread(subject.times) if name in medians else None,
-            tokens_run=subject.tokens_run if name in medians else 0,
-            speedup=medians[VANILLA] / medians[name] if {name, VANILLA} <= medians.keys() else None,
-            over_bound=medians[name] / least.seconds if name in medians else None,
-            left_out=subject.left_out,
-        )
-        for name, subject in subjects.items()
-    ]
-    over_others = min(others) / medians[BATCHED] if others and BATCHED in medians else None
-    return Cell(setting, active, least, over_others, tuple(timings))
+    sizes = "-".join(map(str, width))
+    description = f"experts {sizes}, k {k}, drawn uniformly with seed {seed}, float32; the whole layer, no gating"
+    return Benchmark(description, cases(), "tokens", "token", on)

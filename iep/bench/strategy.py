@@ -1,88 +1,77 @@
-"""`lookahead+sharing+bfloat16` <-> how the engine runs a minibatch: the names of a benchmark's rows."""
+"""`lookahead+sharing+families+bfloat16` <-> how a minibatch is run: the names of a benchmark's rows."""
 
 from dataclasses import dataclass, replace
 
 from iep.config import BATCHING, PRECISIONS, Config
 from iep.errors import InputError, nearest
 
-PHASES = ("inference", "train")
+PHASES = ("train", "inference")
 ALL = "all"
 BEST = Config.batching
-SHARING, DEFER = "sharing", "defer"
+SHARING, DEFER, FAMILIES = OPTIONS = ("sharing", "defer", "families")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A scheduler and what goes with it. `defer` computes each module's weight gradients once a step."""
+    """A scheduler and what goes with it.
+
+    Attributes:
+        sharing: equal subtrees over one image run once, and so does each image's stem.
+        defer: each module's weight gradients are computed once a step.
+        families: the schedule is over families of functions of one architecture; a call runs several functions.
+    """
 
     batching: str
     sharing: bool = False
     defer: bool = False
+    families: bool = False
     precision: str = PRECISIONS[0]
 
     @property
     def name(self) -> str:
-        """As `parse_strategies` reads it."""
-        return "+".join([self.batching, *self.additions])
-
-    @property
-    def additions(self) -> tuple[str, ...]:
-        """What goes with the scheduler, where it is not as the original has it."""
-        precision = () if self.precision == PRECISIONS[0] else (self.precision,)
-        return (*[SHARING] * self.sharing, *[DEFER] * self.defer, *precision)
+        """The name, as `parse_strategies` reads it."""
+        options = [option for option in OPTIONS if getattr(self, option)]
+        return "+".join([self.batching, *options, *[self.precision] * (self.precision != PRECISIONS[0])])
 
     def in_phase(self, phase: str) -> "Strategy":
-        """The same where it trains; without weight gradients there is nothing to defer."""
+        """Return the strategy for training or inference; without weight gradients there is nothing to defer."""
         return self if phase == "train" else replace(self, defer=False)
 
 
-def parse_strategies(
-    text: str, sharing: bool | None = None, defer: bool | None = None, precisions: str = PRECISIONS[0]
-) -> list[Strategy]:
-    """The strategies of a comma list, each once.
+def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISIONS)) -> list[Strategy]:
+    """Return the strategies of a comma list, each once.
 
-    An item is a scheduler and, after `+`, what it runs with: `sharing`, `defer`, and a precision. `all` is every
-    scheduler, then the default one with sharing, then with sharing and deferral; `all+sharing` every one with sharing.
-
-    Args:
-        text: the list.
-        sharing: for all of them, whatever they say; None, as they say.
-        defer: likewise.
-        precisions: comma list; strategies that name no precision run in each.
+    An item is a scheduler and, after `+`, some of `options`. `all` is every scheduler, then the default one with
+    sharing, then with sharing and deferral; `all+sharing` is every one with sharing.
 
     Raises:
         InputError: a part of an item is unknown; names the nearest.
     """
-    default_precisions = [_known(item, PRECISIONS, "precision") for item in _items(precisions)]
-    strategies: dict[Strategy, None] = {}
-    for batching, *additions in (part.split("+") for item in _items(text) for part in _expanded(item)):
-        for precision in [addition for addition in additions if addition in PRECISIONS] or default_precisions:
-            strategy = Strategy(
-                batching,
-                SHARING in additions if sharing is None else sharing,
-                DEFER in additions if defer is None else defer,
-                precision,
-            )
-            strategies[strategy] = None
-    return list(strategies)
+    strategies = []
+    for item in (item.strip() for item in text.split(",")):
+        name, *added = item.split("+")
+        _check(name, (*BATCHING, ALL), "scheduler")
+        for each in added:
+            _check(each, options, f"addition to {name}")
+        chosen = {option: option in added for option in OPTIONS}
+        precision = next((each for each in added if each in PRECISIONS), PRECISIONS[0])
+        names = BATCHING if name == ALL else (name,)
+        strategies += [Strategy(batching, **chosen, precision=precision) for batching in names]
+        if item == ALL:
+            strategies += [Strategy(BEST, sharing=True), Strategy(BEST, sharing=True, defer=True)]
+    return list(dict.fromkeys(strategies))
 
 
-def _expanded(item: str) -> list[str]:
-    """`item` without `all`."""
-    if item == ALL:
-        return [*BATCHING, f"{BEST}+{SHARING}", f"{BEST}+{SHARING}+{DEFER}"]
-    name, *additions = item.split("+")
-    _known(name, (*BATCHING, ALL), "scheduler")
-    for addition in additions:
-        _known(addition, (SHARING, DEFER, *PRECISIONS), f"addition to {name}")
-    return ["+".join([batching, *additions]) for batching in (BATCHING if name == ALL else [name])]
+def parse_schedulers(text: str) -> tuple[str, ...]:
+    """Return the schedulers of a comma list, each once; `all` is every scheduler.
+
+    Raises:
+        InputError: there is no scheduler of a name; names the nearest.
+    """
+    return tuple(dict.fromkeys(strategy.batching for strategy in parse_strategies(text, ())))
 
 
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",")]
-
-
-def _known(name: str, choices: tuple[str, ...], what: str) -> str:
-    if name not in choices:
-        raise InputError(f"{name!r} is no {what}, expected one of {', '.join(choices)}{nearest(name, choices)}")
-    return name
+def _check(name: str, known: tuple[str, ...], what: str) -> None:
+    if name not in known:
+        choices = ", ".join(known) or "none"
+        raise InputError(f"{name!r} is not a known {what}, expected one of {choices}{nearest(name, known)}")

@@ -1,96 +1,132 @@
-"""What `iep-bench tagger` measures: a BiLSTM tagger, its rare words spelled or not, in every way.
+"""What `iep-bench tagger` compares: a BiLSTM tagger of words, whose rare words are spelled or not.
 
-Shapes: W words of a minibatch.
+By hand, sentences are batched as one packed sequence for `nn.LSTM`, in plain PyTorch; that tagger does not spell.
+
+Shapes: B sentences, W words of all sentences, P rows of the packed sequence, H width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from iep.bench.contest import Way
-from iep.bench.hand_tagger import PackedTagger
-from iep.bench.hand_ways import summed_cross_entropy, tagger_by_hand
-from iep.bench.model_ways import batched_ways, per_instance
-from iep.bench.samples import MIN_SAMPLES, shuffled, tagger_samples
+from iep.bench import networks
+from iep.bench.compare import MIN_SAMPLES
+from iep.bench.networks import Network, Way, step, summed_cross_entropy
+from iep.bench.report import Benchmark
 from iep.bench.strategy import Strategy
-from iep.bench.workload_run import Case
 from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
 from iep.workloads.tagger import Tagger
 
+PACKED = "by hand: packed nn.LSTM"
 TAGS, LETTERS = 9, 64
 """Of the sentences made."""
 EMBEDDING, LETTER_EMBEDDING, HIDDEN = 128, 64, 32
 """Sizes of vectors of words and letters, and of the layer before the tags (Qiao & Taura 2019, section 4.1)."""
 
 
-def tagger_cases(
+@dataclass(frozen=True, eq=False)
+class PackedSentences:
+    """Sentences side by side, the longest first, step by step."""
+
+    words: PackedSequence
+    """Data (P,), indices."""
+    tags: Tensor
+    """(P,) in the same order."""
+
+
+def pack(sentences: Sequence[Sentence]) -> PackedSentences:
+    """Return sentences as `nn.LSTM` reads them; the row of every word is found without a loop over sentences."""
+    lengths_B = np.array([len(sentence) for sentence in sentences])
+    order_B = np.argsort(-lengths_B, kind="stable")
+    start_B = np.cumsum(lengths_B) - lengths_B
+    step_W = np.arange(lengths_B.sum()) - np.repeat(start_B, lengths_B)
+    rank_W = np.repeat(np.argsort(order_B), lengths_B)
+    rows_P = np.lexsort((rank_W, step_W))
+    words, tags = (np.concatenate([getattr(sentence, name) for sentence in sentences]) for name in ("words", "tags"))
+    packed = PackedSequence(torch.from_numpy(words[rows_P]), torch.from_numpy(np.bincount(step_W)))
+    return PackedSentences(packed, torch.from_numpy(tags[rows_P]))
+
+
+class PackedTagger(nn.Module):
+    """The tagger with `nn.LSTM`, and the same numbers in its weights (Qiao & Taura 2019, section 4.1)."""
+
+    def __init__(self, model: Tagger, width: int):
+        super().__init__()
+        self.embedding, self.hidden, self.tags = model.embedding, model.hidden, model.tags
+        self.lstm = nn.LSTM(model.embedding.embedding_dim, width, bidirectional=True)
+        for end, inputs, recurrent in zip(("", "_reverse"), model.lstm.inputs, model.lstm.recurrent, strict=True):
+            given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
+            for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
+                i, o, f, u = weights.detach().chunk(4)
+                getattr(self.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
+
+    def forward(self, sentences: PackedSentences) -> Tensor:
+        """Return (P, tags) scores, in the order of the packed tags."""
+        x_P, sizes, *_ = sentences.words
+        h_P, _ = self.lstm(PackedSequence(self.embedding(x_P), sizes))
+        return self.tags(self.hidden(h_P.data).tanh())
+
+
+def tagger_network(
+    words: int, width: int, strategies: Sequence[Strategy], tags: int = TAGS, letters: int | None = None
+) -> Network:
+    """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare
+    words if they are spelled. Its last way is the packed one, unless there are letters."""
+    model = Tagger(words, tags, letters, EMBEDDING, width, HIDDEN, LETTER_EMBEDDING)
+    hand = PackedTagger(model, width)
+
+    def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
+        tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
+        return summed_cross_entropy(scores, tags_W)
+
+    def spelled(sentence: Sentence) -> int:
+        return 0 if letters is None else sum(map(len, sentence.characters or ()))
+
+    def flop(sentence: Sentence) -> int:
+        sizes = ((spelled(sentence), LETTER_EMBEDDING, EMBEDDING // 2), (len(sentence), EMBEDDING, width))
+        lstms = sum(16 * items * (inputs + hidden) * hidden for items, inputs, hidden in sizes)
+        return lstms + 2 * len(sentence) * HIDDEN * (2 * width + tags)
+
+    compute = step(hand, hand, lambda packed, scores: summed_cross_entropy(scores, packed.tags))
+    by_hand = [Way(PACKED, pack, compute)] if letters is None else []
+    ways = [*networks.model_ways(model, strategies, loss), *by_hand]
+    return Network(hand, ways, lambda sentence: 2 * (len(sentence) + spelled(sentence)), flop)
+
+
+def tagger_benchmark(
     strategies: Sequence[Strategy],
-    seed: int,
     batch_sizes: Sequence[int],
     characters: bool,
     width: int,
     words: int,
     wikiner: Path | None,
-    with_per_instance: bool,
-) -> tuple[str, Iterator[Case]]:
-    """A description, and a case for each size of minibatch, the smallest first.
+    seed: int,
+    **measured: Any,
+) -> Benchmark:
+    """Return the comparison at every minibatch size, the smallest first; `measured` are phases and threads.
 
     Raises:
         InputError: the sentences' file cannot be read, or has too few.
     """
-    rng = np.random.default_rng(seed)
-    largest, tags, letters = max(batch_sizes), TAGS, LETTERS
+    rng, count = np.random.default_rng(seed), max(*batch_sizes, MIN_SAMPLES)
     if wikiner is None:
-        sentences = wikiner_like(max(largest, MIN_SAMPLES), words, tags, rng, letters if characters else None)
-        origin = f"{len(sentences)} sentences made in the lengths of WikiNER's"
+        tags, letters = TAGS, LETTERS
+        sentences = wikiner_like(count, words, tags, rng, letters if characters else None)
+        origin = f"{count} sentences made in the lengths of WikiNER's"
     else:
         found, names = read_wikiner(wikiner)
         words, tags, letters = 1 + len(names.words), len(names.tags), len(names.characters)
-        sentences = shuffled(found, largest, rng, wikiner, "sentences")
+        sentences = networks.shuffled(found, max(batch_sizes), rng, wikiner, "sentences")
         origin = f"sentences of {wikiner}"
     torch.manual_seed(seed)
-    models = tagger_models(words, tags, width, letters if characters else None)
-    ways = tagger_ways(*models, strategies, with_per_instance)
+    network = tagger_network(words, width, strategies, tags, letters if characters else None)
+    sized = (({"batch": size}, networks.minibatches_of(sentences, size)) for size in sorted(batch_sizes))
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     description = f"BiLSTM tagger, width {width}, {words} words, {tags} tags, {spelled}, {origin}"
-    sizes = (EMBEDDING, width, HIDDEN, tags, LETTER_EMBEDDING if characters else None)
-    return description, ((tagger_samples(sentences, size, *sizes), ways) for size in sorted(batch_sizes))
-
-
-def tagger_models(words: int, tags: int, width: int, characters: int | None = None) -> tuple[Tagger, PackedTagger]:
-    """The network, and the one by hand with the same weights, which does not spell."""
-    model = Tagger(words, tags, characters, EMBEDDING, width, HIDDEN, LETTER_EMBEDDING)
-    hand = PackedTagger(words, tags, EMBEDDING, width, HIDDEN)
-    for name in ("embedding", "hidden", "tags"):
-        getattr(hand, name).load_state_dict(getattr(model, name).state_dict())
-    for way, end in enumerate(("", "_reverse")):
-        into, again = model.lstm.inputs[way], model.lstm.recurrent[way]
-        _copy_gates(getattr(hand.lstm, f"weight_ih_l0{end}"), into.weight)
-        _copy_gates(getattr(hand.lstm, f"weight_hh_l0{end}"), again.weight)
-        _copy_gates(getattr(hand.lstm, f"bias_ih_l0{end}"), into.bias)
-        nn.init.zeros_(getattr(hand.lstm, f"bias_hh_l0{end}"))
-    return model, hand
-
-
-def _copy_gates(to: Tensor, source: Tensor) -> None:
-    """Gates i, o, f, u where `nn.LSTM` has i, f, u, o."""
-    i, o, f, u = source.detach().chunk(4)
-    with torch.no_grad():
-        to.copy_(torch.cat([i, f, u, o]))
-
-
-def tagger_ways(
-    model: Tagger, hand: PackedTagger, strategies: Sequence[Strategy], with_per_instance: bool = False
-) -> list[Way]:
-    """As `tree_lstm.binary_ways`; packed sequences are left out where rare words are spelled."""
-    alone = [per_instance(model, _tags, summed_cross_entropy)] if with_per_instance else []
-    packed = [] if model.characters is not None else [tagger_by_hand(hand)]
-    return [*alone, *batched_ways(model, strategies, _tags, summed_cross_entropy), *packed]
-
-
-def _tags(sentences: Sequence[Sentence]) -> Tensor:
-    """(W,) sentence by sentence."""
-    return torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
+    return Benchmark(description, networks.network_cases(network, sized, **measured), "batch", "sentence")

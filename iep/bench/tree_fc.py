@@ -1,60 +1,54 @@
-"""What `iep-bench tree-fc` measures: one layer at every vertex of complete binary trees, in every way."""
+"""What `iep-bench tree-fc` compares: one layer at every vertex of complete binary trees (Looks et al. 2017)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from iep.bench.contest import Way
-from iep.bench.hand_trees import HandTreeFC
-from iep.bench.hand_ways import tree_fc_by_hand
-from iep.bench.model_ways import batched_ways, per_instance
-from iep.bench.samples import tree_fc_samples
+from iep.bench import networks
+from iep.bench.networks import Network, Way, step
+from iep.bench.report import Benchmark
 from iep.bench.strategy import Strategy
-from iep.bench.workload_run import Case
+from iep.bench.tree_lstm import HAND, TreeLevels, levels_of
 from iep.workloads.tree_fc import TreeFC
-from iep.workloads.trees import Tree, complete_trees
+from iep.workloads.trees import complete_trees
 
 
-def tree_fc_cases(
+def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return relu(W [left; right] + b) at every inner vertex. Leaves are vectors: no cell makes them."""
+    model = TreeFC(words, width)
+
+    def loss(_: Any, roots: Tensor) -> Tensor:
+        return roots.sum()
+
+    def level(h: Tensor) -> tuple[Tensor]:
+        return (model.inner(h.view(-1, 2 * width)).relu(),)
+
+    def forward(levels: TreeLevels) -> Tensor:
+        return levels.run((model.embedding(levels.words),), level)[0]
+
+    by_hand = Way(HAND, levels_of, step(model, forward, loss), lambda levels: len(levels.arguments))
+    ways = [*networks.model_ways(model, strategies, loss), by_hand]
+    return Network(
+        model, ways, lambda tree: tree.num_leaves - 1, lambda tree: 4 * (tree.num_leaves - 1) * width * width
+    )
+
+
+def tree_fc_benchmark(
     strategies: Sequence[Strategy],
-    seed: int,
     leaves: Sequence[int],
     batch_size: int,
     width: int,
     words: int,
-    with_per_instance: bool,
-) -> tuple[str, Iterator[Case]]:
-    """A description, and a case for each size of tree, the smallest first."""
+    seed: int,
+    **measured: Any,
+) -> Benchmark:
+    """Return the comparison at every size of tree, the smallest first; `measured` are phases and threads."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    ways = tree_fc_ways(*tree_fc_models(words, width), strategies, with_per_instance)
-    description = f"Tree-FC, width {width}, {words} words, complete binary trees"
-    return description, (
-        (tree_fc_samples(complete_trees(batch_size, size, words, rng), batch_size, width), ways)
-        for size in sorted(leaves)
-    )
-
-
-def tree_fc_models(words: int, width: int) -> tuple[TreeFC, HandTreeFC]:
-    """As `tree_lstm.binary_models`."""
-    model, hand = TreeFC(words, width), HandTreeFC(words, width)
-    hand.load_state_dict(model.state_dict())
-    return model, hand
-
-
-def tree_fc_ways(
-    model: TreeFC, hand: HandTreeFC, strategies: Sequence[Strategy], with_per_instance: bool = False
-) -> list[Way]:
-    """As `tree_lstm.binary_ways`."""
-    alone = [per_instance(model, _no_targets, _sum)] if with_per_instance else []
-    return [*alone, *batched_ways(model, strategies, _no_targets, _sum), tree_fc_by_hand(hand)]
-
-
-def _no_targets(trees: Sequence[Tree]) -> Tensor:
-    return torch.empty(len(trees), 0)
-
-
-def _sum(roots: Tensor, _: Tensor) -> Tensor:
-    return roots.sum()
+    network = tree_fc_network(words, width, strategies)
+    sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
+    cases = networks.network_cases(network, sized, **measured)
+    return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "leaves", "tree")

@@ -1,7 +1,7 @@
 """Child-sum Tree-LSTM over dependency trees, and the similarity of two sentences (Tai et al. 2015, sections 3.1, 4.2).
 
-Written for one pair of trees; `forward` runs the same code for a minibatch within a lazy scope. Every vertex has a word
-and any number of children.
+The code is written for one pair of trees; `forward` runs it for a minibatch within a lazy scope. Every vertex has a
+word and any number of children.
 
 Shapes: P pairs, V vertices of a tree, D width of words, H width of states, K ratings.
 """
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.batching import scope
+from iep.dynamic import scope
 from iep.workloads.trees import Tree, TreePair
 
 
 class ChildSumCell(nn.Module):
-    """One vertex: its word and its children's states -> its state, h and c (Tai et al. 2015, equations 2 to 8)."""
+    """One vertex: its word and its children's states -> its own state, h and c (Tai et al. 2015, equations 2 to 8)."""
 
     def __init__(self, word_width: int = 300, width: int = 150):
         super().__init__()
@@ -26,7 +26,7 @@ class ChildSumCell(nn.Module):
         self.child_forget = nn.Linear(width, width, bias=False)
 
     def forward(self, word_D: Tensor, children: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """(H,) h and (H,) c of a vertex, from those of its children."""
+        """Return h and c, (H,) each, of a vertex, from those of its children."""
         gates = self.word_gates(word_D)
         if children:
             h_NH = torch.stack([h for h, _ in children])
@@ -49,13 +49,13 @@ class Similarity(nn.Module):
         self.scores = nn.Linear(hidden, ratings)
 
     def forward(self, left_H: Tensor, right_H: Tensor) -> Tensor:
-        """(K,) scores."""
+        """Return (K,), the scores."""
         hidden = torch.sigmoid(self.product(left_H * right_H) + self.distance((left_H - right_H).abs()))
         return self.scores(hidden)
 
 
 class ChildSumTreeLSTM(nn.Module):
-    """How related two sentences are. Words are not trained, as in Tai et al. 2015, section 5.3."""
+    """The relatedness of two sentences. Word vectors are not trained, as in Tai et al. 2015, section 5.3."""
 
     def __init__(self, words: int, word_width: int = 300, width: int = 150, ratings: int = 5):
         super().__init__()
@@ -64,7 +64,7 @@ class ChildSumTreeLSTM(nn.Module):
         self.similarity = Similarity(width, ratings=ratings)
 
     def sentence(self, tree: Tree) -> Tensor:
-        """(H,) h of the root of one tree."""
+        """Return (H,), h of the root of one tree."""
         words_VD = self.embedding(torch.from_numpy(tree.words)).unbind()
         states: list[tuple[Tensor, Tensor]] = []
         for word_D, children in zip(words_VD, tree.children.tolist(), strict=True):
@@ -72,14 +72,14 @@ class ChildSumTreeLSTM(nn.Module):
         return states[-1][0]
 
     def one(self, pair: TreePair) -> Tensor:
-        """(K,) scores of one pair, a vertex at a time."""
+        """Return (K,), the scores of one pair, one vertex at a time."""
         return self.similarity(self.sentence(pair.left), self.sentence(pair.right))
 
     def forward(self, pairs: Sequence[TreePair], **options: object) -> Tensor:
-        """(P, K) scores of a minibatch, the same code within a scope.
+        """Return (P, K), the scores of a minibatch, by the same code within a scope.
 
         Args:
-            options: of `iep.batching.scope`.
+            options: those of `iep.dynamic.scope`.
         """
         if not pairs:
             return self.similarity.scores.weight.new_empty(0, self.similarity.scores.out_features)

@@ -1,97 +1,116 @@
-"""The vertices of LSTMs, over sequences as over trees, as a cell of `iep.batching`.
+"""Gates of LSTM cells with any number of children -> their states h and c.
 
-What follows the product is `lstm_state.py`'s; on the CPU consecutive calls run as `lstm_in_place.py` says.
+A cell of a sequence has one child, an inner vertex of a binary tree two, a leaf none. The linear layer that computes
+the gates is the caller's; what follows it is one step of autograd with few passes over memory.
+
+Shapes: G cells, A children, H width.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from iep.batching import Cell
-from iep.batching.call_in_place import LayerInPlace
-from iep.batching.layout import Call
-from iep.workloads.lstm_in_place import LSTMCallInPlace
-from iep.workloads.lstm_state import kernel, lstm_gradients, lstm_state
+
+def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return h and c, (G, H) each, of cells with a forget gate for each child (Tai et al. 2015, equations 9 to 14).
+
+    Gradients cannot be differentiated again.
+
+    Args:
+        gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u. They are overwritten.
+        bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates, which is faster than a linear layer's bias; or None.
+        c_children: (G, A, H); None for cells without children.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small one itself.
+    with torch._C.DisableTorchFunction():
+        if c_children is None:
+            c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
+        count, children, width = c_children.shape
+        if gates.shape != (count, (3 + children) * width):
+            found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
+            raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
+        if c_children.dtype != gates.dtype:
+            c_children = c_children.to(gates.dtype)
+        if torch.is_grad_enabled():
+            return _State.apply(gates, bias, c_children)
+        return _states(gates, bias, c_children)[:2]
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:
-    """A weight matrix that lies in memory column by column: its products with a few rows take up to a quarter less."""
+    """Return the weight matrix stored column by column, which makes products with few rows faster."""
     return nn.Parameter(weight.detach().T.contiguous().T)
 
 
-class LSTMCell(Cell):
-    """An LSTM's vertices, with a forget gate for each child, as one cell of `iep.batching`.
+class _State(Function):
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor]:
+        gates = gates.detach()  # autograd need not follow that its views are overwritten
+        h, c, tanh_c = _states(gates, bias, c_children)
+        ctx.save_for_backward(gates, tanh_c, c_children)
+        ctx.bias_dims = 0 if bias is None else bias.dim()
+        ctx.set_materialize_grads(False)
+        return h, c
 
-    Takes what is pulled, (G, K) the layer's factor or, where `gates_pulled`, (G, (3 + A) H) gates to which the product
-    is added; then h and c of the children, (G, A, H) each, where there are any. Without pulled gates h of all children
-    is the layer's factor, with them as well. Makes h and c, and h once more where it `pushes` it.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_h: Tensor | None, of_c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        gates, tanh_c, c_children = ctx.saved_tensors
+        of_gates, of_children = torch.empty_like(gates), torch.empty_like(c_children)
+        i, o, *forget, u = _by_gate(gates, c_children)
+        of_i, of_o, *of_forget, of_u = _by_gate(of_gates, c_children)
+        if of_h is None:
+            of_o.zero_()
+        else:
+            torch.mul(of_h, tanh_c, out=of_o)
+            through_h = torch.ops.aten.tanh_backward(of_h * o, tanh_c)
+            of_c = through_h if of_c is None else through_h.add_(of_c)
+        torch.mul(of_c, u, out=of_i)
+        for f, c, of_f, of_child in zip(forget, c_children.unbind(1), of_forget, of_children.unbind(1), strict=True):
+            torch.mul(of_c, c, out=of_f)
+            torch.mul(of_c, f, out=of_child)
+        # Through the nonlinearities: of all gates as if they were sigmoids, then of u.
+        torch.ops.aten.sigmoid_backward.grad_input(of_gates, gates, grad_input=of_gates)
+        torch.ops.aten.tanh_backward.grad_input(of_c * i, u, grad_input=of_u)
+        of_bias = None if not ctx.bias_dims else of_gates if ctx.bias_dims == 2 else of_gates.sum(0)
+        return of_gates, of_bias, of_children
+
+
+def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return h, c and tanh c; the gates are overwritten with what their nonlinearities return."""
+    if bias is not None:
+        gates.add_(bias)
+    i, o, *forget, u = _by_gate(gates, c_children)
+    if _is_sigmoid_faster(u):
+        u.mul_(2)
+        gates.sigmoid_()
+        u.mul_(2).sub_(1)
+    else:
+        tanh_u = u.tanh()
+        gates.sigmoid_()
+        u.copy_(tanh_u)
+    c = i * u
+    for f, child in zip(forget, c_children.unbind(1), strict=True):
+        c.addcmul_(f, child)
+    tanh_c = (c * 2).sigmoid_().mul_(2).sub_(1) if _is_sigmoid_faster(c) else c.tanh()
+    return o * tanh_c, c, tanh_c
+
+
+def _by_gate(gates: Tensor, c_children: Tensor) -> tuple[Tensor, ...]:
+    """Return views (G, H) of each gate."""
+    count, children, width = c_children.shape
+    return gates.view(count, 3 + children, width).unbind(1)
+
+
+def _is_sigmoid_faster(x: Tensor) -> bool:
+    """Return whether 2 sigmoid(2 x) - 1 is faster than tanh x, and as precise.
+
+    On CPUs PyTorch's sigmoid takes an eighth of the time of its tanh, which outweighs the additional calls for 4096
+    numbers and more. In low precision the difference would lose what is near zero.
     """
-
-    def __init__(self, owner: nn.Module, name: str, gates_pulled: bool = False, pushes: bool = False):
-        """
-        Args:
-            owner: the module whose attribute `name` is the layer, at the time of each call. Its hooks are not called.
-
-        Raises:
-            ValueError: gates are pulled, and the layer has a bias: the pulled gates have it already.
-        """
-        self.owner, self.name, self.gates_pulled, self.pushes = owner, name, gates_pulled, pushes
-        if gates_pulled and self.layer.bias is not None:
-            raise ValueError("a cell whose gates are pulled has a layer without bias")
-
-    @property
-    def layer(self) -> nn.Linear:
-        return getattr(self.owner, self.name)
-
-    def in_place(self, call: Call, layer: LayerInPlace) -> LSTMCallInPlace | None:
-        # What a class of its own computes instead, the C code does not know.
-        if type(self) is not LSTMCell or not layer.weight.is_cpu or kernel("state", layer.weight.dtype) is None:
-            return None
-        shapes = [len(taken.shape) for taken in call.arguments]
-        leaf, inner = [1], [1] * self.gates_pulled + [2, 2]
-        fits = shapes == leaf or (shapes == inner and call.arguments[-1].shape == call.arguments[-2].shape)
-        fits = fits and len(call.results) == 2 + self.pushes
-        return LSTMCallInPlace(call, layer, self.gates_pulled) if fits else None
-
-    def factor(self, arguments: Sequence[Tensor]) -> Tensor | None:
-        if len(arguments) > 1:
-            return arguments[-2].flatten(1)
-        return None if self.gates_pulled else arguments[0]
-
-    def results(self, product: Tensor | None, bias: Tensor | None, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        h, c = lstm_state(*self._gates(product, bias, arguments))
-        return (h, c, h) if self.pushes else (h, c)
-
-    def gradients(
-        self,
-        product: Tensor | None,
-        bias: Tensor | None,
-        arguments: Sequence[Tensor],
-        results: Sequence[Tensor],
-        given: Sequence[Tensor | None],
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        dh, dc, *pushed = given
-        if pushed and pushed[0] is not None:
-            dh = pushed[0] if dh is None else dh + pushed[0]
-        d_gates, d_children = lstm_gradients(*self._gates(product, bias, arguments), results[1], dh, dc)
-        gradients: list[Tensor | None] = [d_gates] if self.gates_pulled else [None] * (len(arguments) == 1)
-        return d_gates, [*gradients, *([None, d_children] if len(arguments) > 1 else ())]
-
-    def through_factor(self, gradient: Tensor, gradients: list[Tensor | None], arguments: Sequence[Tensor]) -> None:
-        at = -2 if len(arguments) > 1 else 0
-        gradients[at] = gradient.view(arguments[at].shape)
-
-    def _gates(
-        self, product: Tensor | None, bias: Tensor | None, arguments: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gates, c of the children, and what is added to the gates."""
-        if product is None:
-            gates = arguments[0]
-            width = gates.shape[1] // 4
-            return gates, gates.new_zeros(len(gates), 1, width), gates.new_zeros(4 * width)
-        added = arguments[0] if self.gates_pulled else bias
-        if added is None:
-            added = product.new_zeros(product.shape[1])
-        if len(arguments) > 1:
-            return product, arguments[-1], added
-        return product, product.new_empty(len(product), 0, product.shape[1] // 3), added
+    return x.is_cpu and x.numel() > 4096 and x.dtype in (torch.float32, torch.float64)

@@ -1,13 +1,19 @@
 """Inputs -> a sparsely gated mixture of experts' outputs and the losses of its gating (Shazeer et al. 2017,
-Outrageously Large Neural Networks): `gating.py` chooses, `experts.py` computes.
+Outrageously Large Neural Networks, sections 2.1 and 4, appendix A).
 
-Shapes: T tokens, D inputs, O outputs.
+The gating is here; `experts.py` computes what the experts return.
+
+Shapes: T tokens, D inputs, O outputs, E experts, K of them for each token.
 """
 
-from torch import Tensor, nn
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from iep.errors import InputError
 from iep.workloads.experts import Experts
-from iep.workloads.gating import Gates, NoisyTopKGating
 
 
 class MixtureOfExperts(nn.Module):
@@ -17,19 +23,19 @@ class MixtureOfExperts(nn.Module):
         loss = task_loss + w_importance * gates.importance_loss + w_load * gates.load_loss     # both 0.1 in the paper
 
     Args:
-        execution: `vanilla`, `batched` or `grouped`, all the same to the last digits; `Experts` says what they are.
+        execution: `auto`, `grouped` or `loop`, which differ only in speed; see `Experts`.
 
     Raises:
         InputError: a size is less than 1, k is greater than the number of experts, or there is no such execution.
     """
 
-    def __init__(self, inputs: int, hidden: int, outputs: int, experts: int, k: int, execution: str = "batched"):
+    def __init__(self, inputs: int, hidden: int, outputs: int, experts: int, k: int, execution: str = "auto"):
         super().__init__()
         self.gating = NoisyTopKGating(inputs, experts, k)
         self.experts = Experts(inputs, hidden, outputs, experts, execution)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Gates]:
-        """(T, O) the outputs, and what the gating decided.
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, "Gates"]:
+        """Return (T, O), the outputs, and what the gating decided.
 
         Raises:
             InputError: x is not (T, inputs), or of another dtype than the weights.
@@ -38,6 +44,87 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_TD, gates.experts_TK, gates.gates_TK), gates
 
     def one(self, x_D: Tensor) -> Tensor:
-        """(O,) what the layer makes of one token: the reference, in plain PyTorch."""
+        """Return (O,), the layer's output for one token: the slow reference in plain PyTorch."""
         gates = self.gating(x_D[None])
         return self.experts.one(x_D, gates.experts_TK[0].tolist(), gates.gates_TK[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """What the gating decided about a minibatch."""
+
+    experts_TK: Tensor
+    """int64, each token's experts, the one with the greatest gate first."""
+    gates_TK: Tensor
+    """The gates of these experts, which add up to 1."""
+    importance_E: Tensor
+    """The sum of each expert's gates over the tokens (eq. 6)."""
+    load_E: Tensor
+    """A smooth estimate of each expert's number of tokens (eq. 10); without noise, the number itself."""
+
+    @property
+    def importance_loss(self) -> Tensor:
+        """Squared coefficient of variation of the importance (eq. 7), to be weighted and added to the model's loss."""
+        return squared_variation(self.importance_E)
+
+    @property
+    def load_loss(self) -> Tensor:
+        """Squared coefficient of variation of the load (eq. 11); without noise it has no gradient."""
+        return squared_variation(self.load_E)
+
+
+class NoisyTopKGating(nn.Module):
+    """G(x) = softmax(keep_top_k(H(x))), H(x) = x W_g + N(0, 1) softplus(x W_noise) (eqs. 3 to 5).
+
+    The noise is added in training only. Both matrices are initialised with zeros, so that at first the noise alone
+    decides and all experts get about the same number of tokens (appendix A).
+
+    Raises:
+        InputError: a number is less than one, or k is greater than the number of experts.
+    """
+
+    def __init__(self, inputs: int, experts: int, k: int):
+        super().__init__()
+        if min(inputs, experts, k) < 1:
+            raise InputError(f"gating of {inputs} inputs to {k} of {experts} experts, expected at least 1 of each")
+        if k > experts:
+            raise InputError(f"k is {k}, expected at most the number of experts, {experts}")
+        self.k = k
+        self.gate_weight = nn.Parameter(torch.zeros(inputs, experts))
+        self.noise_weight = nn.Parameter(torch.zeros(inputs, experts))
+
+    def forward(self, x_TD: Tensor) -> Gates:
+        """Choose the experts of every token.
+
+        Raises:
+            InputError: x is not (T, inputs), or of another dtype than the weights, without autocast.
+        """
+        inputs, experts = self.gate_weight.shape
+        if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
+            raise InputError(f"gating got {tuple(x_TD.shape)}, expected (tokens, {inputs})")
+        if x_TD.dtype != self.gate_weight.dtype and not torch.is_autocast_enabled(x_TD.device.type):
+            raise InputError(f"gating got {x_TD.dtype}, expected the weights' {self.gate_weight.dtype}")
+        # Sums over tokens need more bits than a minibatch in low precision has.
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        clean_TE = (x_TD @ self.gate_weight).to(wide)
+        deviation_TE = functional.softplus((x_TD @ self.noise_weight).to(wide)) if self.training else None
+        noisy_TE = clean_TE if deviation_TE is None else clean_TE + torch.randn_like(clean_TE) * deviation_TE
+        kept_TK, experts_TK = noisy_TE.topk(self.k, dim=1)
+        gates_TK = kept_TK.softmax(dim=1)
+        importance_E = gates_TK.new_zeros(experts).index_add(0, experts_TK.flatten(), gates_TK.flatten())
+        if deviation_TE is None or self.k == experts:
+            load_E = torch.bincount(experts_TK.flatten(), minlength=experts).to(wide)
+        else:
+            greatest = noisy_TE.topk(self.k + 1, dim=1).values
+            kth_T1, next_T1 = greatest[:, -2:-1], greatest[:, -1:]
+            # Among the other experts the kth greatest is the k+1st of all where this one is among the first k.
+            threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
+            # The probability of each expert to be chosen if only its own noise is drawn again (eqs. 8 and 9).
+            load_E = torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE).sum(dim=0)
+        return Gates(experts_TK, gates_TK.to(x_TD.dtype), importance_E, load_E)
+
+
+def squared_variation(values_E: Tensor) -> Tensor:
+    """Return variance over squared mean, 0 where all values are 0."""
+    mean = values_E.mean()
+    return values_E.var(correction=0) / (mean * mean + torch.finfo(values_E.dtype).tiny)

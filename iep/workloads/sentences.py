@@ -1,7 +1,7 @@
-"""Sentences whose every word has a tag: WikiNER's files, or made by chance in the lengths of its English part.
+"""Sentences with a tag for every word: files of WikiNER, or synthetic ones with the lengths of its English part.
 
-Words that are seen fewer than five times have no embedding of their own: a tagger without characters takes them all
-for the same unknown word, one with characters spells them (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic
+Words that occur fewer than five times have no embedding of their own: for a tagger without characters they are all the
+same unknown word, a tagger with characters spells them (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic
 Computation Graphs, section 5; Qiao & Taura 2019, section 4.1).
 
 Shapes: T words of a sentence, L letters of a word.
@@ -15,17 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from iep.errors import InputError
-from iep.workloads.lines import read_lines
+from iep.workloads.tree_files import read_lines
+from iep.workloads.trees import lengths, zipf
 
 UNKNOWN_WORD = 0
 MIN_COUNT = 5
-"""A word that is seen less often is rare."""
-WORDS = (24.5, 11.0)
-"""Words of a sentence of WikiNER's English part: mean and standard deviation."""
+"""A word that occurs less often is rare."""
+WORDS, LETTERS = (24.5, 11.0), (8.0, 2.5)
+"""Words of a sentence of WikiNER's English part, and letters of a rare word: mean and standard deviation."""
 RARE_SHARE = 0.08
-"""Of running words, where Zipf's law holds over its 3.5 million."""
-LETTERS = (8.0, 2.5)
-"""Letters of a rare word: mean and standard deviation."""
+"""The share of rare words in a text of 3.5 million words that follow Zipf's law."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +32,11 @@ class Sentence:
     """One sentence of T > 0 words."""
 
     words: np.ndarray
-    """(T,) index of each word; `UNKNOWN_WORD` for those that are rare."""
+    """(T,) index of each word; `UNKNOWN_WORD` for rare words."""
     tags: np.ndarray
-    """(T,)"""
+    """(T,) index of each word's tag."""
     characters: tuple[np.ndarray, ...] | None = None
-    """(L,) indices of the letters of each rare word, () of all others; None where no word is spelled."""
+    """(L,) indices of the letters of each rare word, empty for the others; None where no word is spelled."""
 
     def __len__(self) -> int:
         """T."""
@@ -46,7 +45,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """How the words, letters and tags of sentences are numbered."""
+    """The indices of the words, letters and tags of sentences."""
 
     words: dict[str, int]
     """From 1; 0 is `UNKNOWN_WORD`."""
@@ -55,9 +54,9 @@ class Vocabularies:
 
 
 def read_wikiner(path: Path) -> tuple[list[Sentence], Vocabularies]:
-    """The sentences of a file of lines such as `Paris|NNP|I-LOC is|VBZ|O`; empty lines are skipped.
+    """Return the sentences of a file of lines such as `Paris|NNP|I-LOC is|VBZ|O`; empty lines are skipped.
 
-    The tag is what stands behind the last `|`, the word what stands before the first; rare words are spelled.
+    The word is the text before the first `|` and the tag the text after the last; rare words are spelled.
 
     Raises:
         InputError: the file cannot be read or has no sentence, or a token is not of that form (names line and token).
@@ -94,24 +93,17 @@ def _sentence(tokens: Sequence[tuple[str, str]], vocabularies: Vocabularies) -> 
 def wikiner_like(
     count: int, words: int, tags: int, rng: np.random.Generator, characters: int | None = None
 ) -> list[Sentence]:
-    """Sentences of 1 to 120 words, drawn by Zipf's law from indices 1 to `words` - 1, one in twelve of them rare.
+    """Return sentences of 1 to 120 words, drawn by Zipf's law from indices 1 to `words` - 1; one in twelve is rare.
 
     Args:
-        tags: how many there are; drawn evenly.
-        characters: how many letters there are, to spell rare words with; None to spell none.
+        tags: the number of tags, which are drawn uniformly.
+        characters: the number of letters with which rare words are spelled; None to spell none.
     """
-    share = np.cumsum(1 / np.arange(1, words))
     made = []
-    for length in _gamma(count, *WORDS, most=120, rng=rng).tolist():
-        drawn = 1 + np.searchsorted(share, rng.random(length) * share[-1], side="right")
+    for length in lengths(count, *WORDS, 1, 120, rng).tolist():
+        drawn = 1 + zipf(length, words - 1, rng)
         rare = rng.random(length) < RARE_SHARE
-        letters = np.where(rare, _gamma(length, *LETTERS, most=25, rng=rng), 0)
+        letters = np.where(rare, lengths(length, *LETTERS, 1, 25, rng), 0)
         spelled = None if characters is None else tuple(rng.integers(0, characters, size) for size in letters)
         made.append(Sentence(np.where(rare, UNKNOWN_WORD, drawn), rng.integers(0, tags, length), spelled))
     return made
-
-
-def _gamma(count: int, mean: float, deviation: float, most: int, rng: np.random.Generator) -> np.ndarray:
-    """(count,) lengths, 1 to `most`."""
-    shape = (mean / deviation) ** 2
-    return np.clip(np.rint(rng.gamma(shape, mean / shape, count)), 1, most).astype(np.int64)

@@ -1,9 +1,9 @@
 """Files of the Stanford Sentiment Treebank and of SICK -> trees.
 
-The formats are those in which the two are handed round: bracketed constituency trees with a label on every vertex
+The formats are those in which the two are distributed: bracketed constituency trees with a label on every vertex
 (Socher et al. 2013, Recursive Deep Models for Semantic Compositionality Over a Sentiment Treebank), and dependency
 trees as lists of parents (the preprocessed data of Tai et al. 2015, Improved Semantic Representations From
-Tree-Structured Long Short-Term Memory Networks, section 5.2). Parses no raw text.
+Tree-Structured Long Short-Term Memory Networks, section 5.2). Raw text is not parsed.
 """
 
 import math
@@ -14,29 +14,44 @@ from pathlib import Path
 import numpy as np
 
 from iep.errors import InputError
-from iep.workloads.lines import read_lines
 from iep.workloads.trees import SENTIMENTS, Tree, TreePair, tree_from_parents
 
 UNKNOWN = "<unk>"
 SST_TOKEN = re.compile(r"[()]|[^() ]+")
-"""Words of the treebank may hold other white space than the space that parts them."""
+"""Only spaces separate words: those of the treebank may contain other white space."""
+WORD = re.compile(r"[^ ]+")
 SICK_PARENT = re.compile(r"-?[0-9]+")
 
 
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a UTF-8 file. Line feeds end lines, and no other character does.
+
+    Raises:
+        InputError: the file is missing, a directory or not UTF-8.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise InputError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def index_words(words: Iterable[str]) -> dict[str, int]:
-    """Index of every distinct word in the order of the alphabet, from 1; 0 is that of `UNKNOWN`."""
+    """Return the index of every distinct word in alphabetical order, from 1; 0 is the index of `UNKNOWN`."""
     return {UNKNOWN: 0} | {word: n for n, word in enumerate(sorted(set(words) - {UNKNOWN}), start=1)}
 
 
 def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[list[Tree], Mapping[str, int]]:
-    """The trees of a file of bracketed trees, `(3 (2 It) (4 works))`, one a line; empty lines are skipped.
+    """Read a file of bracketed trees, one for each line, such as `(3 (2 It) (4 works))`; empty lines are skipped.
 
     Args:
         path: such as `train.txt` of the treebank's `trees` directory.
-        word_to_idx: index of every word, `UNKNOWN` for all others; None to number those of the file.
+        word_to_idx: the index of each known word, and of `UNKNOWN` for all others; None to number the file's words.
 
     Returns:
-        The trees, binary ones, with `labels` of all vertices; and the words' indices.
+        Binary trees with the `labels` of all vertices, and the words' indices.
 
     Raises:
         InputError: the file cannot be read, or a line is no such tree (names line and token).
@@ -46,23 +61,25 @@ def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[
         raise InputError(f"{path}: no trees, expected one a line, such as (3 (2 It) (4 works))")
     if word_to_idx is None:
         word_to_idx = index_words(word for _, words, _ in parsed for word in words if word is not None)
-    return [_sst_tree(*each, word_to_idx) for each in parsed], word_to_idx
+    trees = []
+    for children, words, labels in parsed:
+        indices = [-1 if word is None else word_to_idx.get(word, word_to_idx[UNKNOWN]) for word in words]
+        trees.append(Tree(np.array(children), np.array(indices), labels[-1], np.array(labels)))
+    return trees, word_to_idx
 
 
-Bracketed = tuple[list[tuple[int, int]], list[str | None], list[int]]
-"""Children, word and label of every vertex, children first."""
-
-
-def _parse_sst(line: str, where: str) -> Bracketed:
+def _parse_sst(line: str, where: str) -> tuple[list[tuple[int, int]], list[str | None], list[int]]:
+    """Return children, word and label of every vertex, children first."""
     children, words, labels = [], [], []
-    opened: list[list[int | str]] = []
-    """Of each open vertex its label, then its word or its children's numbers."""
+    opened: list[list[int | str]] = []  # for each open vertex its label, then its word or its children's numbers
     for place, token in enumerate(SST_TOKEN.findall(line), start=1):
         at = f"{where}, token {place}: {token!r}"
         if not opened and (labels or token != "("):
             raise InputError(f"{at}, expected {'the end of the line' if labels else '('}")
         if opened and not opened[-1]:
-            opened[-1].append(_sst_label(token, at))
+            if token not in map(str, range(SENTIMENTS)):
+                raise InputError(f"{at}, expected a label 0 to {SENTIMENTS - 1}")
+            opened[-1].append(int(token))
         elif token == "(":
             opened.append([])
         elif token != ")":
@@ -82,30 +99,18 @@ def _parse_sst(line: str, where: str) -> Bracketed:
     return children, words, labels
 
 
-def _sst_label(token: str, at: str) -> int:
-    if token not in map(str, range(SENTIMENTS)):
-        raise InputError(f"{at}, expected a label 0 to {SENTIMENTS - 1}")
-    return int(token)
-
-
-def _sst_tree(children: list, words: list, labels: list, word_to_idx: Mapping[str, int]) -> Tree:
-    unknown = word_to_idx[UNKNOWN]
-    indices = [-1 if word is None else word_to_idx.get(word, unknown) for word in words]
-    return Tree(np.array(children, dtype=np.int64), np.array(indices, dtype=np.int64), labels[-1], np.array(labels))
-
-
 def read_sick(
     directory: Path, word_to_idx: Mapping[str, int] | None = None
 ) -> tuple[list[TreePair], Mapping[str, int]]:
-    """The pairs of dependency trees of a directory with `a.toks`, `a.parents`, `b.toks`, `b.parents` and `sim.txt`.
+    """Read pairs of dependency trees from a directory with `a.toks`, `a.parents`, `b.toks`, `b.parents`, `sim.txt`.
 
-    Line n of every file is of pair n: words between spaces; for each word the place of its parent, from 1, 0 for the
-    root's and -1 for words that are in no tree; and the relatedness, a number. Every vertex has a word. A vertex's
-    children are in the order of the sentence.
+    Line n of every file belongs to pair n: words separated by spaces; for each word the position of its parent, from 1,
+    0 for the root and -1 for words that are in no tree; and the relatedness, a number. Every vertex has a word. A
+    vertex's children are in the order of the sentence.
 
     Args:
         directory: such as `train` of the data that Tree-LSTM implementations preprocess.
-        word_to_idx: as `read_sst`.
+        word_to_idx: as for `read_sst`.
 
     Raises:
         InputError: a file cannot be read, files have different numbers of lines, or a line's parents are no tree
@@ -117,9 +122,9 @@ def read_sick(
         if len(found) != len(lines[0]):
             raise InputError(f"{part}: {len(found)} lines, expected {len(lines[0])} as in {parts[0].name}")
     if not lines[0]:
-        raise InputError(f"{parts[0]}: empty, expected a sentence a line")
+        raise InputError(f"{parts[0]}: empty, expected one sentence in each line")
     if word_to_idx is None:
-        word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in _parted(line))
+        word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in WORD.findall(line))
     pairs = []
     for n, (a_words, a_parents, b_words, b_parents, similar) in enumerate(zip(*lines, strict=True), start=1):
         relatedness = _number(similar, f"{parts[4]}, line {n}")
@@ -130,7 +135,7 @@ def read_sick(
 
 
 def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Mapping[str, int], where: str) -> Tree:
-    words, heads = _parted(sentence), _parted(parents)
+    words, heads = WORD.findall(sentence), WORD.findall(parents)
     if len(words) != len(heads):
         raise InputError(f"{where}: {len(heads)} parents, expected {len(words)}, one a word")
     parent = np.empty(len(heads), dtype=np.int64)
@@ -143,18 +148,13 @@ def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Map
         raise InputError(f"{where}: {(parent == 0).sum()} roots (parent 0), expected 1")
     if (parent[parent[used][parent[used] > 0] - 1] < 0).any():
         raise InputError(f"{where}: a parent is in no tree")
-    place = np.full(len(heads) + 1, -1)
-    place[used + 1] = np.arange(len(used))
-    unknown = word_to_idx[UNKNOWN]
-    indices = np.array([word_to_idx.get(words[n], unknown) for n in used], dtype=np.int64)
+    position = np.full(len(heads) + 1, -1)
+    position[used + 1] = np.arange(len(used))
+    indices = np.array([word_to_idx.get(words[n], word_to_idx[UNKNOWN]) for n in used], dtype=np.int64)
     try:
-        return tree_from_parents(place[parent[used]], indices, relatedness)
+        return tree_from_parents(position[parent[used]], indices, relatedness)
     except ValueError as error:
         raise InputError(f"{where}: {error}") from None
-
-
-def _parted(line: str) -> list[str]:
-    return [part for part in line.split(" ") if part]
 
 
 def _number(text: str, where: str) -> float:

@@ -1,6 +1,6 @@
 """Binary Tree-LSTM over constituency trees, as for the sentiment of sentences, by vertex functions (Tai et al. 2015).
 
-Leaves hold words. The child-sum kind, over dependency trees, is `child_sum.py`.
+Leaves have words. The child-sum Tree-LSTM, over dependency trees, is `child_sum.py`.
 
 Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
 """
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from iep.batching import Edges, VertexFunction, VertexNetwork, VertexPlan
-from iep.workloads.lstm import LSTMCell, by_columns
+from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.workloads.lstm import by_columns, lstm_state
 from iep.workloads.trees import Tree
 
 
@@ -30,43 +31,52 @@ class BinaryTreeLSTM(nn.Module):
         for layer in (self.leaf, self.inner):
             layer.weight = by_columns(layer.weight)
         self.classifier = nn.Linear(width, classes)
-        leaf = VertexFunction(LSTMCell(self, "leaf"), pulls=("word",))
-        inner = VertexFunction(LSTMCell(self, "inner"), gathers=("h", "c"))
+        leaf = VertexFunction(self._leaf, pulls=("word",))
+        inner = VertexFunction(self._inner, gathers=("h", "c"))
         self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """How to run a minibatch of trees; arguments and errors as of `VertexNetwork.plan`."""
+        """Return how to run a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
         return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
-        """(B, C) scores of the trees that the plan was made for."""
+        """Return (B, C), the scores of the trees that the plan was made for."""
         words = self.embedding(plan.rows["word"])
         return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
 
     def one(self, tree: Tree) -> Tensor:
-        """(C,) scores of one tree, vertex by vertex: slow, to test `forward` against."""
+        """Return (C,), the scores of one tree, vertex by vertex: the slow reference in plain PyTorch."""
         h, c = [], []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
-            taken = [child for child in children if child >= 0]
-            if taken:
-                gates = self.inner(torch.cat([h[n] for n in taken]))
+            children = [child for child in children if child >= 0]
+            if children:
+                gates = self.inner(torch.cat([h[child] for child in children]))
             else:
                 gates = self.leaf(self.embedding(torch.tensor(word)))
             i, o, *forget, u = gates.split(self.width)
-            kept = [f.sigmoid() * c[n] for f, n in zip(forget, taken, strict=True)]
+            kept = [f.sigmoid() * c[child] for f, child in zip(forget, children, strict=True)]
             c.append(sum(kept, i.sigmoid() * u.tanh()))
             h.append(o.sigmoid() * c[-1].tanh())
         return self.classifier(h[-1])
 
+    def _leaf(self, vertices: Vertices) -> None:
+        h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), self.leaf.bias)
+        vertices.scatter(h=h, c=c)
+
+    def _inner(self, vertices: Vertices) -> None:
+        gates = functional.linear(vertices.gather("h").flatten(1), self.inner.weight)
+        h, c = lstm_state(gates, self.inner.bias, vertices.gather("c"))
+        vertices.scatter(h=h, c=c)
+
 
 def leaves_and_inner(trees: Sequence[Tree]) -> list[Edges]:
-    """Trees whose leaves run the first function, and pull their `word`, and whose inner vertices run the second.
+    """Return trees whose leaves run function 0 and pull their `word`, and whose inner vertices run function 1.
 
     Raises:
         ValueError: an inner vertex has a word.
     """
-    for place, tree in enumerate(trees):
-        if tree.inner_with_word is not None:
-            vertex = tree.inner_with_word
-            raise ValueError(f"tree {place}, vertex {vertex} has children and a word, expected words at leaves alone")
+    for index, tree in enumerate(trees):
+        vertex = tree.inner_with_word
+        if vertex is not None:
+            raise ValueError(f"tree {index}, vertex {vertex} has children and a word, expected words at leaves alone")
     return [Edges(tree.children, (tree.words < 0).astype(int), {"word": tree.words}) for tree in trees]

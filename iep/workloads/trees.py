@@ -1,12 +1,12 @@
-"""Trees that a network is built after, and made ones of the shapes that published data have.
+"""Trees that networks are built after, and synthetic ones of the shapes of published data.
 
-Three kinds are made: constituency trees as in the Stanford Sentiment Treebank, dependency trees as in SICK, and
-complete ones. Real ones come from `tree_files.py`. Knows nothing of models or of batching.
+There are three kinds: constituency trees as in the Stanford Sentiment Treebank, dependency trees as in SICK, and
+complete trees. `tree_files.py` reads published ones.
 
 Shapes: V vertices, A greatest number of children.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,10 +14,8 @@ import numpy as np
 
 SENTIMENTS = 5
 """Labels of the Stanford Sentiment Treebank: 0, very negative, to 4, very positive."""
-SST_LEAVES = (19.1, 9.3)
-"""Words of a sentence of the Stanford Sentiment Treebank: mean and standard deviation."""
-SICK_WORDS = (9.6, 3.2)
-"""The same of SICK's sentences."""
+SST_LEAVES, SICK_WORDS = (19.1, 9.3), (9.6, 3.2)
+"""Words of a sentence of the Stanford Sentiment Treebank and of SICK: mean and standard deviation."""
 SICK_CHILDREN = 9
 """The most children that a vertex of SICK's dependency trees has (Zha et al. 2019, Just-in-Time Dynamic-Batching)."""
 
@@ -27,18 +25,18 @@ class Tree:
     """One tree, its vertices numbered children first and the root last.
 
     Raises:
-        ValueError: the arrays' lengths differ, there is no vertex, a vertex is no one's child or several's, or comes
-            before a child of its own.
+        ValueError: the arrays' lengths differ, there is no vertex, a vertex is the child of none or of several, or it
+            comes before one of its own children.
     """
 
     children: np.ndarray
-    """(V, A) vertices whose results each vertex takes, in order, -1 after the last."""
+    """(V, A) the children of each vertex, in order, -1 after the last."""
     words: np.ndarray
     """(V,) index of each vertex's word, -1 where it has none."""
     label: int | float = 0
-    """The root's."""
+    """The label of the root."""
     labels: np.ndarray | None = None
-    """(V,) every vertex's, where the data have them."""
+    """(V,) the label of every vertex, where the data have them."""
 
     def __post_init__(self) -> None:
         count = len(self.words)
@@ -55,12 +53,13 @@ class Tree:
 
     @cached_property
     def inner_with_word(self) -> int | None:
-        """The first vertex that has children and a word; None without any."""
+        """The first vertex that has children and a word, or None."""
         found = np.flatnonzero((self.children >= 0).any(axis=1) & (self.words >= 0))
         return int(found[0]) if len(found) else None
 
     @property
     def num_leaves(self) -> int:
+        """The number of vertices without children."""
         return int((self.children < 0).all(axis=1).sum())
 
 
@@ -74,10 +73,10 @@ class TreePair:
 
 
 def tree_from_parents(parents: np.ndarray, words: np.ndarray, label: int | float = 0) -> Tree:
-    """The tree in which vertex n's parent is `parents[n]`, -1 for the root; numbered anew, in post-order.
+    """Return the tree in which vertex n's parent is `parents[n]`, -1 for the root; vertices are numbered in post-order.
 
     Raises:
-        ValueError: the parents go round in circles.
+        ValueError: the parents have a cycle.
     """
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for vertex, parent in enumerate(parents.tolist()):
@@ -87,28 +86,22 @@ def tree_from_parents(parents: np.ndarray, words: np.ndarray, label: int | float
         preorder.append(waiting.pop())
         waiting += below[preorder[-1]]
     if len(preorder) < len(parents):
-        raise ValueError(f"{len(parents) - len(preorder)} words go round in circles, expected a tree")
+        raise ValueError(f"{len(parents) - len(preorder)} words are in cycles, expected a tree")
     order = np.array(preorder[::-1])
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    return Tree(_table([[int(place[child]) for child in below[vertex]] for vertex in order]), words[order], label)
-
-
-def _table(rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """Rows of different lengths as a matrix, -1 after the last."""
-    lengths = np.array([len(row) for row in rows])
-    table = np.full((len(rows), max(1, lengths.max(initial=0))), -1)
-    table[np.arange(table.shape[1]) < lengths[:, None]] = [each for row in rows for each in row]
-    return table
+    number = np.argsort(order)
+    children = np.full((len(order), max(1, *map(len, below[:-1]))), -1)
+    for vertex in order.tolist():
+        children[number[vertex], : len(below[vertex])] = number[below[vertex]]
+    return Tree(children, words[order], label)
 
 
 def sst_like(count: int, words: int, rng: np.random.Generator) -> list[Tree]:
-    """Binary trees of 2 to 52 leaves, as many as sentences of the treebank have words; every split is as likely as any.
+    """Return binary trees of 2 to 52 leaves, distributed like the treebank's sentences; all splits are equally likely.
 
-    Words are drawn by Zipf's law from `words`, labels evenly.
+    Words are drawn by Zipf's law from `words`, labels uniformly.
     """
     trees = []
-    for leaves in _lengths(count, *SST_LEAVES, most=52, rng=rng).tolist():
+    for leaves in lengths(count, *SST_LEAVES, 2, 52, rng).tolist():
         children = _binary_tree(leaves, lambda size: int(rng.integers(1, size)))
         labels = rng.integers(0, SENTIMENTS, len(children))
         trees.append(Tree(children, _words_of_leaves(children, words, rng), int(labels[-1]), labels))
@@ -116,18 +109,18 @@ def sst_like(count: int, words: int, rng: np.random.Generator) -> list[Tree]:
 
 
 def sick_like(count: int, words: int, rng: np.random.Generator) -> list[TreePair]:
-    """Pairs of dependency trees, a word on every vertex, with 0 to 9 children each; SICK has 4,500 to train on.
+    """Return pairs of dependency trees, with a word and 0 to 9 children at every vertex; SICK has 4,500 for training.
 
-    Words are attached one after the other to any that is in the tree already.
+    Each word is attached to a random one that is in the tree already.
     """
-    sizes = _lengths(2 * count, *SICK_WORDS, most=32, rng=rng).tolist()
+    sizes = lengths(2 * count, *SICK_WORDS, 2, 32, rng).tolist()
     trees = [tree_from_parents(_attach(size, rng), zipf(size, words, rng)) for size in sizes]
     related = rng.uniform(1, 5, count).tolist()
     return [TreePair(*pair) for pair in zip(trees[::2], trees[1::2], related, strict=True)]
 
 
 def complete_trees(count: int, leaves: int, words: int, rng: np.random.Generator) -> list[Tree]:
-    """Complete binary trees (Tree-FC: Looks et al. 2017, Deep Learning with Dynamic Computation Graphs, section 3.1).
+    """Return complete binary trees, as for Tree-FC (`tree_fc.py`).
 
     Where `leaves` is no power of two, the two halves of every split differ by one leaf at most.
     """
@@ -136,36 +129,36 @@ def complete_trees(count: int, leaves: int, words: int, rng: np.random.Generator
 
 
 def zipf(count: int, words: int, rng: np.random.Generator) -> np.ndarray:
-    """(count,) indices below `words`, the n-th commonest as likely as 1 / n."""
+    """Return (count,) indices below `words`, the n-th most frequent with a probability proportional to 1 / n."""
     share = np.cumsum(1 / np.arange(1, words + 1))
     return np.searchsorted(share, rng.random(count) * share[-1], side="right")
 
 
-def _lengths(count: int, mean: float, deviation: float, most: int, rng: np.random.Generator) -> np.ndarray:
-    """(count,) numbers of words, 2 to `most`, gamma-distributed."""
+def lengths(count: int, mean: float, deviation: float, least: int, most: int, rng: np.random.Generator) -> np.ndarray:
+    """Return (count,) gamma-distributed lengths from `least` to `most`."""
     shape = (mean / deviation) ** 2
-    return np.clip(np.rint(rng.gamma(shape, mean / shape, count)), 2, most).astype(np.int64)
+    return np.clip(np.rint(rng.gamma(shape, mean / shape, count)), least, most).astype(np.int64)
 
 
 def _binary_tree(leaves: int, split: Callable[[int], int]) -> np.ndarray:
-    """(2 leaves - 1, 2) children; `split` says how many leaves of a vertex's are its first child's."""
+    """Return (2 leaves - 1, 2) children; `split` maps the leaves of a vertex to those of its first child."""
     children: list[tuple[int, int]] = []
-    made: list[int] = []
+    done: list[int] = []
     waiting = [(leaves, False)]
     while waiting:
-        size, halves_made = waiting.pop()
-        if size > 1 and not halves_made:
+        size, are_children_done = waiting.pop()
+        if size > 1 and not are_children_done:
             first = split(size)
             waiting += [(size, True), (size - first, False), (first, False)]
             continue
-        right, left = (made.pop(), made.pop()) if halves_made else (-1, -1)
-        made.append(len(children))
+        right, left = (done.pop(), done.pop()) if are_children_done else (-1, -1)
+        done.append(len(children))
         children.append((left, right))
     return np.array(children)
 
 
 def _words_of_leaves(children: np.ndarray, words: int, rng: np.random.Generator) -> np.ndarray:
-    """(V,)"""
+    """Return (V,), a word for each leaf and -1 for the other vertices."""
     is_leaf = children[:, 0] < 0
     drawn = np.full(len(children), -1)
     drawn[is_leaf] = zipf(int(is_leaf.sum()), words, rng)
@@ -173,7 +166,7 @@ def _words_of_leaves(children: np.ndarray, words: int, rng: np.random.Generator)
 
 
 def _attach(size: int, rng: np.random.Generator) -> np.ndarray:
-    """(size,) parents, -1 for the root's."""
+    """Return (size,), the parent of each vertex, -1 for the root."""
     parents, children = np.full(size, -1), np.zeros(size, dtype=np.int64)
     order = rng.permutation(size)
     for n in range(1, size):
