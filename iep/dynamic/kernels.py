@@ -103,7 +103,7 @@ def _find_kernel(call: Call, specs: Sequence[Spec], sample: Callable[[], list[Te
         with trial_run(is_fake=True) as trial:
             leaves = list(map(_empty, specs))
             structure, tensors = call.run(leaves, trial.stand_in(call.function))
-        reason = trial.why_singly(call.kwargs)
+        reason = trial.why_singly()
     except DynamicOutputShapeException:
         return Kernel(NOW, "the shape of its result depends on values")
     except Exception as failure:

@@ -1,6 +1,6 @@
 """What a lazy scope has recorded -> a graph with its types.
 
-Shapes: N nodes, R results, U tensors that nodes take, A the most that one node takes, F futures.
+Shapes: N nodes, R results, U arguments of all nodes, A greatest number of one node, F futures.
 """
 
 from collections.abc import Sequence

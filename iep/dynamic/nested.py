@@ -1,4 +1,4 @@
-"""Nested lists, tuples, dicts and slices: what modules take and return."""
+"""Nested lists, tuples, dicts and slices: arguments and results of modules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ class Op:
     grad: bool
     autocast: Autocast
     num_leaves: int
-    """How many tensors each node takes."""
+    """How many tensors are among the arguments of each node."""
     columns: tuple[Column, ...]
     """Of the results."""
     constants: list[Tensor]
@@ -98,7 +98,7 @@ class Recording:
         self.ops: list[Op] = []
         self.node_op = array("q")
         self.taken = array("q")
-        """The addresses that nodes take, node after node."""
+        """The addresses of the nodes' arguments, node after node."""
         self.inputs: list[Tensor] = []
         self.input_columns: list[Column] = []
         self._input_versions: list[int | None] = []
@@ -236,7 +236,7 @@ class Recording:
 
     def _add_input(self, tensor: Tensor) -> int:
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
-            raise TypeError(f"it takes a {type(tensor).__name__} of layout {tensor.layout}")
+            raise TypeError(f"an argument is a {type(tensor).__name__} of layout {tensor.layout}")
         self.inputs.append(tensor)
         self.input_columns.append(self._column(tensor.shape, tensor.dtype, tensor.device))
         self._input_versions.append(version_of(tensor))
@@ -253,7 +253,7 @@ class Recording:
         """Find out what calls of `key` run."""
         (args, kwargs), leaves = split((args, dict(kwargs)), self._is_samples)
         call = Call(function, args, kwargs)
-        kernel = Kernel(NOW, "it takes no tensor")
+        kernel = Kernel(NOW, "no argument is a tensor")
         if leaves:
             general = tuple(map(_general, key[1:])) if all(map(_is_plain, key[1:])) else None
             with recording_into(None):

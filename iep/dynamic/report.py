@@ -84,10 +84,11 @@ class Report:
             rows.append((op.name, op.shapes, *numbers, how))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.append(f"{self.nodes} nodes in {self.calls} calls, batching ratio {self.batching_ratio:.1f}")
-        lines += [f"ran {_times(count)}: {why}" for why, count in self.flushes.most_common()]
+        total = f"{_count(self.nodes, 'node')} in {_count(self.calls, 'call')}"
+        lines.append(f"{total}, batching ratio {self.batching_ratio:.1f}")
+        lines += [f"ran {_count(count, 'time')}: {why}" for why, count in self.flushes.most_common()]
         for (name, why), count in self.ran_at_once.most_common():
-            lines.append(f"{name} was not recorded and ran at once {_times(count)}: {why}")
+            lines.append(f"{name} was not recorded and ran at once {_count(count, 'time')}: {why}")
         milliseconds = [1e3 * each for each in (self.seconds_recording, self.seconds_planning, self.seconds_executing)]
         lines.append(
             "recording {:.1f} ms, planning {:.1f} ms, executing {:.1f} ms; ".format(*milliseconds)
@@ -96,5 +97,5 @@ class Report:
         return "\n".join(lines)
 
 
-def _times(count: int) -> str:
-    return f"{count} time{'' if count == 1 else 's'}"
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

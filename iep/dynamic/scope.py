@@ -29,6 +29,11 @@ from iep.dynamic.recording import Recording
 from iep.dynamic.remembered import key_of, remembered
 from iep.dynamic.report import Report
 
+# Private names of PyTorch that the scope uses, and why:
+#   torch._subclasses.fake_tensor      trial.py, kernels.py    what a call returns, without computing it
+#   torch._C._is_fwd_grad_enabled      future.py               tells the forward of an autograd.Function from no_grad
+#   torch._C._is_any_autocast_enabled  recording.py            asking for each kind of device takes 0.2 us a call more
+#   Tensor._version                    recording.py, trial.py  finds tensors that were changed in place; also kernels.py
 GRANULARITIES = ("module", "op")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -48,7 +53,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
     apart; parameters are shared by all calls, other tensors belong to one sample. It returns futures in the structure
     that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was recorded so far.
     What a module does besides returning tensors, such as counting its calls, it does once for a group, and not at all
-    where nobody holds the results. Scopes may be nested, and open in several threads, each for its own calls.
+    where nobody holds the results; hooks that PyTorch registers for all modules may see a whole group. Scopes may be
+    nested, and open in several threads, each for its own calls.
 
     All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
     `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in

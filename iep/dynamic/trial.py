@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from iep.dynamic.future import recording_into
 
@@ -31,6 +32,7 @@ class Trial:
         self._twins: dict[nn.Module, nn.Module] = {}
         self._buffers: dict[nn.Module, list[tuple]] = {}
         """Of every twin, before it was called."""
+        self.watch = _Watch()
 
     def takes(self, module: nn.Module) -> bool:
         """Return whether a module is not a twin itself."""
@@ -48,16 +50,13 @@ class Trial:
             return MethodType(function.__func__, self._twin_of(function.__self__))
         return function
 
-    def why_singly(self, kwargs: dict[str, Any]) -> str | None:
+    def why_singly(self) -> str | None:
         """Return why a call on many samples would differ from one call for each; None if it would not."""
-        by_frequency = "scale_grad_by_freq counts the indices of all samples"
         for twin, before in self._buffers.items():
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
             if changed:
                 return f"{type(twin).__name__} changes its buffer {changed[0]}"
-            if getattr(twin, "scale_grad_by_freq", False):
-                return by_frequency
-        return by_frequency if kwargs.get("scale_grad_by_freq") else None
+        return "scale_grad_by_freq counts the indices of all samples" if self.watch.counts_indices else None
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         if module in self._twins:
@@ -73,6 +72,16 @@ class Trial:
             setattr(twin, name, self._copied(buffer))
         self._buffers[twin] = _buffers_of(twin)
         return twin
+
+
+class _Watch(TorchFunctionMode):
+    """Looks for embeddings whose gradients depend on all indices of a call."""
+
+    counts_indices = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
+        return func(*args, **(kwargs or {}))
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
@@ -100,4 +109,5 @@ def trial_run(is_fake: bool) -> Iterator[Trial]:
         stack.enter_context(torch.set_grad_enabled(grad))
         trial = Trial(copied)
         stack.enter_context(recording_into(trial))
+        stack.enter_context(trial.watch)
         yield trial
