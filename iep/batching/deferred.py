@@ -48,8 +48,7 @@ class _Layer(NamedTuple):
 
 
 class _Kept:
-    """What the calls of a layer leave in the backward pass: their input and their output's gradient. An object, where
-    a list would do, because `torch.vmap` makes copies of lists among arguments."""
+    """What the calls of a layer leave in the backward pass: their inputs and their outputs' gradients."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor]] = []
@@ -102,10 +101,9 @@ class DeferredWeightGrads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        if input.dim() < 2 or not self._defers(input, weight):
             return functional.linear(input, weight, bias)
-        rows = input if input.dim() > 1 else input[None]
-        return self._deferred(_Layer(functional.linear), rows, weight, bias).view(*input.shape[:-1], -1)
+        return self._deferred(_Layer(functional.linear), input, weight, bias)
 
     def _conv2d(
         self,
@@ -117,11 +115,15 @@ class DeferredWeightGrads(TorchFunctionMode):
         dilation: int | tuple = 1,
         groups: int = 1,
     ) -> Tensor:
-        is_needed = torch.is_grad_enabled() and weight.requires_grad
-        if not is_needed or isinstance(padding, str) or input.dim() != 4:
+        if isinstance(padding, str) or input.dim() != 4 or not self._defers(input, weight):
             return functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
         layer = _Layer(functional.conv2d, (_pair(stride), _pair(padding), _pair(dilation), groups))
         return self._deferred(layer, input, weight, bias)
+
+    def _defers(self, input: Tensor, weight: Tensor) -> bool:
+        """Return whether there is a gradient to defer; inside `torch.vmap` weights have their ordinary gradients."""
+        is_batched = torch._C._functorch.is_batchedtensor
+        return torch.is_grad_enabled() and weight.requires_grad and not (is_batched(input) or is_batched(weight))
 
     def _deferred(self, layer: _Layer, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         device = input.device.type
@@ -144,24 +146,13 @@ class _Weights(Function):
     """Weight and bias unchanged; in the backward pass, which comes here after all calls, their gradients."""
 
     @staticmethod
-    def forward(weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept) -> tuple[Tensor, Tensor | None]:
-        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor | None]) -> None:
-        weight, bias, ctx.layer, ctx.kept = inputs
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(weight)
-        ctx.has_bias = bias is not None
+        ctx.layer, ctx.kept, ctx.has_bias = layer, kept, bias is not None
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple, weight: Tensor, bias: Tensor | None, layer: _Layer, kept: _Kept
-    ) -> tuple[tuple[Tensor, Tensor | None], tuple]:
-        """Inside `torch.vmap`: weights that differ from sample to sample have their ordinary gradients."""
-        if in_dims[0] is None and in_dims[1] is None:
-            return _Weights.apply(weight, bias, layer, kept), (None, None)
-        return (weight, bias), in_dims[:2]
+        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
 
     @staticmethod
     @once_differentiable
@@ -178,26 +169,11 @@ class _Call(Function):
     """The layer on one input; in the backward pass its input's gradient, and what its weight's needs is kept."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer) -> Tensor:
-        return layer.function(input, weight, bias, *layer.options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        input, weight, _, ctx.kept, ctx.layer = inputs
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer) -> Tensor:
         ctx.save_for_backward(input, weight)
+        ctx.layer, ctx.kept = layer, kept
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple, input: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept, layer: _Layer
-    ) -> tuple[Tensor, int]:
-        """Inside `torch.vmap`: all samples in one call, where they share the weight."""
-        of_input, *of_weights = in_dims[:3]
-        if any(dim is not None for dim in of_weights):
-            run = torch.vmap(lambda *tensors: layer.function(*tensors, *layer.options), tuple(in_dims[:3]))
-            return run(input, weight, bias), 0
-        rows = input.movedim(of_input, 0).flatten(0, 1)
-        return _Call.apply(rows, weight, bias, kept, layer).unflatten(0, (info.batch_size, -1)), 0
+        return layer.function(input, weight, bias, *layer.options)
 
     @staticmethod
     @once_differentiable

@@ -128,6 +128,8 @@ class _Kind:
     def view(self, rows: Tensor, count: int | None = None) -> Tensor:
         """View (G, F) rows as values (G, ...), or (G * count, F) rows as (G, count, ...)."""
         size = rows.stride(0)
+        if count is None and len(self.shape) == 1:
+            return rows
         if count is None:
             return rows.as_strided((len(rows), *self.shape), (size, *self.strides), rows.storage_offset())
         sizes = (len(rows) // count, count, *self.shape)
@@ -162,7 +164,11 @@ class Buffers:
             kind, size = self.kinds.get(column), rows.stop - rows.start
             if kind is None:
                 kind = self.kinds[column] = _Kind(values)
-                self.values[column] = kind.buffer(self.plan.columns[column].num_rows)
+                num_rows = self.plan.columns[column].num_rows
+                if num_rows == size:  # no other call writes into the column: its values are the buffer
+                    self.values[column] = kind.flatten(values.detach())
+                    continue
+                self.values[column] = kind.buffer(num_rows)
             if values.shape != (size, *kind.shape):
                 raise ValueError(f"op {call.op} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
             if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
@@ -175,12 +181,16 @@ class Buffers:
         if argument.is_adjacent:
             # A row is written once, before it is read, so that the backward pass may save the buffer's own memory:
             # `.data` does not share the buffer's version counter, which later writes increase.
-            return kind.view(values[argument.rows].data, argument.count)
+            return kind.view(values.data[argument.rows], argument.count)
         return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
 
     def read_roots(self) -> tuple[Tensor, ...]:
-        """Return copies of the roots' values."""
-        return tuple(self.read(root).clone(memory_format=torch.preserve_format) for root in self.plan.roots)
+        """Return copies of the roots' values, none of which is a view."""
+        found = []
+        for root in self.plan.roots:
+            is_view = root.is_adjacent or len(self.kinds[root.column].shape) != 1
+            found.append(self.read(root).clone(memory_format=torch.preserve_format) if is_view else self.read(root))
+        return tuple(found)
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to those of the rows that it was read from."""
@@ -225,6 +235,8 @@ class _Exchange(Function):
         """`results` are those of the call `before`, or the inputs; returns the arguments of `call`, or the roots."""
         ctx.buffers, ctx.before, ctx.call = buffers, before, call
         ctx.set_materialize_grads(False)
+        if before is None:
+            ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
         buffers.write(before, results)
         arguments = buffers.read_roots() if call is None else [buffers.read(each) for each in call.arguments]
         ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
@@ -233,6 +245,7 @@ class _Exchange(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         buffers, arguments = ctx.buffers, ctx.buffers.plan.roots if ctx.call is None else ctx.call.arguments
         if ctx.call is None:
             buffers.gradients = {}  # the backward pass begins; the buffers of an earlier one were handed out
