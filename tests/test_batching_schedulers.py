@@ -15,7 +15,7 @@ from schedule_cases import (
 )
 
 from iep.batching.graph import Graph
-from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule, most_on_a_path
+from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -193,15 +193,15 @@ def test_longest_paths_are_those_of_the_definition(seed):
         assert graph.height.tolist() == naive_height(graph)
         paths = naive_paths(graph)
         expected = {op: max(path.count(op) for path in paths) for op in set(graph.op.tolist())}
-        assert most_on_a_path(graph) == expected
+        assert lower_bound(graph) == sum(expected.values())
 
 
-def test_lookahead_takes_the_schedule_by_height_where_none_has_fewer_calls():
+def test_lookahead_needs_no_more_calls_than_the_lower_bound_where_height_does():
     """Two chains of ops of their own: as many calls as nodes, of which one path has only half."""
     num_nodes = 12
     args = np.where(np.arange(num_nodes) % 6, np.arange(num_nodes), 0)[:, None]
     graph = Graph(1, np.arange(num_nodes) // 6, args, np.zeros(num_nodes, dtype=int), np.array([6, num_nodes]))
-    assert as_lists(make_schedule(graph, "lookahead")) == as_lists(make_schedule(graph, "height"))
+    assert len(make_schedule(graph, "height")) == num_nodes
     assert len(make_schedule(graph, "lookahead")) == lower_bound(graph) == num_nodes
 
 

@@ -10,8 +10,7 @@ Shapes: N nodes, A greatest number of arguments, K calls.
 """
 
 import difflib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,9 +20,6 @@ import numpy as np
 from iep.batching.graph import Graph, levels, stable_order
 from iep.batching.paths import op_strings, roots
 from iep.batching.supersequence import short_supersequence
-
-MOST_COUNTED = 1 << 22
-"""Nodes times ops, for which a schedule's lower bound is computed only to spare a search."""
 
 
 class Segment(NamedTuple):
@@ -121,11 +117,8 @@ def lookahead(graph: Graph) -> Schedule:
     search needs hardly more calls than there must be on small graphs, and on CLEVR's programs about 1.25 times the
     `lower_bound`.
     """
-    distance = graph.height
-    by_height = _pool(distance, graph.op)
-    if len(by_height) == int(distance.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
-        return by_height
-    if _has_fewest_calls(by_height, graph):
+    by_height = height(graph)
+    if len(by_height) == int(graph.height.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
     kind = np.unique(graph.op, return_inverse=True)[1]
     takes = _takes(graph)
@@ -173,28 +166,14 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: n
 
 def lower_bound(graph: Graph) -> int:
     """Calls that no schedule of `graph` can do without: for each op the most nodes on any one path, summed over ops."""
-    return sum(most_on_a_path(graph).values())
-
-
-def most_on_a_path(graph: Graph, ops: Sequence[int] | None = None) -> dict[int, int]:
-    """Return by op, for all or some, the most of its nodes that lie on any one path, and so wait for one another."""
-    ops = np.unique(graph.op) if ops is None else np.array(ops)
-    is_op_NP = graph.op[:, None] == ops
-    # Level by level; the last row is that of inputs and of -1, no argument.
+    ops, kind = np.unique(graph.op, return_inverse=True)
+    # By node and op, the most nodes on a path to it; the last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int32)
     takes = _takes(graph)
     for nodes in levels(graph.height):
-        count[nodes] = count[takes[nodes]].max(axis=1) + is_op_NP[nodes]
-    return dict(zip(ops.tolist(), count.max(axis=0, initial=0).tolist(), strict=True))
-
-
-def _has_fewest_calls(by_height: Schedule, graph: Graph) -> bool:
-    """Return whether a schedule by height has as few calls as the lower bound; quick where it does not."""
-    calls = Counter(group.op for group in by_height)
-    op, most = calls.most_common(1)[0]
-    if most_on_a_path(graph, [op])[op] < most or graph.num_nodes * len(calls) >= MOST_COUNTED:
-        return False
-    return len(by_height) == lower_bound(graph)
+        count[nodes] = count[takes[nodes]].max(axis=1)
+        count[nodes, kind[nodes]] += 1
+    return int(count.max(axis=0, initial=0).sum())
 
 
 def distance_from_root(graph: Graph) -> np.ndarray:

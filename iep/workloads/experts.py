@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.batching.grouped import EXECUTIONS, Segments, grouped_linear, grouped_refusal
+from iep.batching.grouped import EXECUTIONS, grouped_linear, grouped_refusal
 from iep.errors import InputError
 
 
@@ -82,33 +82,27 @@ class Experts(nn.Module):
 
     def _sums(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> Tensor:
         self._check(x_TD, experts_TK, gates_TK, dtype)
-        k = experts_TK.shape[1]
+        count, k = len(self.hidden_weights), experts_TK.shape[1]
         if not experts_TK.numel():
             return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
         expert_R, order_R = experts_TK.flatten().sort(stable=True)
-        numbers_E = torch.arange(len(self.hidden_weights), device=order_R.device)
-        segments = Segments(torch.searchsorted(expert_R, numbers_E, right=True, out_int32=True))
+        if expert_R.is_cpu and not 0 <= expert_R[0].item() <= expert_R[-1].item() < count:
+            raise InputError(f"experts {expert_R[0]} to {expert_R[-1]}, expected 0 to {count - 1}")
+        numbers_E = torch.arange(count, device=order_R.device)
+        ends_E = torch.searchsorted(expert_R, numbers_E, right=True, out_int32=True)
         x_RD = x_TD.index_select(0, order_R if k == 1 else order_R // k)
-        hidden_RH = grouped_linear(x_RD, self.hidden_weights.to(dtype), segments, self.execution).relu_()
-        output_RO = grouped_linear(hidden_RH, self.output_weights.to(dtype), segments, self.execution)
+        hidden_RH = grouped_linear(x_RD, self.hidden_weights.to(dtype), ends_E, self.execution).relu_()
+        output_RO = grouped_linear(hidden_RH, self.output_weights.to(dtype), ends_E, self.execution)
         output_TKO = output_RO.index_select(0, order_R.argsort()).view(*experts_TK.shape, -1)
         output_TKO = output_TKO * gates_TK.unsqueeze(2)
         return output_TKO.squeeze(1) if k == 1 else output_TKO.sum(1)
 
     def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> None:
-        if x_TD.dim() != 2 or x_TD.shape[1] != self.sizes[0]:
+        if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden_weights.shape[1]:
             raise InputError(f"experts got inputs {tuple(x_TD.shape)}, expected (tokens, {self.sizes[0]})")
         if experts_TK.dim() != 2 or experts_TK.shape != gates_TK.shape or len(experts_TK) != len(x_TD):
             given = f"experts {tuple(experts_TK.shape)} and gates {tuple(gates_TK.shape)}"
             raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
-        if x_TD.dtype != dtype or gates_TK.dtype != dtype:
-            raise InputError(f"inputs {x_TD.dtype} and gates {gates_TK.dtype}, expected the weights' {dtype}")
-        devices = [each.device for each in (x_TD, gates_TK, experts_TK)]
-        if any(device != self.hidden_weights.device for device in devices):
-            raise InputError("inputs, gates and experts on {}, {}, {}, expected the weights' device".format(*devices))
-        if experts_TK.dtype != torch.int64:
-            raise InputError(f"experts are {experts_TK.dtype}, expected torch.int64")
-        if experts_TK.is_cpu and experts_TK.numel():
-            least, greatest = map(int, experts_TK.aminmax())
-            if least < 0 or greatest >= len(self.hidden_weights):
-                raise InputError(f"experts {least} to {greatest}, expected 0 to {len(self.hidden_weights) - 1}")
+        if x_TD.dtype != dtype or gates_TK.dtype != dtype or experts_TK.dtype != torch.int64:
+            given = f"inputs {x_TD.dtype}, gates {gates_TK.dtype} and experts {experts_TK.dtype}"
+            raise InputError(f"{given}, expected the weights' {dtype} and torch.int64")
