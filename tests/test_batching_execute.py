@@ -28,11 +28,12 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from iep.batching.execute import execute
-from iep.batching.placement import OpPlacement, least_time, make_placed_plan, rows_copied
+from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import make_plan
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, make_schedule
 from iep.batching.sharing import share
+from iep.execution_engine.placement import least_time, rows_copied
 
 CPUS = (torch.device("cpu"), torch.device("cpu"))
 FAMILY = 100

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from placement_cases import DEVICE_LISTS, ONE_GPU, placed_copy
 from test_engine import PROGRAMS_BL, small_engine
 
-from iep.batching.placement import rows_copied
 from iep.batching.schedulers import SCHEDULERS
 from iep.datasets import Batch
 from iep.execution_engine.families import family
+from iep.execution_engine.placement import rows_copied
 
 ROWS_B = np.array([0, 0, 1, 1])
 ENGINES = {

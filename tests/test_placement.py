@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import PROGRAMS_BL, TOKENS, program
 
-from iep.batching.placement import rows_copied
 from iep.config import EngineConfig
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -24,6 +23,7 @@ from iep.execution_engine.placement import (
     describe_engine,
     read_placement,
     round_robin,
+    rows_copied,
 )
 from iep.networks import build, engine_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens

@@ -55,36 +55,29 @@ def execute(
             raise ValueError(f"{found.get(column, 0)} inputs in column {column}, expected {expected.get(column, 0)}")
     if not any(root.rows.stop > root.rows.start for root in plan.roots):
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
-    results = tuple(given[column] for column in expected)
-    run = _run_recorded if torch.is_grad_enabled() else _run
-    values = run(plan, modules, results, defer_weight_grads)
-    return values[0] if isinstance(inputs, Tensor) else values
+    values = _run(plan, modules, tuple(given[column] for column in expected), defer_weight_grads)
+    return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
-def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], _: bool) -> tuple[Tensor, ...]:
-    """Run without gradients; the first results are the inputs."""
+def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> list[Tensor]:
+    """Run the calls in order; the first results are the inputs, the last arguments the roots."""
     buffers, before = Buffers(plan), None
+    is_recorded = torch.is_grad_enabled()
+    context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
+    # In the backward pass the token orders the exchanges: each takes that of the one before.
+    token = torch.empty(0, device=results[0].device)
     for call in plan.calls:
-        buffers.write(before, results)
-        results, before = run_call(plan, modules, call, [buffers.read(each) for each in call.arguments]), call
-    buffers.write(before, results)
-    return buffers.read_roots()
-
-
-def _run_recorded(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> tuple[Tensor, ...]:
-    """Run as part of autograd's graph; the first results are the inputs.
-
-    The token orders the exchanges in the backward pass: each takes that of the one before.
-    """
-    buffers, before, token = Buffers(plan), None, torch.empty(0, device=results[0].device)
-    context = DeferredWeightGrads() if defer else nullcontext()
-    for call in plan.calls:
-        token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
+        if is_recorded:
+            token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
+        else:
+            arguments = buffers.exchange(before, call, results)
         with context:
             results, before = run_call(plan, modules, call, arguments), call
+    if not is_recorded:
+        return buffers.exchange(before, None, results)
     _, *roots = _Exchange.apply(token, buffers, before, None, *results)
     buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
-    return tuple(roots)
+    return roots
 
 
 def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -184,13 +177,18 @@ class Buffers:
             return kind.view(values.data[argument.rows], argument.count)
         return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
 
-    def read_roots(self) -> tuple[Tensor, ...]:
+    def exchange(self, before: Call | None, call: Call | None, results: Sequence[Tensor]) -> list[Tensor]:
+        """Write the results of the call `before`, or the inputs; return the arguments of `call`, or the roots."""
+        self.write(before, results)
+        return self.read_roots() if call is None else [self.read(argument) for argument in call.arguments]
+
+    def read_roots(self) -> list[Tensor]:
         """Return copies of the roots' values, none of which is a view."""
         found = []
         for root in self.plan.roots:
             is_view = root.is_adjacent or len(self.kinds[root.column].shape) != 1
             found.append(self.read(root).clone(memory_format=torch.preserve_format) if is_view else self.read(root))
-        return tuple(found)
+        return found
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to those of the rows that it was read from."""
@@ -237,8 +235,7 @@ class _Exchange(Function):
         ctx.set_materialize_grads(False)
         if before is None:
             ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
-        buffers.write(before, results)
-        arguments = buffers.read_roots() if call is None else [buffers.read(each) for each in call.arguments]
+        arguments = buffers.exchange(before, call, results)
         ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
         return token.new_empty(0), *arguments
 

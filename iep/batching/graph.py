@@ -55,12 +55,14 @@ class Graph:
             node = int(np.argmax(bad))
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
         arity = (args_AN >= 0).sum(axis=0)
-        if not _same_within(self.op, arity):
-            _, first, kind = np.unique(self.op, return_index=True, return_inverse=True)
-            node = int(np.argmax(arity != arity[first][kind]))
+        ops, kind = self.kinds
+        arity_of_op = np.zeros(len(ops), dtype=np.int64)
+        arity_of_op[kind[::-1]] = arity[::-1]  # of the first node of each op
+        if (arity_of_op[kind] != arity).any():
+            node = int(np.argmax(arity_of_op[kind] != arity))
             raise ValueError(
                 f"node {node} has arguments {self.args[node]}, but other nodes of op {self.op[node]} have "
-                f"{arity[first][kind][node]}"
+                f"{arity_of_op[kind][node]}"
             )
         if len(self.roots) and not 0 <= self.roots.min() <= self.roots.max() < self.num_inputs + self.num_nodes:
             raise ValueError(f"roots {self.roots} are not all slots 0 to {self.num_inputs + self.num_nodes - 1}")
@@ -69,6 +71,11 @@ class Graph:
     def num_nodes(self) -> int:
         """N."""
         return len(self.op)
+
+    @cached_property
+    def kinds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different ops, rising, and (N,) the position of each node's op among them."""
+        return np.unique(self.op, return_inverse=True)
 
     @cached_property
     def height(self) -> np.ndarray:
@@ -88,17 +95,6 @@ class Graph:
             np.subtract.at(missing, reached, 1)
             ready, level = np.unique(reached[missing[reached] == 0]), level + 1
         return height
-
-
-def _same_within(op_N: np.ndarray, value_N: np.ndarray) -> bool:
-    """Whether nodes of one op all have the same value."""
-    if len(op_N) and 0 <= op_N.min() <= op_N.max() <= 4 * len(op_N) + 64:  # else a table would be large
-        of_op = np.empty(op_N.max() + 1, dtype=np.int64)
-        of_op[op_N] = value_N
-        return bool((of_op[op_N] == value_N).all())
-    order = stable_order(op_N)
-    op_N, value_N = op_N[order], value_N[order]
-    return bool(((op_N[1:] != op_N[:-1]) | (value_N[1:] == value_N[:-1])).all())
 
 
 def stable_order(keys_N: np.ndarray) -> np.ndarray:

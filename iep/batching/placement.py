@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from iep.batching.graph import Graph
-from iep.batching.plan import Call, Plan, Read, Signature, Types, make_plan, one_column
+from iep.batching.plan import Plan, Read, Signature, Types, make_plan, one_column
 from iep.batching.schedulers import Group, Schedule
 
 
@@ -116,31 +116,3 @@ def _on_devices(types: Types, placement: OpPlacement, kinds: Mapping[tuple, int]
             reads = tuple(Read(0, field=field) for field in range(len(makes)))
             found[-1 - (kind * count + home)] = Signature(reads, tuple(column * count + home for column in makes))
     return found
-
-
-def rows_copied(plan: Plan, column: int) -> int:
-    """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
-    results = (result for call in plan.calls if call.op < 0 for result in call.results)
-    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
-
-
-def cost_of_call(call: Call, cost_of_row: Mapping[int, float]) -> float:
-    """Return the cost of a module call, or of all functions of a call of a family, from their cost for one node."""
-    if call.segments is None:
-        return call.size * cost_of_row[call.op]
-    return sum((each.rows.stop - each.rows.start) * cost_of_row[each.op] for each in call.segments)
-
-
-def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
-    """Return how long a placed plan takes at least, where a call takes its `cost_of_call`, a device runs one call at
-    a time, and copies take no time. The gain of several devices is the rest of the calls' sum."""
-    clocks = [0.0] * plan.num_devices
-    ready = [np.zeros(column.num_rows) for column in plan.columns]
-    for call in plan.calls:
-        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
-        if call.op >= 0:
-            device = call.results[0].column % plan.num_devices
-            time = clocks[device] = max(clocks[device], time) + cost_of_call(call, cost_of_row)
-        for result in call.results:
-            ready[result.column][result.rows] = time
-    return max(clocks)

@@ -160,8 +160,9 @@ def _describe_segments(segments: tuple[Segment, ...]) -> str:
 
 def one_column(graph: Graph) -> Types:
     """Return the types of a graph whose values are single tensors of the inputs' shape, and whose roots are wanted."""
-    ops, first = np.unique(graph.op, return_index=True)
-    arity = (graph.args[first] >= 0).sum(axis=1)
+    ops, kind = graph.kinds
+    arity = np.zeros(len(ops), dtype=np.int64)
+    arity[kind] = (graph.args >= 0).sum(axis=1)
     reads = [tuple(map(Read, range(many))) for many in range(int(arity.max(initial=0)) + 1)]
     return Types(
         inputs=np.zeros(graph.num_inputs, dtype=np.int64),

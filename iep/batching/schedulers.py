@@ -91,7 +91,7 @@ def agenda(graph: Graph) -> Schedule:
     among equals.
     """
     node, depth = np.arange(graph.num_nodes), graph.height
-    ops, kind = np.unique(graph.op, return_inverse=True)
+    ops, kind = graph.kinds
     args = graph.args.T.copy()
     # The last entry is that of -1, no argument.
     has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
@@ -120,7 +120,7 @@ def lookahead(graph: Graph) -> Schedule:
     by_height = height(graph)
     if len(by_height) == int(graph.height.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
-    kind = np.unique(graph.op, return_inverse=True)[1]
+    _, kind = graph.kinds
     takes = _takes(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
@@ -166,7 +166,7 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, takes: np.ndarray, among: n
 
 def lower_bound(graph: Graph) -> int:
     """Calls that no schedule of `graph` can do without: for each op the most nodes on any one path, summed over ops."""
-    ops, kind = np.unique(graph.op, return_inverse=True)
+    ops, kind = graph.kinds
     # By node and op, the most nodes on a path to it; the last row is that of inputs and of -1, no argument.
     count = np.zeros((graph.num_nodes + 1, len(ops)), dtype=np.int32)
     takes = _takes(graph)

@@ -19,8 +19,8 @@ import torch
 import yaml
 from torch import nn
 
-from iep.batching.placement import OpPlacement, cost_of_call, least_time, rows_copied
-from iep.batching.plan import Plan
+from iep.batching.placement import OpPlacement
+from iep.batching.plan import Call, Plan
 from iep.devices import resolve_device
 from iep.distributed import world_size
 from iep.errors import InputError, nearest
@@ -282,6 +282,34 @@ def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what
         "backward pass as many gradients\n"
         f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
     )
+
+
+def rows_copied(plan: Plan, column: int) -> int:
+    """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
+    results = (result for call in plan.calls if call.op < 0 for result in call.results)
+    return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
+
+
+def cost_of_call(call: Call, cost_of_row: Mapping[int, float]) -> float:
+    """Return the cost of a module call, or of all functions of a call of a family, from their cost for one node."""
+    if call.segments is None:
+        return call.size * cost_of_row[call.op]
+    return sum((each.rows.stop - each.rows.start) * cost_of_row[each.op] for each in call.segments)
+
+
+def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
+    """Return how long a placed plan takes at least, where a call takes its `cost_of_call`, a device runs one call at
+    a time, and copies take no time. The gain of several devices is the rest of the calls' sum."""
+    clocks = [0.0] * plan.num_devices
+    ready = [np.zeros(column.num_rows) for column in plan.columns]
+    for call in plan.calls:
+        time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
+        if call.op >= 0:
+            device = call.results[0].column % plan.num_devices
+            time = clocks[device] = max(clocks[device], time) + cost_of_call(call, cost_of_row)
+        for result in call.results:
+            ready[result.column][result.rows] = time
+    return max(clocks)
 
 
 def describe_engine(
