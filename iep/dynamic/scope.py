@@ -29,11 +29,6 @@ from iep.dynamic.recording import Recording
 from iep.dynamic.remembered import key_of, remembered
 from iep.dynamic.report import Report
 
-# Private names of PyTorch that the scope uses, and why:
-#   torch._subclasses.fake_tensor      trial.py, kernels.py    what a call returns, without computing it
-#   torch._C._is_fwd_grad_enabled      future.py               tells the forward of an autograd.Function from no_grad
-#   torch._C._is_any_autocast_enabled  recording.py            asking for each kind of device takes 0.2 us a call more
-#   Tensor._version                    recording.py, trial.py  finds tensors that were changed in place; also kernels.py
 GRANULARITIES = ("module", "op")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
