@@ -36,11 +36,6 @@ def test_competitors_take_turns_after_a_round_that_does_not_count():
     assert {row.seconds["total"].median for row in rows} == {1.0}
 
 
-def test_without_a_warm_up_every_round_counts():
-    row = compare(Case({}, 1, [Competitor("a", lambda: {"all": 2.0})], warm_up=False), ONCE)[0]
-    assert row.seconds["total"].median == 2.0
-
-
 def test_figures_of_a_row_follow_from_its_times():
     slow = competitor("slow", {"plan": 1.0, "run": 3.0, "other": 50.0}, total=("plan", "run"))
     quick = competitor("quick", {"plan": 0.5, "run": 1.5}, facts=lambda: {"calls": 7})
@@ -62,14 +57,6 @@ def test_what_does_not_fit_into_memory_is_left_out_with_the_reason():
     assert [bool(row.seconds) for row in rows] == [False, True]
     text = format_comparison(case, rows, "sample")
     assert "large left out: not enough memory: CUDA out of memory. Tried to allocate 1 GiB." in text
-
-
-def test_other_errors_are_not_hidden():
-    def fail() -> dict[str, float]:
-        raise RuntimeError("shapes differ")
-
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        compare(Case({}, 1, [Competitor("x", fail)]), ONCE)
 
 
 def test_a_slow_competitor_stops_after_three_rounds_and_a_quick_one_after_all():
@@ -120,10 +107,3 @@ def test_an_interruption_leaves_whole_files_of_what_was_measured(tmp_path: Path)
     assert files[1].read_text().count("median of up to 1 rounds") == 2
     assert files[2].stat().st_size > 1000
     assert sorted((tmp_path / "new").iterdir()) == sorted(files)
-
-
-def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path):
-    (tmp_path / "name.json").mkdir()
-    with pytest.raises(OSError, match="a directory, expected a file"):
-        result_files(tmp_path, "name")
-    assert result_files(None, "name") == []

@@ -16,7 +16,6 @@ from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
 from iep.config import BATCHING
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.modules import UnaryModule
 from iep.programs import arity
 
 CPU = torch.device("cpu")
@@ -54,28 +53,6 @@ def test_calls_lie_between_the_bound_and_nodes_and_sharing_runs_fewer_nodes(comp
             else:
                 assert set(row["seconds"]) == {"planning", "modules", "step", "total"}
                 assert 0 < row["facts"]["bound"] <= row["facts"]["calls"] <= row["facts"]["nodes"]
-
-
-@pytest.mark.parametrize(("name", "last"), [("channels-first", False), ("channels-last", True), (None, True)])
-def test_the_memory_format_asked_for_is_that_of_the_maps(name: str | None, last: bool, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    take = UnaryModule.forward
-    monkeypatch.setattr(UnaryModule, "forward", lambda self, x: seen.append(x) or take(self, x))
-    arguments = [] if name is None else ["--memory-format", name]
-    # Big enough that a format is more than a name: two channels, three columns.
-    result = measure("--batch-sizes", 4, "--phase", "inference", "--batching", "vanilla", *arguments)
-    assert result.exit_code == 0, result.output
-    assert {x.is_contiguous(memory_format=torch.channels_last) for x in seen} == {last}
-
-
-def test_real_data_is_measured_as_it_lies_there(data: Path, tmp_path: Path):
-    strategies = ["improved+sharing", "improved+sharing+bfloat16", "vanilla", "vanilla+bfloat16"]
-    given = ("--device", "cpu", "--data", data, "--batch-sizes", VAL, "--repeat", 1, "--phase", "train", "--threads", 1)
-    result = iep_bench("engine", *given, "--batching", ",".join(strategies), "--out", tmp_path, *TINY_ENGINE)
-    (comparison,) = report_of(result, tmp_path, "engine")
-    assert comparison["images"] < VAL
-    limits = ["limit+sharing", "limit+sharing+bfloat16", "limit", "limit+bfloat16"]
-    assert [row["name"] for row in comparison["rows"]] == [*strategies, *limits]
 
 
 def test_a_placed_engine_is_measured_on_its_devices(tmp_path: Path):
@@ -146,13 +123,6 @@ def test_made_programs_are_clevrs():
     minibatch = workload.minibatch(15, 20, CPU)
     assert minibatch.image_rows_B.tolist() == [0] * 5 + [1] * 10 + [2] * 5
     assert minibatch.features_NCHW.shape == (3, 3, 2, 2)
-
-
-def test_all_is_every_scheduler_and_then_one_thing_more_at_a_time():
-    strategies = parse_strategies("all")
-    assert strategies[: len(BATCHING)] == [Strategy(name) for name in BATCHING]
-    assert strategies[len(BATCHING) :] == [Strategy(BEST, sharing=True), Strategy(BEST, sharing=True, defer=True)]
-    assert parse_strategies("all+sharing") == [Strategy(name, sharing=True) for name in BATCHING]
 
 
 def test_strategies_are_read_as_they_are_named():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from bench_cases import iep_bench, report_of
-from tiny_data import assert_one_error
 
 from iep.bench.networks import (
     LEVELS,
@@ -18,7 +17,6 @@ from iep.bench.networks import (
     child_sum_network,
     levels_of,
     minibatches_of,
-    pack,
     tagger_network,
     tree_fc_network,
 )
@@ -74,13 +72,6 @@ def test_a_level_is_all_vertices_of_a_depth():
     assert [order is None for order in levels.orders] == [True, True, True, False]
 
 
-def test_packed_sentences_keep_every_word_beside_its_tag():
-    sentences = wikiner_like(7, WORDS, 9, np.random.default_rng(0))
-    words, tags = pack(sentences)
-    expected = [pair for each in sentences for pair in zip(each.words.tolist(), each.tags.tolist(), strict=True)]
-    assert sorted(zip(words.data.tolist(), tags.data.tolist(), strict=True)) == sorted(expected)
-
-
 def test_small_minibatches_are_made_of_many_samples_and_large_ones_of_all():
     samples = list(range(70))
     made = {size["batch"]: minibatches for size, minibatches in minibatches_of(samples, (70, 1, 16, 64))}
@@ -121,17 +112,6 @@ def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Pa
     assert [row["name"] for row in inference["rows"]] == [PER_INSTANCE, "height", operators, "limit"]
     calls = {row["name"]: row["facts"].get("calls") for row in train["rows"]}
     assert calls["height"] < calls[operators] < 20 * train["cells"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("tree-fc", "--out", "/proc/x"), ["/proc/x"]),
-        (("tree-fc", "--width", "900000000", "--leaves", "2"), ["not enough memory"]),
-    ],
-)
-def test_what_cannot_be_measured_is_named_in_one_line(arguments: tuple[str, ...], words: list[str]):
-    assert_one_error(iep_bench(*arguments), *words)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,6 @@ def test_what_is_shared_has_one_name() -> None:
     assert sorted(nodes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.5", "1.6"]
 
 
-def test_scene_may_be_the_stems_output() -> None:
-    result = iep_bench("plan", "--batching", "vanilla", "--scene", "stem", "--program", COUNT, "--program", "scene")
-    assert result.exit_code == 0, result.output
-    assert calls_of(result.stdout)["vanilla"] == [("filter_color[red]", 1, ["0.1"]), ("count", 1, ["0.0"])]
-
-
 def test_programs_of_attention_modules_are_shown_as_what_runs() -> None:
     programs = ["exist same_size unique filter_color[red] scene", "greater_than count scene count relate[left] scene"]
     given = ["--program", programs[0], "--program", programs[1], "--program", programs[1], "--questions-per-image", 3]
@@ -145,7 +139,3 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]) ->
 )
 def test_what_cannot_be_planned_is_named_in_one_line(arguments: list[str], words: list[str]) -> None:
     assert_one_error(iep_bench("plan", *arguments), *words)
-
-
-def test_a_split_without_programs_is_named(data: Path) -> None:
-    assert_one_error(iep_bench("plan", "--data", data, "--split", "test"), "test_questions.h5", "no programs")

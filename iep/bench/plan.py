@@ -80,7 +80,7 @@ def draw_plan(axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequ
     """Draw the programs' trees side by side, every node with the number and colour of its call."""
     call_of = {node: number for number, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
     colors, leaves = colormaps["viridis"].resampled(len(plan.schedule) + 1), 0
-    for places in examples:
+    for places in reversed(examples):
         x: dict[int, float] = {}
         for position in reversed(range(len(places))):  # arguments come after what reads them
             arguments = [x[other] for other in x if places[other].parent == position]

@@ -18,9 +18,6 @@ from iep.bench.report import Benchmark
 from iep.devices import resolve_device
 from iep.errors import InputError
 
-LOGGED = 10
-"""Metrics that a run writes."""
-
 
 def processes_benchmark(
     data: Path, config: Path, processes: Sequence[int], iterations: int, settings: Sequence[str]
@@ -30,7 +27,7 @@ def processes_benchmark(
     Raises:
         InputError: a run fails (with the last line that it wrote), when the case is measured.
     """
-    every = max(1, iterations // LOGGED)
+    every = max(1, iterations // 10)
     schedule = [f"iterations={iterations}", f"log_every={every}", f"validate_every={iterations}", "num_val_samples=1"]
 
     def competitor(count: int) -> Competitor:

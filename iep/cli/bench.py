@@ -247,7 +247,3 @@ def moe(ctx: click.Context, **given: Any) -> None:
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")
     run(ctx, "moe", **given)
-
-
-if __name__ == "__main__":
-    main()
