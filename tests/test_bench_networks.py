@@ -112,18 +112,3 @@ def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Pa
     assert [row["name"] for row in inference["rows"]] == [PER_INSTANCE, "height", operators, "limit"]
     calls = {row["name"]: row["facts"].get("calls") for row in train["rows"]}
     assert calls["height"] < calls[operators] < 20 * train["cells"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("tree-lstm", "--batching", "lokahead"), "did you mean 'lookahead'?"),
-        (("tree-fc", "--batching", "height+bfloat16"), "expected one of sharing, defer"),
-        (("tree-fc", "--leaves", "1"), "1 is not in the range"),
-        (("tree-lstm", "--threads", "99999"), "99999 is not in the range"),
-    ],
-)
-def test_wrong_flags_are_usage_errors(arguments: tuple[str, ...], words: str):
-    result = iep_bench(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output

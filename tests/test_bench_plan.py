@@ -113,21 +113,6 @@ def test_text_calls_and_a_picture_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--program or --data"]),
-        (["--program", COUNT, "--batching", "improve"], ["'improve'", "did you mean 'improved'"]),
-        (["--program", COUNT, "--num-samples", "3"], ["--num-samples is not for --program"]),
-        (["--data", ".", "--questions-per-image", "3"], ["--questions-per-image is not for --data"]),
-    ],
-)
-def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]) -> None:
-    result = iep_bench("plan", *arguments)
-    assert result.exit_code == 2
-    assert all(word in result.stderr for word in words), result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
         (
             ["--program", COUNT, "--program", "count filter_colour[red] scene"],
             ["program 1, token 1", "'filter_colour[red]'", "did you mean 'filter_color[red]'"],
