@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from iep.bench import compare, networks, report, strategy, tagger, tree_fc, tree_lstm
+from iep.bench import compare, networks, report, strategy
 from iep.cli.options import CommaList
 from iep.workloads import sentences, trees
 
@@ -26,9 +26,9 @@ except ImportError:
 
 OURS = (16_000, 256, strategy.parse_strategies("lookahead,lookahead+defer"))
 NETWORKS = {
-    "tree-lstm": (tree_lstm.binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
-    "tree-fc": (tree_fc.tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
-    "tagger": (tagger.tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], tagger.TAGS, rng)),
+    "tree-lstm": (networks.binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
+    "tree-fc": (networks.tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
+    "tagger": (networks.tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], networks.TAGS, rng)),
 }
 
 
@@ -109,8 +109,7 @@ def main(names, batch_sizes, repeat, out):
         network = replace(network, ways=[dynet_way(name, network.model), *network.ways[1:]])
         losses = {way.name: way.compute(way.construct(samples[:2]), True) for way in network.ways}
         assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-        sized = [({"batch": size}, networks.minibatches_of(samples, size)) for size in sorted(batch_sizes)]
-        cases = networks.network_cases(network, sized, strategy.PHASES, (1,))
+        cases = networks.network_cases(network, networks.minibatches_of(samples, batch_sizes), strategy.PHASES)
         benchmark, effort = report.Benchmark(name, cases, "batch", "sample"), compare.Effort(repeat, 30.0)
         report.run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), report.result_files(out, name))
 

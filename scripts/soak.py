@@ -30,7 +30,7 @@ from killing import (  # noqa: E402
 )
 from tiny_data import TINY, write_data  # noqa: E402
 
-from iep.bench.machine import describe_machine, machine_line  # noqa: E402
+from iep.bench.report import machine_line  # noqa: E402
 
 KINDS = {"kill -9": (signal.SIGKILL,), "TERM, INT": (signal.SIGTERM, signal.SIGINT)}
 COLUMNS = ("kills", "writing", "early", "elsewhere", "resumes", "ends")
@@ -60,7 +60,7 @@ mismatch   differences, files left over or not whole, refusals, answers to a sig
 def main(kills: int, steps: int, only: str | None, seed: int, out: Path | None) -> None:
     """Kill and resume every job; watch the memory of a long run."""
     lines = [f"$ python scripts/soak.py --kills {kills} --steps {steps} --seed {seed}"]
-    lines.append(machine_line(describe_machine(torch.device("cpu"))))
+    lines.append(machine_line(torch.device("cpu")))
     sound = True
 
     def say(text: str) -> None:

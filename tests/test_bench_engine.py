@@ -12,11 +12,10 @@ from bench_cases import TINY_ENGINE, iep_bench, measure, report_of
 from tiny_data import VAL, assert_one_error
 
 from iep.bench.engine import Step
-from iep.bench.strategy import BEST, Strategy, parse_schedulers, parse_strategies
+from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
 from iep.config import BATCHING
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.modules import UnaryModule
 from iep.programs import arity
 
 CPU = torch.device("cpu")
@@ -43,61 +42,31 @@ def test_every_strategy_has_a_row_in_every_phase_and_size(comparisons: list[dict
 def test_calls_lie_between_the_bound_and_nodes_and_sharing_runs_fewer_nodes(comparisons: list[dict[str, Any]]):
     for each in comparisons:
         rows = {row["name"]: row for row in each["rows"]}
-        assert rows["vanilla"]["calls"] == rows["vanilla"]["nodes"]
-        assert rows[f"{BEST}+sharing"]["nodes"] < rows[BEST]["nodes"] == rows["limit"]["nodes"]
+        nodes = {name: row["facts"]["nodes"] for name, row in rows.items()}
+        assert rows["vanilla"]["facts"]["calls"] == nodes["vanilla"]
+        assert nodes[f"{BEST}+sharing"] < nodes[BEST] == nodes["limit"]
         assert each["images"] == each["questions"] / 4
         for row in rows.values():
             if row["name"].startswith("limit"):
-                assert set(row["seconds"]) == {"modules", "stem+classifier", "total"}
-                assert row["bound"] is row["peak_memory"] is None
-                assert row["calls"] <= rows[BEST]["calls"]
+                assert set(row["seconds"]) == {"modules", "total"}
+                assert row["facts"]["calls"] <= rows[BEST]["facts"]["calls"]
             else:
-                parts = {"planning", "gather/scatter", "modules", "stem+classifier", "step", "total"}
-                assert set(row["seconds"]) == parts
-                assert 0 < row["bound"] <= row["calls"] <= row["nodes"]
-                assert row["peak_memory"] > 0
-
-
-@pytest.mark.parametrize(("name", "last"), [("channels-first", False), ("channels-last", True), (None, True)])
-def test_the_memory_format_asked_for_is_that_of_the_maps(name: str | None, last: bool, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    take = UnaryModule.forward
-    monkeypatch.setattr(UnaryModule, "forward", lambda self, x: seen.append(x) or take(self, x))
-    arguments = [] if name is None else ["--memory-format", name]
-    # Big enough that a format is more than a name: two channels, three columns.
-    result = measure("--batch-sizes", 4, "--phase", "inference", "--batching", "vanilla", *arguments)
-    assert result.exit_code == 0, result.output
-    assert {x.is_contiguous(memory_format=torch.channels_last) for x in seen} == {last}
-
-
-def test_real_data_is_measured_as_it_lies_there(data: Path, tmp_path: Path):
-    strategies = ["improved+sharing", "improved+sharing+bfloat16", "vanilla", "vanilla+bfloat16"]
-    given = ("--device", "cpu", "--data", data, "--batch-sizes", VAL, "--repeat", 1, "--phase", "train", "--threads", 1)
-    result = iep_bench("engine", *given, "--batching", ",".join(strategies), "--out", tmp_path, *TINY_ENGINE)
-    (comparison,) = report_of(result, tmp_path, "engine")
-    assert comparison["images"] < VAL
-    limits = ["limit+sharing", "limit+sharing+bfloat16", "limit", "limit+bfloat16"]
-    assert [row["name"] for row in comparison["rows"]] == [*strategies, *limits]
-    memory = {row["name"]: row["peak_memory"] for row in comparison["rows"]}
-    assert memory["vanilla+bfloat16"] < memory["vanilla"]
+                assert set(row["seconds"]) == {"planning", "modules", "step", "total"}
+                assert 0 < row["facts"]["bound"] <= row["facts"]["calls"] <= row["facts"]["nodes"]
 
 
 def test_a_placed_engine_is_measured_on_its_devices(tmp_path: Path):
     given = ("--repeat", 1, "--batch-sizes", 64, "--batching", "lookahead+sharing", "--threads", 1, "--out", tmp_path)
     placed = ("--placement", "round-robin", "--devices", "cpu,cpu")
     result = iep_bench("engine", *placed, "--feature-shape", 3, 3, 3, *TINY_ENGINE, *given)
-    for comparison in report_of(result, tmp_path, "engine"):
-        assert comparison["placed on"] == "cpu#0, cpu#1"
-        assert all(row["peak_memory"] is None for row in comparison["rows"])
-    placement = json.loads((tmp_path / "engine.json").read_text())["placement"]
-    assert placement["devices"] == ["cpu", "cpu"]
-    assert set(placement["parts"].values()) == {0, 1}
+    report_of(result, tmp_path, "engine")
+    assert "between devices" in json.loads((tmp_path / "engine.json").read_text())["description"]
 
 
 def test_a_schedule_over_families_has_fewer_calls(tmp_path: Path):
     given = ("--batch-sizes", 64, "--batching", "vanilla,lookahead,lookahead+families", "--threads", 1)
     for comparison in report_of(measure(*given, "--out", tmp_path), tmp_path, "engine"):
-        rows = {row["name"]: row for row in comparison["rows"]}
+        rows = {row["name"]: row["facts"] for row in comparison["rows"]}
         assert rows["lookahead+families"]["calls"] < rows["lookahead"]["calls"]
         assert rows["lookahead+families"]["nodes"] == rows["lookahead"]["nodes"]
 
@@ -105,22 +74,17 @@ def test_a_schedule_over_families_has_fewer_calls(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batching", "lookahed"], ["lookahed", "scheduler", "did you mean 'lookahead'"]),
-        (["--batching", "vanilla+sharin"], ["'sharin'", "did you mean 'sharing'"]),
-        (["--batching", "vanilla+float16"], ["float16", "float32, bfloat16"]),
-        (["--phase", "training"], ["training"]),
-        (["--batch-sizes", "4,x"], ["x"]),
-        (["--batch-sizes", "0"], ["0"]),
-        (["--repeat", "0"], ["0"]),
-        (["--threads", "some"], ["some"]),
-        (["--split", "val"], ["--split is for --data"]),
-        (["--data", ".", "--questions-per-image", "2"], ["--questions-per-image is not for --data"]),
+        (["--batching", "lookahed"], "did you mean 'lookahead'"),
+        (["--batching", "vanilla+sharin"], "did you mean 'sharing'"),
+        (["--batch-sizes", "0"], "0"),
+        (["--split", "val"], "--split is for --data"),
+        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image is not for --data"),
     ],
 )
-def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]):
+def test_wrong_flags_are_usage_errors(arguments: list[str], words: str):
     result = iep_bench("engine", *arguments)
     assert result.exit_code == 2
-    assert all(word in result.stderr for word in words), result.stderr
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -128,11 +92,8 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: list[str]):
     [
         (["engine.module_dimm=4"], ["engine.module_dimm", "did you mean 'module_dim'"]),
         (["batch_size=4"], ["batch_size=4", "engine.key=value"]),
-        (["--device", "gpu"], ["gpu"]),
         (["engine.stem=pixels", "--feature-shape", "5", "3", "3"], ["5 channels"]),
         (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
-        (["--config", "no.yaml"], ["no.yaml", "no such file"]),
-        (["--max-seconds", "nan"], ["--max-seconds is nan"]),
     ],
 )
 def test_what_cannot_be_measured_is_named_in_one_line(arguments: list[str], words: list[str]):
@@ -162,16 +123,6 @@ def test_made_programs_are_clevrs():
     minibatch = workload.minibatch(15, 20, CPU)
     assert minibatch.image_rows_B.tolist() == [0] * 5 + [1] * 10 + [2] * 5
     assert minibatch.features_NCHW.shape == (3, 3, 2, 2)
-    assert torch.equal(minibatch.features_of_questions(), minibatch.features_NCHW[minibatch.image_rows_B])
-
-
-def test_all_is_every_scheduler_and_then_one_thing_more_at_a_time():
-    strategies = parse_strategies("all")
-    assert strategies[: len(BATCHING)] == [Strategy(name) for name in BATCHING]
-    assert strategies[len(BATCHING) :] == [Strategy(BEST, sharing=True), Strategy(BEST, sharing=True, defer=True)]
-    assert parse_strategies("all+sharing") == [Strategy(name, sharing=True) for name in BATCHING]
-    assert parse_schedulers("all") == BATCHING
-    assert parse_schedulers("improved,vanilla,improved") == ("improved", "vanilla")
 
 
 def test_strategies_are_read_as_they_are_named():
@@ -189,10 +140,9 @@ def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, mo
     size = {"modules": modules, "module_dim": 2, "stem_widths": ()}
     engine = ExecutionEngine(vocab.program, len(vocab.answer), 3, 3, 3, **size).train(training)
     minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6, CPU)
-    step = Step(engine, strategy.in_phase("train" if training else "inference"), minibatch, CPU)
+    step = Step(engine, strategy, minibatch, CPU)
     parts, limit = step.parts(), step.limit()
     seen: list[tuple[str, tuple, torch.dtype]] = []
-    convolutions = [part for part in engine.modules() if isinstance(part, torch.nn.Conv2d)]
     for token, module in engine.named_children():
         module.register_forward_pre_hook(
             lambda _, given, token=token: seen.append((token, tuple(x.shape for x in given), given[0].dtype))
@@ -205,19 +155,8 @@ def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, mo
         return list(seen)
 
     expected = calls_of(parts["step"])
-    gradients = {name for name, parameter in engine.named_parameters() if parameter.grad is not None}
-    assert bool(gradients) == training
+    assert any(parameter.grad is not None for parameter in engine.parameters()) == training
     assert len(expected) == len(step.plan.schedule) + 2
-    assert calls_of(parts["modules"]) == expected[1:-1]
-    assert calls_of(parts["stem+classifier"]) == [expected[0], expected[-1]]
-    together = calls_of(limit["modules"])
-    assert {token for token, *_ in together} == {token for token, *_ in expected[1:-1]}
-    assert len(together) == len({token for token, *_ in together})
-    computed = []
-    hooks = [part.register_forward_hook(lambda *_: computed.append(1)) for part in convolutions]
-    assert len(calls_of(parts["gather/scatter"])) == len(expected)
-    assert not computed
-    assert not any(parameter.grad is not None for parameter in engine.parameters())
-    for hook in hooks:
-        hook.remove()
-    assert calls_of(parts["step"]) == expected, "modules compute again"
+    assert calls_of(parts["modules"]) == expected
+    together = [token for token, *_ in calls_of(limit["modules"])]
+    assert sorted(together) == sorted({token for token, *_ in expected})

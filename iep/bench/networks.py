@@ -1,32 +1,43 @@
-"""Networks whose shape is the sample's: what the comparisons of trees and of sentences have in common.
+"""What `iep-bench tree-lstm`, `tree-fc` and `tagger` compare: networks whose shape is the sample's, run in every way.
 
-A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or by hand. The limit is to
-do the operations of the network's matrix products at the speed of the fastest product of this machine.
+A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or by hand, in plain PyTorch
+with the same weights. The limit is to do the operations of the network's matrix products at the speed of the fastest
+product of this machine.
+
+Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
+from functools import partial
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, arithmetic_limit, seconds
+from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
+from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
-from iep.errors import InputError
+from iep.workloads.child_sum import ChildSumTreeLSTM
+from iep.workloads.sentences import Sentence, wikiner_like
+from iep.workloads.tagger import Tagger
+from iep.workloads.tree_fc import TreeFC
+from iep.workloads.tree_lstm import BinaryTreeLSTM
+from iep.workloads.trees import SENTIMENTS, Tree, TreePair, complete_trees, sick_like, sst_like
 
-PER_INSTANCE = "per instance"
-ENOUGH_SAMPLES = 16
-"""Where one sample runs after the other, no more are run; the time is scaled by the network's cells."""
+PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
+RATINGS, TAGS, LETTERS = 5, 9, 64
 Loss = Callable[[Any, Tensor], Tensor]
 """(samples or what was constructed of them, results) -> the loss, summed over samples."""
 Minibatches = Sequence[Sequence[Any]]
+States = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -51,14 +62,14 @@ class Network:
     """A network, and the ways to run it, the one by hand last.
 
     Attributes:
+        one: a sample -> its results, from which the operations of its matrix products are counted.
         cells: a sample -> how many applications of the network's cells it needs.
-        flop: a sample -> floating-point operations of its matrix products, forward.
     """
 
     model: nn.Module
     ways: Sequence[Way]
+    one: Callable[[Any], Tensor]
     cells: Callable[[Any], int]
-    flop: Callable[[Any], int]
 
 
 def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Callable[[Any, bool], Tensor]:
@@ -74,11 +85,6 @@ def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Call
             return value.detach()
 
     return compute
-
-
-def summed_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy, summed over rows."""
-    return functional.cross_entropy(scores, labels, reduction="sum")
 
 
 def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> list[Way]:
@@ -104,67 +110,291 @@ def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> 
             with nothing_remembered():
                 return model.plan(samples, scheduler=strategy.batching, sharing=strategy.sharing), samples
 
-        def forward(planned: tuple[Any, Sequence[Any]]) -> Tensor:
-            return model(planned[0], defer_weight_grads=strategy.defer)
-
-        compute = step(model, forward, lambda planned, results: loss(planned[1], results))
+        forward, loss_of = (lambda made: model(made[0], strategy.defer)), (lambda made, results: loss(made[1], results))
         phases = PHASES[:1] if strategy.defer else PHASES
-        return Way(strategy.name, construct, compute, lambda planned: len(planned[0].schedule), phases)
+        return Way(strategy.name, construct, step(model, forward, loss_of), lambda made: len(made[0].schedule), phases)
 
     return [Way(PER_INSTANCE, list, one_by_one), *map(way, strategies)]
 
 
-def minibatches_of(samples: Sequence[Any], size: int) -> Minibatches:
-    """Return the first minibatches: at least `MIN_SAMPLES` samples, if there are so many."""
-    count = max(1, min(MIN_SAMPLES, len(samples)) // size)
-    return [samples[number * size : (number + 1) * size] for number in range(count)]
+def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[dict[str, int], Minibatches]]:
+    """Yield the first minibatches of each size: at least `MIN_SAMPLES` samples, if there are so many."""
+    for size in sorted(sizes):
+        count = max(1, min(MIN_SAMPLES, len(samples)) // size)
+        yield {"batch": size}, [samples[number * size : (number + 1) * size] for number in range(count)]
 
 
 def network_cases(
-    network: Network, sized: Iterable[tuple[dict[str, int], Minibatches]], phases: Sequence[str], threads: Sequence[int]
+    network: Network, sized: Iterable[tuple[dict[str, int], Minibatches]], phases: Sequence[str]
 ) -> Iterator[Case]:
-    """Yield a case for the minibatches of each size, given with its name, each phase and each number of threads."""
+    """Yield a case for the minibatches of each size, given with its name, and each phase."""
     for size, minibatches in sized:
-        cells, flop = (mean(sum(map(of, each)) for each in minibatches) for of in (network.cells, network.flop))
-        for phase, number in product(phases, threads):
-            competitors = [
-                _competitor(way, network, minibatches, phase == "train") for way in network.ways if phase in way.phases
-            ]
+        cells = mean(sum(map(network.cells, each)) for each in minibatches)
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            for sample in (sample for minibatch in minibatches for sample in minibatch):
+                network.one(sample)
+        flop = counter.get_total_flops() / len(minibatches)
+        for phase in phases:
+            ways = [way for way in network.ways if phase in way.phases]
+            competitors = [_competitor(way, cells, minibatches, phase == "train") for way in ways]
             competitors.append(arithmetic_limit(flop * (3 if phase == "train" else 1)))
             facts = {"cells": cells, "minibatches": len(minibatches)}
-            setting = {"phase": phase, "threads": number, **size}
-            yield Case(setting, len(minibatches[0]), competitors, PER_INSTANCE, facts)
+            yield Case({"phase": phase, **size}, len(minibatches[0]), competitors, PER_INSTANCE, facts)
 
 
-def _competitor(way: Way, network: Network, minibatches: Minibatches, training: bool) -> Competitor:
-    alone = way.name == PER_INSTANCE
-    run = [minibatch[: ENOUGH_SAMPLES if alone else None] for minibatch in minibatches]
-    cells, of_run = (mean(sum(map(network.cells, each)) for each in some) for some in (minibatches, run))
-
+def _competitor(way: Way, cells: float, minibatches: Minibatches, training: bool) -> Competitor:
     def measure() -> dict[str, float]:
         times = []
-        for minibatch in run:
+        for minibatch in minibatches:
             made: list[Any] = []
             constructing = seconds(lambda: made.append(way.construct(minibatch)))  # noqa: B023
             times.append((constructing, seconds(lambda: way.compute(made[0], training))))  # noqa: B023
-        construction, computation = map(mean, zip(*times, strict=True))
-        return {"construction": cells / of_run * construction, "computation": cells / of_run * computation}
+        return dict(zip(("construction", "computation"), map(mean, zip(*times, strict=True)), strict=True))
 
     def facts() -> dict[str, Fact]:
-        calls = (
-            mean(way.calls(way.construct(minibatch)) for minibatch in run) if way.calls else cells if alone else None
-        )
+        calls = way.calls and mean(way.calls(way.construct(minibatch)) for minibatch in minibatches)
         return {"calls": calls, "ratio": calls and cells / calls}
 
     return Competitor(way.name, measure, facts=facts)
 
 
-def shuffled(found: Sequence[Any], least: int, rng: np.random.Generator, where: Path, what: str) -> list[Any]:
-    """Return what was found in files, in another order.
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The vertices of binary trees by depth, the deepest first; the children of a level's inner vertices, in their
+    order, left and right in turn, are the level below it."""
 
-    Raises:
-        InputError: it is less than the largest minibatch.
+    words: Tensor
+    """(L,) of the leaves, level by level."""
+    leaves: tuple[int, ...]
+    """How many of them each level has."""
+    orders: tuple[Tensor | None, ...]
+    """(G,) row of each vertex among the level's inner vertices and then its leaves; None where all are of one kind."""
+    labels: Tensor
+    """(B,)"""
+
+    def run(self, leaves: States, inner: Callable[..., States]) -> States:
+        """Return the roots' states, (B, H) each.
+
+        Args:
+            leaves: the states of the leaves, (L, H) each.
+            inner: the children's states, (2 G, H) each, left and right in turn -> those of G vertices.
+        """
+        states: States = ()
+        leaves_of_levels = zip(*(each.split(self.leaves) for each in leaves), strict=True)
+        for given, order in zip(leaves_of_levels, self.orders, strict=True):
+            states = inner(*states) if states else given
+            if order is not None:
+                states = tuple(torch.cat(pair).index_select(0, order) for pair in zip(states, given, strict=True))
+        return states
+
+
+def levels_of(trees: Sequence[Tree]) -> Levels:
+    """Return the levels of one or more binary trees. A level reads no other than the one below it."""
+    sizes_B = np.array([len(tree) for tree in trees])
+    start_B = np.cumsum(sizes_B) - sizes_B
+    children_N2 = np.concatenate([tree.children for tree in trees]) + np.repeat(start_B, sizes_B)[:, None]
+    is_leaf_N = np.concatenate([tree.children[:, 0] < 0 for tree in trees])
+    levels = [start_B + sizes_B - 1]
+    while not is_leaf_N[levels[-1]].all():
+        levels.append(children_N2[levels[-1][~is_leaf_N[levels[-1]]]].ravel())
+    leaves, orders = [], []
+    for level_G in reversed(levels):
+        is_leaf_G = is_leaf_N[level_G]
+        leaves.append(level_G[is_leaf_G])
+        row_G = np.argsort(np.argsort(is_leaf_G, kind="stable"))
+        orders.append(torch.from_numpy(row_G) if 0 < len(leaves[-1]) < len(level_G) else None)
+    words_N = np.concatenate([tree.words for tree in trees])
+    words, labels = torch.from_numpy(words_N[np.concatenate(leaves)]), torch.tensor([tree.label for tree in trees])
+    return Levels(words, tuple(map(len, leaves)), tuple(orders), labels)
+
+
+def tree_lstm_by_hand(model: BinaryTreeLSTM, levels: Levels) -> Tensor:
+    """Return (B, classes) scores by the model's parameters (Tai et al. 2015, section 3.2)."""
+
+    def state(gates: Tensor, *children: Tensor) -> States:
+        """From gates i, o, forgets, u."""
+        *_, u = gates.split(model.width, dim=1)
+        i, o, *forgets = gates[:, : -model.width].sigmoid().split(model.width, dim=1)
+        c_GH = i * u.tanh()
+        for forget, c_child in zip(forgets, children, strict=True):
+            c_GH = torch.addcmul(c_GH, forget, c_child)
+        return o * c_GH.tanh(), c_GH
+
+    def inner(h: Tensor, c: Tensor) -> States:
+        return state(model.inner(h.view(-1, 2 * model.width)), c[::2], c[1::2])
+
+    h_BH, _ = levels.run(state(model.leaf(model.embedding(levels.words))), inner)
+    return model.classifier(h_BH)
+
+
+def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return a binary Tree-LSTM for trees, which has a cell at every vertex."""
+    model = BinaryTreeLSTM(words, width, SENTIMENTS)
+
+    def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
+        return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
+
+    def loss_by_hand(levels: Levels, scores: Tensor) -> Tensor:
+        return cross_entropy(scores, levels.labels, reduction="sum")
+
+    compute = step(model, partial(tree_lstm_by_hand, model), loss_by_hand)
+    by_hand = Way(LEVELS, levels_of, compute, lambda levels: len(levels.orders))
+    return Network(model, [*model_ways(model, strategies, loss), by_hand], model.one, len)
+
+
+def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return a child-sum Tree-LSTM for pairs of trees, which has a cell at every word and a score of the two sentences.
+
+    The same code runs one pair after the other and in a lazy scope (Zha et al. 2019, Just-in-Time Dynamic-Batching,
+    section 5): by modules under every strategy, by operators under the last. All of this is computation.
     """
-    if len(found) < least:
-        raise InputError(f"{where}: {len(found)} {what}, expected at least {least} for the largest of --batch-sizes")
-    return [found[n] for n in rng.permutation(len(found))]
+    model = ChildSumTreeLSTM(words, width=width, ratings=RATINGS)
+
+    def loss(pairs: Sequence[TreePair], scores: Tensor) -> Tensor:
+        """Against how much of each rating makes up a pair's relatedness (Tai et al. 2015, section 4.2)."""
+        related = torch.tensor([pair.relatedness for pair in pairs])
+        ratings = (1 - (related[:, None] - torch.arange(1, RATINGS + 1)).abs()).clamp(min=0)
+        return cross_entropy(scores, ratings, reduction="sum")
+
+    def in_scope(strategy: Strategy, granularity: str) -> Way:
+        options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
+
+        def run(pairs: Sequence[TreePair]) -> tuple[Tensor, scope]:
+            with nothing_remembered(), scope(model.cell, model.similarity, granularity=granularity, **options) as batch:
+                scores = [model.one(pair) for pair in pairs]
+            return torch.stack([score.value for score in scores]), batch
+
+        def calls(pairs: Sequence[TreePair]) -> int:
+            with torch.no_grad():
+                return run(pairs)[1].report().calls
+
+        by_modules = granularity == "module"
+        name = strategy.name if by_modules else f"{strategy.name}, operators"
+        compute = step(model, lambda pairs: run(pairs)[0], loss)
+        return Way(name, list, compute, calls, PHASES[:1] if strategy.defer and by_modules else PHASES)
+
+    ways = [*model_ways(model, (), loss), *(in_scope(strategy, "module") for strategy in strategies)]
+    ways += [in_scope(strategy, "op") for strategy in strategies[-1:]]
+    return Network(model, ways, model.one, lambda pair: len(pair.left) + len(pair.right))
+
+
+def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
+    """Return relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); no cell makes the leaves."""
+    model = TreeFC(words, width)
+
+    def loss(_: Any, roots: Tensor) -> Tensor:
+        return roots.sum()
+
+    def inner(h: Tensor) -> States:
+        return (model.inner(h.view(-1, 2 * width)).relu(),)
+
+    def forward(levels: Levels) -> Tensor:
+        return levels.run((model.embedding(levels.words),), inner)[0]
+
+    by_hand = Way(LEVELS, levels_of, step(model, forward, loss), lambda levels: len(levels.orders) - 1)
+    ways = [*model_ways(model, strategies, loss), by_hand]
+    return Network(model, ways, model.one, lambda tree: tree.num_leaves - 1)
+
+
+def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
+    """Return words and tags of sentences as `nn.LSTM` reads them, (P,) indices each in the same order."""
+    words, tags = (
+        pack_sequence([torch.from_numpy(getattr(sentence, name)) for sentence in sentences], enforce_sorted=False)
+        for name in ("words", "tags")
+    )
+    return words, tags
+
+
+class PackedTagger(nn.Module):
+    """The tagger with `nn.LSTM`, and the same numbers in its weights (Qiao & Taura 2019, section 4.1)."""
+
+    def __init__(self, model: Tagger, width: int):
+        super().__init__()
+        self.embedding, self.hidden, self.tags = model.embedding, model.hidden, model.tags
+        self.lstm = nn.LSTM(model.embedding.embedding_dim, width, bidirectional=True)
+        for end, inputs, recurrent in zip(("", "_reverse"), model.lstm.inputs, model.lstm.recurrent, strict=True):
+            given = {"weight_ih": inputs.weight, "weight_hh": recurrent.weight, "bias_ih": inputs.bias}
+            for name, weights in {**given, "bias_hh": torch.zeros_like(inputs.bias)}.items():
+                i, o, f, u = weights.detach().chunk(4)
+                getattr(self.lstm, f"{name}_l0{end}").data.copy_(torch.cat([i, f, u, o]))  # the order of nn.LSTM
+
+    def forward(self, packed: tuple[PackedSequence, PackedSequence]) -> Tensor:
+        """Return (P, tags) scores, in the order of the packed tags."""
+        x_P, sizes, *_ = packed[0]
+        h_P, _ = self.lstm(PackedSequence(self.embedding(x_P), sizes))
+        return self.tags(self.hidden(h_P.data).tanh())
+
+
+def tagger_network(words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None) -> Network:
+    """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare words if they
+    are spelled. Its last way is the packed one, unless there are letters."""
+    # The other sizes are those of Qiao & Taura 2019, section 4.1.
+    model = Tagger(words, TAGS, letters, 128, width, 32, 64)
+    hand = PackedTagger(model, width)
+
+    def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
+        tags_W = torch.from_numpy(np.concatenate([sentence.tags for sentence in sentences]))
+        return cross_entropy(scores, tags_W, reduction="sum")
+
+    def cells(sentence: Sentence) -> int:
+        return 2 * (len(sentence) + (0 if letters is None else sum(map(len, sentence.characters or ()))))
+
+    compute = step(hand, hand, lambda packed, scores: cross_entropy(scores, packed[1].data, reduction="sum"))
+    by_hand = [Way(PACKED, pack, compute)] if letters is None else []
+    return Network(hand, [*model_ways(model, strategies, loss), *by_hand], model.one, cells)
+
+
+def tree_lstm_benchmark(
+    strategies: Sequence[Strategy],
+    batch_sizes: Sequence[int],
+    cell: str,
+    width: int,
+    words: int,
+    phases: Sequence[str],
+    seed: int,
+) -> Benchmark:
+    """Return the comparison at every minibatch size, for trees of SST's sizes or pairs of trees of SICK's."""
+    binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
+    samples = (sst_like if binary else sick_like)(count, words, np.random.default_rng(seed))
+    torch.manual_seed(seed)
+    network = (binary_network if binary else child_sum_network)(words, width, strategies)
+    cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
+    description = f"{cell} Tree-LSTM, width {width}, {words} words"
+    return Benchmark(description, cases, "batch", "tree" if binary else "pair")
+
+
+def tree_fc_benchmark(
+    strategies: Sequence[Strategy],
+    leaves: Sequence[int],
+    batch_size: int,
+    width: int,
+    words: int,
+    phases: Sequence[str],
+    seed: int,
+) -> Benchmark:
+    """Return the comparison at every size of tree, the smallest first."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    network = tree_fc_network(words, width, strategies)
+    sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
+    cases = network_cases(network, sized, phases)
+    return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "leaves", "tree")
+
+
+def tagger_benchmark(
+    strategies: Sequence[Strategy],
+    batch_sizes: Sequence[int],
+    characters: bool,
+    width: int,
+    words: int,
+    phases: Sequence[str],
+    seed: int,
+) -> Benchmark:
+    """Return the comparison at every minibatch size, for sentences of WikiNER's lengths."""
+    letters, count = LETTERS if characters else None, max(*batch_sizes, MIN_SAMPLES)
+    samples = wikiner_like(count, words, TAGS, np.random.default_rng(seed), letters)
+    torch.manual_seed(seed)
+    network = tagger_network(words, width, strategies, letters)
+    cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
+    spelled = "rare words spelled" if characters else "one vector for all rare words"
+    return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "batch", "sentence")

@@ -1,6 +1,6 @@
 """`lookahead+sharing+families+bfloat16` <-> how a minibatch is run: the names of a benchmark's rows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from iep.config import BATCHING, PRECISIONS, Config
 from iep.errors import InputError, nearest
@@ -33,16 +33,12 @@ class Strategy:
         options = [option for option in OPTIONS if getattr(self, option)]
         return "+".join([self.batching, *options, *[self.precision] * (self.precision != PRECISIONS[0])])
 
-    def in_phase(self, phase: str) -> "Strategy":
-        """Return the strategy for training or inference; without weight gradients there is nothing to defer."""
-        return self if phase == "train" else replace(self, defer=False)
-
 
 def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISIONS)) -> list[Strategy]:
     """Return the strategies of a comma list, each once.
 
     An item is a scheduler and, after `+`, some of `options`. `all` is every scheduler, then the default one with
-    sharing, then with sharing and deferral; `all+sharing` is every one with sharing.
+    sharing, then, where that is an option, with sharing and deferral; `all+sharing` is every one with sharing.
 
     Raises:
         InputError: a part of an item is unknown; names the nearest.
@@ -58,20 +54,12 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISION
         names = BATCHING if name == ALL else (name,)
         strategies += [Strategy(batching, **chosen, precision=precision) for batching in names]
         if item == ALL:
-            strategies += [Strategy(BEST, sharing=True), Strategy(BEST, sharing=True, defer=True)]
+            strategies += [
+                Strategy(BEST, sharing=True, defer=defer) for defer in (False, True)[: 1 + (DEFER in options)]
+            ]
     return list(dict.fromkeys(strategies))
-
-
-def parse_schedulers(text: str) -> tuple[str, ...]:
-    """Return the schedulers of a comma list, each once; `all` is every scheduler.
-
-    Raises:
-        InputError: there is no scheduler of a name; names the nearest.
-    """
-    return tuple(dict.fromkeys(strategy.batching for strategy in parse_strategies(text, ())))
 
 
 def _check(name: str, known: tuple[str, ...], what: str) -> None:
     if name not in known:
-        choices = ", ".join(known) or "none"
-        raise InputError(f"{name!r} is not a known {what}, expected one of {choices}{nearest(name, known)}")
+        raise InputError(f"{name!r} is not a known {what}, expected one of {', '.join(known)}{nearest(name, known)}")

@@ -1,7 +1,7 @@
 """Where the questions of a benchmark come from: made as `iep-synth` asks them, or preprocessed data.
 
-Made programs have CLEVR's shapes and vocabulary; they stay in memory, and no image is rendered: features and answers
-are random numbers, which cost as much to compute with as others. Does not run anything.
+Made programs have CLEVR's shapes and vocabulary; they stay in memory, and no image is rendered: features are random
+numbers and answers arbitrary, which cost as much to compute with as others.
 
 Shapes: Q questions, B questions of a minibatch, N distinct images of it, L program tokens, C H W feature maps.
 """
@@ -34,12 +34,6 @@ class Minibatch(NamedTuple):
     features_NCHW: torch.Tensor
     answers_B: torch.Tensor
 
-    def features_of_questions(self) -> torch.Tensor:
-        """Return (B, C, H, W) features of every question's image; the same memory where each has one of its own."""
-        if len(self.features_NCHW) == len(self.image_rows_B):
-            return self.features_NCHW
-        return self.features_NCHW[torch.from_numpy(self.image_rows_B).to(self.features_NCHW.device)]
-
 
 @dataclass(frozen=True, eq=False)
 class Workload:
@@ -56,7 +50,6 @@ class Workload:
     image_idxs_Q: np.ndarray
     feature_shape: tuple[int, int, int]
     features: Callable[[np.ndarray], torch.Tensor]
-    seed: int = 0
 
     def minibatch(self, start: int, size: int, device: torch.device) -> Minibatch:
         """Return the questions `start` to `start + size - 1` as a data loader would batch them.
@@ -66,9 +59,8 @@ class Workload:
         """
         rows = slice(start, start + size)
         images_N, image_rows_B = np.unique(self.image_idxs_Q[rows], return_inverse=True)
-        generator = torch.Generator().manual_seed(self.seed)
-        answers_B = torch.randint(len(self.vocab.answer), (size,), generator=generator)
-        return Minibatch(self.programs_QL[rows], image_rows_B, self.features(images_N).to(device), answers_B.to(device))
+        answers_B = torch.arange(size, device=device) % len(self.vocab.answer)
+        return Minibatch(self.programs_QL[rows], image_rows_B, self.features(images_N).to(device), answers_B)
 
 
 def clevr_vocab() -> Vocab:
@@ -102,50 +94,28 @@ def generated(
     programs = [[start, *json_to_prefix(list(question.program)), end] for question in asked]
     most_images = min(len(images), 1 + -(-largest // questions_per_image))
     features_NCHW = torch.rand(most_images, *feature_shape, generator=torch.Generator().manual_seed(seed))
-    return Workload(
-        description=f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}",
-        vocab=vocab,
-        programs_QL=encode(programs, vocab.program),
-        image_idxs_Q=np.arange(count) // questions_per_image,
-        feature_shape=feature_shape,
-        features=lambda images_N: features_NCHW[: len(images_N)],
-        seed=seed,
-    )
+    description = f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}"
+    columns = encode(programs, vocab.program), np.arange(count) // questions_per_image, feature_shape
+    return Workload(description, vocab, *columns, lambda images_N: features_NCHW[: len(images_N)])
 
 
-def open_workload(
-    largest: int,
-    seed: int,
-    data: Path | None,
-    split: str,
-    questions_per_image: int,
-    feature_shape: tuple[int, int, int],
-) -> Workload:
-    """Return enough questions for minibatches of `largest`: generated, or those of a directory that `iep-preprocess`
-    wrote.
+def read_workload(largest: int, data: Path, split: str) -> Workload:
+    """Return enough questions for minibatches of `largest`, of a directory that `iep-preprocess` wrote.
 
     Raises:
         InputError: a file is missing or damaged, or the split has too few questions or no programs.
     """
-    wanted = max(largest, MIN_SAMPLES)
-    if data is None:
-        return generated(wanted, questions_per_image, feature_shape, largest, seed)
     vocab = Vocab.load(data / "vocab.json")
-    questions, features = (opened := open_split(data, split, vocab, True, wanted)).questions, opened.features
+    opened = open_split(data, split, vocab, with_features=True, num_samples=max(largest, MIN_SAMPLES))
+    questions, features = opened.questions, opened.features
     ClevrDataset(questions, features)  # checks that every question's image is there
     programs_QL = programs_of(questions)
     if len(questions) < largest:
         found = f"split {split} has {len(questions)} questions"
         raise InputError(f"{data}: {found}, expected at least {largest} for the largest of --batch-sizes")
-    return Workload(
-        description=f"programs and features of {data}, split {split}",
-        vocab=vocab,
-        programs_QL=programs_QL,
-        image_idxs_Q=questions.image_idxs,
-        feature_shape=features.shape[1:],
-        features=lambda images_N: features.read(images_N).float(),
-        seed=seed,
-    )
+    description = f"programs and features of {data}, split {split}"
+    columns = programs_QL, questions.image_idxs, features.shape[1:]
+    return Workload(description, vocab, *columns, lambda images_N: features.read(images_N).float())
 
 
 def encode(programs: Sequence[Sequence[str]], program_tokens: Sequence[str]) -> np.ndarray:
