@@ -34,7 +34,9 @@ IMPORTS = {name: imported(path) for name, path in FILES.items()}
 
 
 def test_no_file_of_the_core_imports_itself_by_way_of_others() -> None:
-    graph = {name: {other for other in imports if other in FILES and other != name} for name, imports in IMPORTS.items()}
+    graph = {
+        name: {other for other in imports if other in FILES and other != name} for name, imports in IMPORTS.items()
+    }
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # a circle would be a CycleError
 
 

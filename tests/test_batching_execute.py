@@ -294,10 +294,10 @@ def test_a_module_may_return_its_argument_detached_or_as_it_is(unary):
     assert_same({key: actual[key] for key in same}, same, 1e-9)
 
 
-def test_a_module_that_changes_its_argument_in_place_is_refused():
+def test_a_module_that_changes_an_argument_in_place_that_is_no_copy_is_refused():
     inputs = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified inplace"):
-        batched(matrix([[UNARY_A, LEAF]] * 2), {LEAF: lambda x: x, UNARY_A: lambda x: x.mul_(2)}, inputs)
+        execute(plan_of(images_graph([[UNARY_A, LEAF]] * 2)), {UNARY_A: lambda x: x.mul_(2)}, inputs)
 
 
 def test_results_are_kept_in_the_inputs_dtype():

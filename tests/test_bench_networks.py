@@ -112,3 +112,25 @@ def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Pa
     assert [row["name"] for row in inference["rows"]] == [PER_INSTANCE, "height", operators, "limit"]
     calls = {row["name"]: row["facts"].get("calls") for row in train["rows"]}
     assert calls["height"] < calls[operators] < 20 * train["cells"]
+
+
+SST, WIKINER = "(3 (2 good) (2 film))\n(1 (2 bad) (2 film))\n", "Paris|NNP|I-LOC is|VBZ|O\nis|VBZ|O nice|JJ|O\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "words"), [("tree-lstm", SST, "4 words"), ("tagger", WIKINER, "rare words spelled")]
+)
+def test_samples_of_a_file_are_measured(command: str, content: str, words: str, tmp_path: Path):
+    (tmp_path / "samples").write_text(content)
+    quick = ("--repeat", 1, "--threads", 1, "--width", 4, "--batching", "height", "--phase", "inference")
+    spelled = ("--characters",) if command == "tagger" else ()
+    result = iep_bench(command, *quick, *spelled, "--data", tmp_path / "samples", "--batch-sizes", "2")
+    assert result.exit_code == 0, result.output
+    assert words in result.stdout
+    for more, message in (
+        (("--batch-sizes", "3"), "2 samples, expected at least 3"),
+        (("--words", 9), "not for --data"),
+    ):
+        result = iep_bench(command, *quick, "--data", tmp_path / "samples", *more)
+        assert result.exit_code != 0
+        assert message in result.output

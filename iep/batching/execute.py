@@ -168,19 +168,27 @@ class Buffers:
                 raise ValueError(f"op {call.op} returned {values.dtype}, which a column of {kind.dtype} cannot hold")
             kind.view(self.values[column][rows]).copy_(values)
 
-    def read(self, argument: Argument) -> Tensor:
-        """Return an argument, (G, ...) or (G, count, ...); adjacent rows are read where they lie."""
-        kind, values = self.kinds[argument.column], self.values[argument.column]
-        if argument.is_adjacent:
-            # A row is written once, before it is read, so that the backward pass may save the buffer's own memory:
-            # `.data` does not share the buffer's version counter, which later writes increase.
-            return kind.view(values.data[argument.rows], argument.count)
-        return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
+    def read(self, argument: Argument, is_saved: bool = False) -> Tensor:
+        """Return an argument, (G, ...) or (G, count, ...); adjacent rows are read where they lie.
 
-    def exchange(self, before: Call | None, call: Call | None, results: Sequence[Tensor]) -> list[Tensor]:
+        Args:
+            is_saved: a backward pass may need it later.
+        """
+        kind, values = self.kinds[argument.column], self.values[argument.column]
+        if not argument.is_adjacent:
+            return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
+        # A row is written once, before it is read, so that the backward pass may save the buffer's own memory: `.data`
+        # does not share the buffer's version counter, which later writes increase.
+        rows = values.data[argument.rows]
+        # What is saved keeps the whole buffer, so that of a small part a copy takes less memory.
+        return kind.view(rows.clone() if is_saved and 2 * len(rows) < len(values) else rows, argument.count)
+
+    def exchange(
+        self, before: Call | None, call: Call | None, results: Sequence[Tensor], is_saved: bool = False
+    ) -> list[Tensor]:
         """Write the results of the call `before`, or the inputs; return the arguments of `call`, or the roots."""
         self.write(before, results)
-        return self.read_roots() if call is None else [self.read(argument) for argument in call.arguments]
+        return self.read_roots() if call is None else [self.read(each, is_saved) for each in call.arguments]
 
     def read_roots(self) -> list[Tensor]:
         """Return copies of the roots' values, none of which is a view."""
@@ -235,7 +243,7 @@ class _Exchange(Function):
         ctx.set_materialize_grads(False)
         if before is None:
             ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
-        arguments = buffers.exchange(before, call, results)
+        arguments = buffers.exchange(before, call, results, is_saved=True)
         ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
         return token.new_empty(0), *arguments
 

@@ -10,6 +10,7 @@ Shapes: B samples, L leaves of all trees, G vertices of a level, P words of pack
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -25,10 +26,12 @@ from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
+from iep.errors import InputError
 from iep.workloads.child_sum import ChildSumTreeLSTM
-from iep.workloads.sentences import Sentence, wikiner_like
+from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
 from iep.workloads.tagger import Tagger
 from iep.workloads.tree_fc import TreeFC
+from iep.workloads.tree_files import read_sick, read_sst
 from iep.workloads.tree_lstm import BinaryTreeLSTM
 from iep.workloads.trees import SENTIMENTS, Tree, TreePair, complete_trees, sick_like, sst_like
 
@@ -325,11 +328,13 @@ class PackedTagger(nn.Module):
         return self.tags(self.hidden(h_P.data).tanh())
 
 
-def tagger_network(words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None) -> Network:
+def tagger_network(
+    words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None, tags: int = TAGS
+) -> Network:
     """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare words if they
     are spelled. Its last way is the packed one, unless there are letters."""
     # The other sizes are those of Qiao & Taura 2019, section 4.1.
-    model = Tagger(words, TAGS, letters, 128, width, 32, 64)
+    model = Tagger(words, tags, letters, 128, width, 32, 64)
     hand = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
@@ -344,6 +349,18 @@ def tagger_network(words: int, width: int, strategies: Sequence[Strategy], lette
     return Network(hand, [*model_ways(model, strategies, loss), *by_hand], model.one, cells)
 
 
+def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
+    """Return the samples of a file in random order, and what else `read` returns.
+
+    Raises:
+        InputError: the file cannot be read, or has fewer samples than the largest minibatch.
+    """
+    found, more = read(data)
+    if len(found) < largest:
+        raise InputError(f"{data}: {len(found)} samples, expected at least {largest} for the largest of --batch-sizes")
+    return [found[n] for n in np.random.default_rng(seed).permutation(len(found))], more
+
+
 def tree_lstm_benchmark(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
@@ -352,10 +369,16 @@ def tree_lstm_benchmark(
     words: int,
     phases: Sequence[str],
     seed: int,
+    data: Path | None = None,
 ) -> Benchmark:
-    """Return the comparison at every minibatch size, for trees of SST's sizes or pairs of trees of SICK's."""
+    """Return the comparison at every minibatch size, for trees of SST's sizes or pairs of trees of SICK's, or for those
+    of `data`: a file of SST, or a directory of SICK."""
     binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
-    samples = (sst_like if binary else sick_like)(count, words, np.random.default_rng(seed))
+    if data is None:
+        samples = (sst_like if binary else sick_like)(count, words, np.random.default_rng(seed))
+    else:
+        samples, vocabulary = _read(data, read_sst if binary else read_sick, max(batch_sizes), seed)
+        words = len(vocabulary)
     torch.manual_seed(seed)
     network = (binary_network if binary else child_sum_network)(words, width, strategies)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
@@ -389,12 +412,18 @@ def tagger_benchmark(
     words: int,
     phases: Sequence[str],
     seed: int,
+    data: Path | None = None,
 ) -> Benchmark:
-    """Return the comparison at every minibatch size, for sentences of WikiNER's lengths."""
-    letters, count = LETTERS if characters else None, max(*batch_sizes, MIN_SAMPLES)
-    samples = wikiner_like(count, words, TAGS, np.random.default_rng(seed), letters)
+    """Return the comparison at every minibatch size, for sentences of WikiNER's lengths, or for those of `data`."""
+    letters, tags, count = LETTERS if characters else None, TAGS, max(*batch_sizes, MIN_SAMPLES)
+    if data is None:
+        samples = wikiner_like(count, words, tags, np.random.default_rng(seed), letters)
+    else:
+        samples, known = _read(data, read_wikiner, max(batch_sizes), seed)
+        words, tags = len(known.words) + 1, len(known.tags)
+        letters = len(known.characters) if characters else None
     torch.manual_seed(seed)
-    network = tagger_network(words, width, strategies, letters)
+    network = tagger_network(words, width, strategies, letters, tags)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "batch", "sentence")

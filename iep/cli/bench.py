@@ -198,6 +198,7 @@ def processes(ctx: click.Context, **given: Any) -> None:
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees a minibatch.")
 @option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Constituents or dependencies.")
 @option("--width", type=SIZE, help="Hidden size.  [default: 256; of child-sum 150]")
+@option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs; else trees are made.")
 @network(words=16_000)
 @click.pass_context
 def tree_lstm(ctx: click.Context, **given: Any) -> None:
@@ -205,6 +206,7 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 
     The binary one, for sentiment, is written in vertex functions; the child-sum one, for relatedness, in a lazy scope.
     """
+    refuse(ctx, "words")
     given["width"] = given["width"] or {"binary": 256, "child-sum": 150}[given["cell"]]
     run(ctx, "networks", **given)
 
@@ -224,10 +226,12 @@ def tree_fc(ctx: click.Context, **given: Any) -> None:
 @option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences a minibatch.")
 @option("--characters/--no-characters", default=False, help="Spell rare words.")
 @option("--width", type=SIZE, default=256, help="Hidden size.")
+@option("--data", type=DATA, help="File of WikiNER's lines of word|POS|tag; else sentences are made.")
 @network(words=16_000)
 @click.pass_context
 def tagger(ctx: click.Context, **given: Any) -> None:
     """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and its limit."""
+    refuse(ctx, "words")
     run(ctx, "networks", **given)
 
 
