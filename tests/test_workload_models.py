@@ -14,11 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from iep.batching.schedulers import SCHEDULERS
+from iep.workloads.binary_trees import BinaryTreeLSTM, TreeFC
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.sentences import Sentence
 from iep.workloads.tagger import Tagger
-from iep.workloads.tree_fc import TreeFC
-from iep.workloads.tree_lstm import BinaryTreeLSTM
 from iep.workloads.trees import Tree, complete_trees, sst_like
 
 WORDS, TAGS, LETTERS = 7, 3, 5

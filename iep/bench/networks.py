@@ -27,12 +27,11 @@ from iep.bench.strategy import PHASES, Strategy
 from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
 from iep.errors import InputError
+from iep.workloads.binary_trees import BinaryTreeLSTM, TreeFC
 from iep.workloads.child_sum import ChildSumTreeLSTM
 from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
 from iep.workloads.tagger import Tagger
-from iep.workloads.tree_fc import TreeFC
 from iep.workloads.tree_files import read_sick, read_sst
-from iep.workloads.tree_lstm import BinaryTreeLSTM
 from iep.workloads.trees import SENTIMENTS, Tree, TreePair, complete_trees, sick_like, sst_like
 
 PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
