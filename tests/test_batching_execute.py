@@ -28,8 +28,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from iep.batching.execute import execute
+from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
-from iep.batching.plan import make_plan
+from iep.batching.plan import Read, Signature, Types, make_plan
 from iep.batching.reference import run_prefix
 from iep.batching.schedulers import SCHEDULERS, Group, make_schedule
 from iep.batching.sharing import share
@@ -323,6 +324,8 @@ def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
             r"returned \(2, 1\), expected \(2, 3",
         ),
         ([[UNARY_A, LEAF]], {UNARY_A: lambda x: (x, x)}, torch.zeros(1, 3), "op 6 returned 2 tensors, expected 1"),
+        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: None}, torch.zeros(1, 3), "op 6 returned NoneType, expected a tensor"),
+        ([[UNARY_A, LEAF]], {UNARY_A: lambda x: {"x": x}}, torch.zeros(1, 3), "op 6 returned dict, expected a tensor"),
         (
             [[UNARY_A, LEAF]],
             {UNARY_A: lambda x: x + 0.5},
@@ -370,3 +373,19 @@ def test_families_and_placements_that_do_not_fit_are_refused():
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1}, 0, 0))
     with pytest.raises(ValueError, match="op 7 is to run, but is placed on no device"):
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0}, 0, 0))
+
+
+def test_a_call_that_fills_a_column_by_itself_returns_one_row_for_each_node():
+    types = Types(np.array([0]), {0: Signature((Read(0),), (1,))}, ((np.array([1]), 0),))
+    graph = Graph(1, np.array([0]), np.array([[0]]), np.array([0]), np.array([1]))
+    plan = make_plan(graph, make_schedule(graph, "lookahead"), types)
+    with pytest.raises(ValueError, match=r"op 0 returned \(0, 3\), expected \(1, 3\)"):
+        execute(plan, {0: lambda x: x[:0]}, {0: torch.zeros(1, 3)})
+
+
+def test_a_placed_plan_prints_its_copies():
+    graph = images_graph([[UNARY_B, UNARY_A, LEAF]])
+    placement = OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1}, inputs=0, roots=0)
+    text = str(make_placed_plan(graph, make_schedule(graph, "lookahead"), placement))
+    assert "copy of 1 node to device 1, reads 0[1], writes 1[0]" in text
+    assert "copy of 1 node to device 0, reads 1[1], writes 0[2]" in text

@@ -397,3 +397,16 @@ def test_values_on_a_gpu_are_those_of_one_sample_after_the_other():
     with scope(layer):
         found = [layer(layer(x) + x) for x in samples]
     torch.testing.assert_close(torch.stack(found), torch.stack([layer(layer(x) + x) for x in samples]))
+
+
+@pytest.mark.parametrize("granularity", ["module", "op"])
+def test_modules_with_backward_hooks_run_singly_and_their_hooks_are_called(granularity):
+    layer, called = nn.Linear(2, 2).double(), []
+    layer.register_full_backward_hook(lambda module, given, received: (called.append(1), (3 * given[0],))[1])
+    samples = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    with scope(layer, granularity=granularity) as batch:
+        results = [layer(sample) for sample in samples]
+    sum(result.value.sum() for result in results).backward()
+    assert len(called) == 3
+    assert all(sample.grad.allclose(3 * layer.weight.sum(0)) for sample in samples)
+    assert "Linear has backward hooks" in str(batch.report())

@@ -219,3 +219,9 @@ def ran(x=(1, 3), experts=((1,),), gates=(1, 1), integers=torch.int64, on="cpu")
 def test_what_does_not_fit_is_named(make, words):
     with pytest.raises(InputError, match=words):
         make()
+
+
+def test_no_tokens_leave_gradients_of_zero():
+    layer = MixtureOfExperts(4, 4, 4, experts=2, k=1)
+    layer(torch.ones(0, 4))[0].sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.experts.parameters())

@@ -84,7 +84,7 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     """Run the module of a call, or those of its segments, or copy its arguments to another device.
 
     Raises:
-        ValueError: it does not return as many tensors, of as many rows, as the call writes.
+        ValueError: it does not return as many tensors as the call writes.
     """
     if call.op < 0:
         devices = [plan.columns[result.column].device for result in call.results]
@@ -96,7 +96,9 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
         returned = modules[call.op](call.segments, *arguments)
     else:
         returned = run_segments(modules, call.segments, *arguments)
-    results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+    results = (returned,) if isinstance(returned, Tensor) else returned
+    if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
+        raise ValueError(f"op {call.op} returned {type(returned).__name__}, expected a tensor or a tuple of tensors")
     if len(results) != len(call.results):
         raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
     return results
@@ -157,38 +159,33 @@ class Buffers:
             kind, size = self.kinds.get(column), rows.stop - rows.start
             if kind is None:
                 kind = self.kinds[column] = _Kind(values)
-                num_rows = self.plan.columns[column].num_rows
-                if num_rows == size:  # no other call writes into the column: its values are the buffer
-                    self.values[column] = kind.flatten(values.detach())
-                    continue
-                self.values[column] = kind.buffer(num_rows)
             if values.shape != (size, *kind.shape):
                 raise ValueError(f"op {call.op} returned {tuple(values.shape)}, expected {(size, *kind.shape)}")
             if values.dtype != kind.dtype and not torch.can_cast(values.dtype, kind.dtype):
                 raise ValueError(f"op {call.op} returned {values.dtype}, which a column of {kind.dtype} cannot hold")
+            num_rows = self.plan.columns[column].num_rows
+            if num_rows == size:  # no other call writes into the column: its values are the buffer
+                self.values[column] = kind.flatten(values.detach())
+                continue
+            if column not in self.values:
+                self.values[column] = kind.buffer(num_rows)
             kind.view(self.values[column][rows]).copy_(values)
 
-    def read(self, argument: Argument, is_saved: bool = False) -> Tensor:
-        """Return an argument, (G, ...) or (G, count, ...); adjacent rows are read where they lie.
-
-        Args:
-            is_saved: a backward pass may need it later.
-        """
+    def read(self, argument: Argument) -> Tensor:
+        """Return an argument, (G, ...) or (G, count, ...): a copy, or the buffer's memory if the rows are adjacent."""
         kind, values = self.kinds[argument.column], self.values[argument.column]
         if not argument.is_adjacent:
             return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
         # A row is written once, before it is read, so that the backward pass may save the buffer's own memory: `.data`
-        # does not share the buffer's version counter, which later writes increase.
+        # does not share the buffer's version counter, which later writes increase. What is saved keeps the whole
+        # buffer, so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
-        # What is saved keeps the whole buffer, so that of a small part a copy takes less memory.
-        return kind.view(rows.clone() if is_saved and 2 * len(rows) < len(values) else rows, argument.count)
+        return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
 
-    def exchange(
-        self, before: Call | None, call: Call | None, results: Sequence[Tensor], is_saved: bool = False
-    ) -> list[Tensor]:
+    def exchange(self, before: Call | None, call: Call | None, results: Sequence[Tensor]) -> list[Tensor]:
         """Write the results of the call `before`, or the inputs; return the arguments of `call`, or the roots."""
         self.write(before, results)
-        return self.read_roots() if call is None else [self.read(each, is_saved) for each in call.arguments]
+        return self.read_roots() if call is None else [self.read(each) for each in call.arguments]
 
     def read_roots(self) -> list[Tensor]:
         """Return copies of the roots' values, none of which is a view."""
@@ -243,7 +240,7 @@ class _Exchange(Function):
         ctx.set_materialize_grads(False)
         if before is None:
             ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
-        arguments = buffers.exchange(before, call, results, is_saved=True)
+        arguments = buffers.exchange(before, call, results)
         ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
         return token.new_empty(0), *arguments
 

@@ -126,18 +126,21 @@ class Plan:
     def __str__(self) -> str:
         several = len(self.columns) > 1
         lines = [
-            f"column {number}: {column.num_rows} rows" + (f" on {column.device}" if column.device else "")
+            f"column {number}: {column.num_rows} rows"
+            + (f" on device {number % self.num_devices}, {column.device}" if column.device else "")
             for number, column in enumerate(self.columns)
         ]
         lines.append(f"inputs: {', '.join(_describe_rows(each.column, each.rows, several) for each in self.inputs)}")
         for number, call in enumerate(self.calls):
             reads = ", ".join(self._describe(each, several) for each in call.arguments)
             writes = ", ".join(_describe_rows(each.column, each.rows, several) for each in call.results)
-            what = (
-                f"op {call.op}" if call.segments is None else f"family {call.op} ({_describe_segments(call.segments)})"
-            )
             nodes = "1 node" if call.size == 1 else f"{call.size} nodes"
-            lines.append(f"call {number}: {what} on {nodes}, reads {reads}, writes {writes}")
+            what = f"op {call.op} on {nodes}"
+            if call.op < 0:
+                what = f"copy of {nodes} to device {call.results[0].column % self.num_devices}"
+            elif call.segments is not None:
+                what = f"family {call.op} ({_describe_segments(call.segments)}) on {nodes}"
+            lines.append(f"call {number}: {what}, reads {reads}, writes {writes}")
         lines.append(f"roots: {', '.join(self._describe(each, several) for each in self.roots)}")
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from iep.devices import is_out_of_memory
+from iep.errors import InputError
 
 LIMIT, TOTAL = "limit", "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
@@ -46,6 +47,10 @@ class Effort:
 
     repeat: int
     max_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.max_seconds >= 0:
+            raise InputError(f"--max-seconds is {self.max_seconds}, expected a number of 0 or more")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISION
         for each in added:
             _check(each, options, f"addition to {name}")
         chosen = {option: option in added for option in OPTIONS}
-        precision = next((each for each in added if each in PRECISIONS), PRECISIONS[0])
+        precision, *others = [each for each in added if each in PRECISIONS] or PRECISIONS[:1]
+        if others:
+            raise InputError(f"{item!r} has several precisions, expected one")
         names = BATCHING if name == ALL else (name,)
         strategies += [Strategy(batching, **chosen, precision=precision) for batching in names]
         if item == ALL:

@@ -190,7 +190,7 @@ def loader(ctx: click.Context, **given: Any) -> None:
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def processes(ctx: click.Context, **given: Any) -> None:
-    """Time training by one process and by several, and compare their losses."""
+    """Time training by one process and by several."""
     run(ctx, "processes", **given)
 
 
@@ -251,3 +251,7 @@ def moe(ctx: click.Context, **given: Any) -> None:
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")
     run(ctx, "moe", **given)
+
+
+if __name__ == "__main__":
+    main()

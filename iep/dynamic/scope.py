@@ -28,6 +28,7 @@ from iep.dynamic.lowering import Lowered, lower
 from iep.dynamic.recording import Recording
 from iep.dynamic.remembered import key_of, remembered
 from iep.dynamic.report import Report
+from iep.dynamic.trial import has_backward_hooks
 
 GRANULARITIES = ("module", "op")
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -80,6 +81,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._by_op = granularity == "op"
         self._scheduler, self._share, self._defer = scheduler, share, defer_weight_grads
         self._report, self._recording = Report(), None
+        self._hooked: dict[Callable, bool] = {}
 
     def __enter__(self) -> Self:
         if self._recording is not None:
@@ -119,11 +121,18 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
     def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Call a module or function now, on futures: the functions that it calls are recorded."""
-        if is_autograd_function(function):
+        if is_autograd_function(function) or self._is_hooked(function):
             return self._recording.record(function, args, kwargs)
         futures = self._recording.futures_for
         function = partial(_original_call, function) if isinstance(function, nn.Module) else function
         return function(*futures(args), **futures(dict(kwargs)))
+
+    def _is_hooked(self, function: Callable) -> bool:
+        """Return whether a module or a part of it has backward hooks, so that its calls are run singly, as a whole."""
+        if function not in self._hooked:
+            parts = function.modules() if isinstance(function, nn.Module) else ()
+            self._hooked[function] = any(map(has_backward_hooks, parts))
+        return self._hooked[function]
 
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
         """Give `futures` their values."""

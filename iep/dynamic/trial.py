@@ -53,9 +53,13 @@ class Trial:
     def why_singly(self) -> str | None:
         """Return why a call on many samples would differ from one call for each; None if it would not."""
         for twin, before in self._buffers.items():
+            if has_backward_hooks(twin):
+                return f"{type(twin).__name__} has backward hooks, which are called for each sample"
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
             if changed:
                 return f"{type(twin).__name__} changes its buffer {changed[0]}"
+        if self.watch.hooks_gradients:
+            return "it hooks gradients of tensors, which are those of one sample"
         return "scale_grad_by_freq counts the indices of all samples" if self.watch.counts_indices else None
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
@@ -75,13 +79,19 @@ class Trial:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks for embeddings whose gradients depend on all indices of a call."""
+    """Looks for what depends on all samples of a call: hooks of gradients, and embeddings that count indices."""
 
-    counts_indices = False
+    counts_indices = hooks_gradients = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         self.counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
+        self.hooks_gradients |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module itself, apart from its parts, has hooks that the backward pass calls."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:

@@ -84,7 +84,8 @@ class Experts(nn.Module):
         self._check(x_TD, experts_TK, gates_TK, dtype)
         count, k = len(self.hidden_weights), experts_TK.shape[1]
         if not experts_TK.numel():
-            return x_TD @ x_TD.new_zeros(self.sizes[0], self.sizes[2])
+            hidden_TH = x_TD @ self.hidden_weights[0].to(dtype)  # so that the weights have gradients of zero
+            return hidden_TH @ self.output_weights[0].to(dtype) * 0
         expert_R, order_R = experts_TK.flatten().sort(stable=True)
         if expert_R.is_cpu and not 0 <= expert_R[0].item() <= expert_R[-1].item() < count:
             raise InputError(f"experts {expert_R[0]} to {expert_R[-1]}, expected 0 to {count - 1}")
