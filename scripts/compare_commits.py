@@ -9,6 +9,7 @@ over rounds of one checkout's time over the other's in the same round. Full-size
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -63,7 +64,7 @@ class Worker:
         self.process = subprocess.Popen(
             command,
             cwd=checkout,
-            env={"PYTHONPATH": str(checkout.resolve())},
+            env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

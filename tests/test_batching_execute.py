@@ -389,3 +389,35 @@ def test_a_placed_plan_prints_its_copies():
     text = str(make_placed_plan(graph, make_schedule(graph, "lookahead"), placement))
     assert "copy of 1 node to device 1, reads 0[1], writes 1[0]" in text
     assert "copy of 1 node to device 0, reads 1[1], writes 0[2]" in text
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_backward_passes_that_end_early_or_run_within_another_leave_each_other_alone(defer):
+    rows, found = matrix([[UNARY_A, UNARY_B, UNARY_A, LEAF]]), []
+    for run in (one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)):
+        modules, seen = toy_modules(), []
+        inner = modules[UNARY_B]
+
+        def watched(x, inner=inner, seen=seen):
+            seen.append(inner(x))
+            return seen[-1]
+
+        torch.manual_seed(1)
+        inputs = torch.randn(1, 3, dtype=torch.float64)
+        total = run(rows, {**dict(enumerate(modules)), UNARY_B: watched}, inputs).sum()
+        last = modules[UNARY_A].maps[0].bias
+        partial = torch.autograd.grad(total, seen[0], retain_graph=True)  # ends before the inputs
+        seen[0].register_hook(lambda _, t=total, w=last: torch.autograd.grad(t, w, retain_graph=True) and None)
+        (total + seen[0].sum()).backward(retain_graph=True)
+        seen[0].sum().backward()
+        gradients = {name: parameter.grad for name, parameter in modules.named_parameters()}
+        found.append({"partial": partial[0], **gradients})
+    assert_same(found[1], found[0], 1e-9)
+
+
+def test_functions_of_a_family_have_one_signature():
+    graph = images_graph([[UNARY_A, LEAF], [UNARY_B, LEAF]])
+    schedule = make_schedule(graph, "lookahead", {UNARY_A: FAMILY, UNARY_B: FAMILY})
+    signatures = {UNARY_A: Signature((Read(0),), (0,)), UNARY_B: Signature((Read(0),), (1,))}
+    with pytest.raises(ValueError, match="functions of family 100 have different signatures"):
+        make_plan(graph, schedule, Types(np.zeros(2, dtype=np.int64), signatures, ((graph.roots[:1], 0),)))

@@ -51,26 +51,22 @@ class _Kept:
     """What the calls of a layer leave in the backward pass: their inputs and their outputs' gradients."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Tensor, Tensor]] = []
-        self.backward_pass = -1
+        self.calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Of each backward pass: there may be one within another, or one for the inputs' gradients alone."""
 
     def add(self, input: Tensor, gradient: Tensor) -> None:
-        """Keep a call; forget those of an earlier backward pass, which was for inputs alone and never reached here."""
-        backward_pass = torch._C._current_graph_task_id()
-        if backward_pass != self.backward_pass:
-            self.calls, self.backward_pass = [], backward_pass
-        self.calls.append((input, gradient))
+        """Keep a call of this backward pass."""
+        self.calls.setdefault(torch._C._current_graph_task_id(), []).append((input, gradient))
 
     def concatenated(self) -> list[tuple[Tensor, Tensor]]:
-        """Return inputs and gradients, those of calls of one shape concatenated, and forget the calls."""
+        """Return inputs and gradients of this backward pass, those of one shape concatenated, and forget its calls."""
         found: list[tuple[Tensor, Tensor]] = []
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
-        for input, gradient in self.calls:
+        for input, gradient in self.calls.pop(torch._C._current_graph_task_id(), ()):
             if input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN:
                 found.append((input, gradient))
             else:
                 by_shape.setdefault(input.shape[1:], []).append((input, gradient))
-        self.calls = []
         for calls in by_shape.values():
             inputs, gradients = zip(*calls, strict=True)
             found.append((torch.cat(inputs), torch.cat(gradients)) if len(calls) > 1 else calls[0])
@@ -132,7 +128,9 @@ class DeferredWeightGrads(TorchFunctionMode):
         key = (id(weight), id(bias), layer, input.dtype)
         if key not in self._shared:
             self._originals.append((weight, bias))  # kept alive, so that no other tensor gets the same id
-            cast = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+            cast = weight, bias
+            if torch.is_autocast_enabled(device):
+                cast = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
             kept = _Kept()
             self._shared[key] = (*_Weights.apply(*cast, layer, kept), kept)
         return _Call.apply(input, *self._shared[key], layer)

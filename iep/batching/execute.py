@@ -143,7 +143,8 @@ class Buffers:
         self.plan = plan
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
+        self.gradients: dict[int, dict[int, Tensor]] = {}
+        """Of each backward pass: there may be one within another, or one that ends before the inputs."""
 
     def written(self, call: Call | None) -> tuple[Result, ...]:
         """Return the rows of a call's results, or, without a call, of the inputs."""
@@ -216,9 +217,10 @@ class Buffers:
         return kind.view(self._gradients_of(made.column)[made.rows])
 
     def _gradients_of(self, column: int) -> Tensor:
-        if column not in self.gradients:
-            self.gradients[column] = self.kinds[column].buffer(self.plan.columns[column].num_rows, zeros=True)
-        return self.gradients[column]
+        gradients = self.gradients.setdefault(torch._C._current_graph_task_id(), {})
+        if column not in gradients:
+            gradients[column] = self.kinds[column].buffer(self.plan.columns[column].num_rows, zeros=True)
+        return gradients[column]
 
 
 def _has_gradient(dtype: torch.dtype) -> bool:
@@ -249,11 +251,9 @@ class _Exchange(Function):
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         buffers, arguments = ctx.buffers, ctx.buffers.plan.roots if ctx.call is None else ctx.call.arguments
-        if ctx.call is None:
-            buffers.gradients = {}  # the backward pass begins; the buffers of an earlier one were handed out
         for argument, gradient in zip(arguments, gradients, strict=True):
             buffers.add_gradient(argument, gradient)
         found = [buffers.gradient(each) for each in buffers.written(ctx.before)]
-        if not ctx.needs_input_grad[0]:
-            buffers.gradients = {}  # no earlier exchange has a backward pass: it ends here, the loss may live longer
+        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass: it ends here
+            buffers.gradients.pop(torch._C._current_graph_task_id(), None)
         return None, None, None, None, *found

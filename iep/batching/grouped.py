@@ -88,7 +88,7 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
         for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
             _product(left, right, ends)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
-        return f"torch {torch.__version__} on {device}, {dtype}: {str(error).splitlines()[0]}"
+        return f"torch {torch.__version__} on {device}, {dtype}: {str(error).splitlines()[0][:200]}"
     return None
 
 

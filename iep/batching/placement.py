@@ -43,46 +43,46 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     missing = set(graph.op.tolist()) - placement.ops.keys()
     if missing:
         raise ValueError(f"op {min(missing)} is to run, but is placed on no device")
-    home_N = np.array([placement.ops[op] for op in graph.op.tolist()], dtype=np.int64)
+    device_N = np.array([placement.ops[op] for op in graph.op.tolist()], dtype=np.int64)
     for group in schedule:
-        if (home_N[group.nodes] != home_N[group.nodes[0]]).any():
+        if (device_N[group.nodes] != device_N[group.nodes[0]]).any():
             raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
-    home_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), home_N])
+    device_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), device_N])
 
     # Every value that another device needs, once for each such device.
     node, argument = np.nonzero(graph.args >= 0)
     slot_X = np.concatenate([graph.args[node, argument], *(slots for slots, _ in types.roots)])
-    home_X = np.concatenate([home_N[node], np.full(len(slot_X) - len(node), placement.roots)])
-    crosses = home_S[slot_X] != home_X
-    slot_X, home_X = np.divmod(np.unique(slot_X[crosses] * count + home_X[crosses]), count)
+    device_X = np.concatenate([device_N[node], np.full(len(slot_X) - len(node), placement.roots)])
+    crosses = device_S[slot_X] != device_X
+    slot_X, device_X = np.divmod(np.unique(slot_X[crosses] * count + device_X[crosses]), count)
 
     # Copies of one call's results to one device are one call. Their op tells which columns they read, and where.
     kinds: dict[tuple, int] = {}
     makes = [(int(column),) for column in types.inputs] + [types.signatures[op].makes for op in graph.op.tolist()]
-    kind_S = np.array([kinds.setdefault(each, len(kinds)) for each in zip(makes, home_S.tolist(), strict=True)])
-    op_X = -1 - (kind_S[slot_X] * count + home_X)
+    kind_S = np.array([kinds.setdefault(each, len(kinds)) for each in zip(makes, device_S.tolist(), strict=True)])
+    op_X = -1 - (kind_S[slot_X] * count + device_X)
     call_S = np.full(graph.num_inputs + graph.num_nodes, -1)
     for number, group in enumerate(schedule):
         call_S[graph.num_inputs + group.nodes] = number
-    copies: dict[tuple[int, int], list[int]] = {}
-    for copy, key in enumerate(zip(call_S[slot_X].tolist(), op_X.tolist(), strict=True)):
-        copies.setdefault(key, []).append(copy)
+    copies: dict[int, dict[int, list[int]]] = {}  # by the call that computes the values, and by op
+    for copy, (call, op) in enumerate(zip(call_S[slot_X].tolist(), op_X.tolist(), strict=True)):
+        copies.setdefault(call, {}).setdefault(op, []).append(copy)
 
     # Nodes n and copies N + x, in the order in which they run, become the nodes of a new graph.
     groups: list[Group] = []
     for number in range(-1, len(schedule)):
         groups += [] if number < 0 else [schedule[number]]
-        groups += [Group(op, graph.num_nodes + np.array(x)) for (made_by, op), x in copies.items() if made_by == number]
+        groups += [Group(op, graph.num_nodes + np.array(each)) for op, each in copies.get(number, {}).items()]
     order = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in groups)])
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
     renumbered = np.concatenate([np.arange(graph.num_inputs), graph.num_inputs + position, [-1]])
-    read_DS = np.tile(np.append(np.arange(len(home_S)), -1), (count, 1))
+    read_DS = np.tile(np.append(np.arange(len(device_S)), -1), (count, 1))
     """Which slot a device reads for each: itself, or its copy; the last entry is that of -1, no argument."""
-    read_DS[home_X, slot_X] = len(home_S) + np.arange(len(slot_X))
+    read_DS[device_X, slot_X] = len(device_S) + np.arange(len(slot_X))
     args_XA = np.full((len(slot_X), graph.args.shape[1]), -1)
     args_XA[:, :1] = slot_X[:, None]
-    args = np.concatenate([read_DS[home_N[:, None], graph.args], args_XA])[order]
+    args = np.concatenate([read_DS[device_N[:, None], graph.args], args_XA])[order]
     placed = Graph(
         graph.num_inputs,
         np.concatenate([graph.op, op_X])[order],
@@ -112,7 +112,7 @@ def _on_devices(types: Types, placement: OpPlacement, kinds: Mapping[tuple, int]
         if op in placement.ops
     }
     for (makes, _), kind in kinds.items():
-        for home in range(count):
+        for device in range(count):
             reads = tuple(Read(0, field=field) for field in range(len(makes)))
-            found[-1 - (kind * count + home)] = Signature(reads, tuple(column * count + home for column in makes))
+            found[-1 - (kind * count + device)] = Signature(reads, tuple(column * count + device for column in makes))
     return found

@@ -186,7 +186,8 @@ def make_plan(
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
-            signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one.
+            signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one; the
+            functions of a family have different signatures.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
@@ -217,10 +218,13 @@ def make_plan(
 
 def _signature(group: Group, types: Types) -> Signature:
     """Return the signature of a call; all functions of a family have the same."""
-    op = group.op if group.segments is None else group.segments[0].op
-    if op not in types.signatures:
-        raise ValueError(f"op {op} has no signature")
-    return types.signatures[op]
+    ops = [group.op] if group.segments is None else [segment.op for segment in group.segments]
+    missing = [op for op in ops if op not in types.signatures]
+    if missing:
+        raise ValueError(f"op {missing[0]} has no signature")
+    if len({types.signatures[op] for op in ops}) > 1:
+        raise ValueError(f"the functions of family {group.op} have different signatures, expected one")
+    return types.signatures[ops[0]]
 
 
 class _Where(NamedTuple):
