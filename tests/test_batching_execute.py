@@ -393,7 +393,7 @@ def test_a_placed_plan_prints_its_copies():
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_backward_passes_that_end_early_or_run_within_another_leave_each_other_alone(defer):
-    rows, found = matrix([[UNARY_A, UNARY_B, UNARY_A, LEAF]]), []
+    rows, found = matrix([[UNARY_A, UNARY_B, LEAF]]), []
     for run in (one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)):
         modules, seen = toy_modules(), []
         inner = modules[UNARY_B]
