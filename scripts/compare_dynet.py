@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from iep.allocator import keep_freed_memory
 from iep.bench import compare, networks, report, strategy
 from iep.cli.options import CommaList
 from iep.workloads import sentences, trees
@@ -103,6 +104,7 @@ def main(names, batch_sizes, repeat, out):
     """Compare with DyNet on one thread."""
     if dy is None:
         raise click.ClickException("DyNet is not installed: pip install dynet38")
+    keep_freed_memory()
     for name in names:
         make, draw = NETWORKS[name]
         network, samples = make(*OURS), draw(max(*batch_sizes, compare.MIN_SAMPLES), np.random.default_rng(0))

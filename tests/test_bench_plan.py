@@ -87,7 +87,7 @@ def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
     given = ["--placement", "round-robin", "--devices", "cuda:6,cuda:7", "--program", COUNT]
     result = iep_bench("plan", *given)
     assert result.exit_code == 0, result.output
-    assert "on cuda:6" in result.stdout
+    assert "on device 0, cuda:6" in result.stdout
     assert "1 maps of 100,352 bytes" in result.stdout
 
 
