@@ -87,7 +87,7 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
     try:  # the three products that a layer and its gradients need
         for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
             _product(left, right, ends)
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
+    except (AttributeError, RuntimeError) as error:
         return f"torch {torch.__version__} on {device}, {dtype}: {str(error).splitlines()[0][:200]}"
     return None
 
@@ -101,7 +101,7 @@ def _product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
 class _Grouped(Function):
     """The grouped matrix product with the gradients of functions without rows set to zero.
 
-    Some GPUs' kernels do not write them (pytorch/pytorch issue 172439).
+    Some GPUs' kernels leave them unwritten.
     """
 
     @staticmethod
