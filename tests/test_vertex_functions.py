@@ -147,14 +147,6 @@ def test_sharing_runs_equal_vertices_once_and_brings_each_row_once():
     assert (shared["root's a"].shape, shared["score"].shape) == ((4, 3), (4,))
 
 
-def test_a_table_given_whole_is_read_by_its_own_row_numbers():
-    model = Model()
-    plan = model.network.plan([CHAIN], tables={"x": ROWS})
-    assert plan.rows["x"].tolist() == list(range(ROWS))
-    outcome = model.network(plan, {"x": model.tables["x"], "y": model.tables["y"][plan.rows["y"]]})
-    assert torch.equal(outcome.roots["a"], model.batched([CHAIN])["root's a"])
-
-
 @pytest.mark.parametrize("children", [[[-1]], [[-1], [0]]])
 def test_an_output_that_no_vertex_of_a_minibatch_pushes_is_empty(children):
     functions = [
@@ -183,9 +175,9 @@ def run_one(run, pulls=("x",), states=("h",)):
     return network(network.plan([Edges(np.array([[-1]]), pulls={"x": np.array([0])})]), {"x": torch.zeros(1, 2)})
 
 
-def run_model(rows=None, **tables):
+def run_model(rows=None):
     model = Model()
-    plan = model.network.plan([CHAIN], tables=tables)
+    plan = model.network.plan([CHAIN])
     return model.network(plan, {name: torch.zeros(count, 2).double() for name, count in (rows or {}).items()})
 
 
@@ -221,8 +213,6 @@ X, BARE = CHAIN.pulls["x"], VertexFunction(print, gathers=("h",))
             lambda: VertexNetwork([BARE], {"h": ()}).plan([Edges(np.array([[-1]]))]),
             "vertex 0 neither pulls nor gathers",
         ),
-        (lambda: run_model(x=2), "row 2 of 'x' is pulled, of which there are 2"),
-        (lambda: run_model(z=2), "no function pulls of a table 'z', expected of x, y"),
         (lambda: run_model({"x": 3}), "no rows of 'y' are given"),
         (lambda: run_model({"x": 2, "y": 1}), "2 rows of 'x' are given, expected 3, as in the plan"),
         (lambda: run_one(lambda v: v.scatter(h=v.gather("h"))), "gathers nothing, but reads 'h'"),

@@ -64,7 +64,6 @@ def join(
     pushes: Sequence[Sequence[str]],
     results: Sequence[Sequence[str]],
     sharing: bool,
-    tables: Mapping[str, int],
 ) -> Joined:
     """Return the samples as one graph, in which vertices keep their order.
 
@@ -73,7 +72,6 @@ def join(
         pushes: names of outputs, by function.
         results: names of all states and outputs that a function computes, by function.
         sharing: make each row of an input one input of the graph, however many vertices pull it.
-        tables: the number of rows of the inputs whose whole tables are inputs of the graph.
 
     Raises:
         ValueError: as `VertexNetwork.plan`.
@@ -93,12 +91,7 @@ def join(
         argument_N = _index_of(name, pulls)[function_N]
         vertices = np.flatnonzero(argument_N >= 0)
         ids = _pulled(samples, name, vertices, first_N, sample_N)
-        if name in tables:
-            rows[name], slots = np.arange(tables[name]), ids
-            if len(ids) and ids.max() >= tables[name]:
-                raise ValueError(f"row {ids.max()} of {name!r} is pulled, of which there are {tables[name]}")
-        else:
-            rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
+        rows[name], slots = np.unique(ids, return_inverse=True) if sharing else (ids, np.arange(len(ids)))
         args[vertices, argument_N[vertices]] = num_inputs + slots
         num_inputs += len(rows[name])
         pull_of_input.append(np.full(len(rows[name]), pull))

@@ -159,36 +159,29 @@ class VertexNetwork:
         samples: Sequence[Edges],
         scheduler: str = "lookahead",
         sharing: bool = False,
-        tables: Mapping[str, int] | None = None,
     ) -> VertexPlan:
         """Return how to run a minibatch. Minibatches of the same shape are scheduled once.
 
         Args:
             scheduler: a name in `SCHEDULERS`.
             sharing: merge vertices that run the same function on the same rows and the same children's states.
-            tables: the number of rows of each input that is to be given as a whole table, in its own order.
 
         Raises:
             ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
                 function, input or scheduler; a vertex has no row of an input that its function pulls, or neither
                 pulls nor gathers.
         """
-        tables = tables or {}
-        unknown = sorted(set(tables) - set(self.pulls))
-        if unknown:
-            raise ValueError(f"no function pulls of a table {unknown[0]!r}, expected of {', '.join(self.pulls)}")
         pulls, pushes = ([getattr(function, kind) for function in self.functions] for kind in ("pulls", "pushes"))
         results = [self._results(function) for function in self.functions]
-        joined = join(samples, pulls, pushes, results, sharing, tables)
+        joined = join(samples, pulls, pushes, results, sharing)
         graph = share(joined.graph) if sharing else joined.graph
-        whole = np.array([name in tables for name in self.pulls], dtype=bool)
         key = key_of(
             f"{scheduler} {sharing} {self._kind}",
-            *(len(samples), graph.num_inputs, graph.op, graph.args, graph.roots, joined.pulls, whole),
+            *(len(samples), graph.num_inputs, graph.op, graph.args, graph.roots, joined.pulls),
             *joined.fields,
         )
         (graph, schedule, plan, order), _ = remembered(
-            key, graph.num_nodes, lambda: self._make_plan(graph, joined, len(samples), scheduler, whole)
+            key, graph.num_nodes, lambda: self._make_plan(graph, joined, len(samples), scheduler)
         )
         ids = np.concatenate([np.empty(0, dtype=np.int64), *joined.rows.values()])[order]
         rows = torch.from_numpy(ids).split([len(each) for each in joined.rows.values()])
@@ -221,11 +214,11 @@ class VertexNetwork:
         return Outcome(dict(zip(self.shapes, results[:count], strict=True)), pushed)
 
     def _make_plan(
-        self, graph: Graph, joined: Joined, num_samples: int, scheduler: str, whole: np.ndarray
+        self, graph: Graph, joined: Joined, num_samples: int, scheduler: str
     ) -> tuple[Graph, Schedule, Plan, np.ndarray]:
         """Return graph, schedule and plan, and the joined graph's inputs in the order in which they are to be given."""
         schedule = make_schedule(graph, scheduler)
-        order = _by_use(graph, schedule, joined.pulls, whole)
+        order = _by_use(graph, schedule, joined.pulls)
         slot = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
         slot[order] = np.arange(graph.num_inputs)
         graph = replace(graph, args=slot[graph.args])
@@ -281,17 +274,15 @@ class VertexNetwork:
         return module
 
 
-def _by_use(graph: Graph, schedule: Schedule, pulls: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def _by_use(graph: Graph, schedule: Schedule, pulls: np.ndarray) -> np.ndarray:
     """Return the inputs pull by pull, each pull's in the order in which the calls read them, so that the rows of a call
-    are adjacent; those of whole tables in their own order.
+    are adjacent.
 
     Args:
         pulls: (num_inputs,) which pull each input is for.
-        whole: bool, for each pull.
     """
     args = graph.args[np.concatenate([group.nodes for group in schedule])]
     reads = args[(args >= 0) & (args < graph.num_inputs)]
     position = np.arange(graph.num_inputs)
     position[reads[::-1]] = np.arange(len(reads))[::-1]  # the first read of each
-    position = np.where(whole[pulls], np.arange(graph.num_inputs), position)
     return np.lexsort((position, pulls))
