@@ -92,11 +92,11 @@ def workers_of_this_process() -> list[int]:
 
 
 def load_and_signal_workers(data: Path) -> int:
-    """How many questions come though the workers are told to stop after the first."""
+    """How many questions come though the workers are told to stop once each has sent a batch."""
     count = 0
-    with handled():  # as in every command: a worker that has only just begun has its parent's handlers
+    with handled():
         for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):
-            for worker in workers_of_this_process() if not count else ():
+            for worker in workers_of_this_process() if count == 1 else ():
                 os.kill(worker, signal.SIGINT)
                 os.kill(worker, signal.SIGTERM)
             count += len(batch.index)

@@ -32,6 +32,7 @@ from iep.files import os_errors_name, read_json, remove_temporaries, sync_direct
 from iep.hdf5 import read_attributes
 from iep.locks import take
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
+from iep.signals import deferred
 from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
 
 _DATASET, _CHECKSUMS = "features", "checksums"
@@ -240,7 +241,8 @@ def _begin(file: FileIO, partial: Path, journal: Path, spec: FeaturesSpec) -> _B
     journal.unlink(missing_ok=True)
     try:
         file.truncate(0)
-        with _buffered(file) as buffered, h5py.File(buffered, "w", libver=FORMAT) as hdf5:
+        # A signal waits: HDF5 would write to a file that is closed before it.
+        with deferred(), _buffered(file) as buffered, h5py.File(buffered, "w", libver=FORMAT) as hdf5:
             begun = _create_datasets(hdf5, spec)
         os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     except OSError as error:
@@ -294,7 +296,7 @@ def _resume(file: FileIO, partial: Path, journal: Path, spec: FeaturesSpec, over
         attributes, begun = _recorded(partial, buffered)
     images = value_digest(spec.images)
     if attributes[IMAGES_DIGEST] != images:  # images of rows to come were replaced since
-        with _buffered(file) as buffered, h5py.File(buffered, "r+", libver=FORMAT) as hdf5:
+        with deferred(), _buffered(file) as buffered, h5py.File(buffered, "r+", libver=FORMAT) as hdf5:
             hdf5[_DATASET].attrs.modify(IMAGES_DIGEST, np.bytes_(images))
     return replace(begun, count=_completed_rows(journal, spec))
 
