@@ -14,10 +14,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from iep.checksums import arrays_digest
 from iep.errors import InputError
 from iep.features import Features
 from iep.hdf5 import REMEDY, damage_named, open_hdf5, read_attributes
+from iep.runtime.files import arrays_digest
 from iep.vocab import Vocab
 
 CONTENT_DIGEST = "content_digest"

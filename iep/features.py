@@ -17,12 +17,11 @@ import h5py
 import numpy as np
 import torch
 
-from iep.checksums import row_checksums
-from iep.distributed import barrier, broadcast, gather, local_rank
 from iep.errors import InputError
 from iep.hdf5 import HDF5_ERRORS, REMEDY, damage_named, open_hdf5, read_attributes
-from iep.memory import SharedMemory, attach, available_memory
-from iep.together import attempt, raise_any
+from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank, raise_any
+from iep.runtime.files import row_checksums
+from iep.runtime.memory import SharedMemory, attach, available_memory
 
 LOAD_BYTES = 2**25
 """Read at once into memory."""

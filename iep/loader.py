@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from iep.errors import InputError
-from iep.memory import SharedMemory
-from iep.signals import end_with_parent, waited_for
+from iep.runtime.memory import SharedMemory
+from iep.runtime.signals import end_with_parent, waited_for
 
 Make = Callable[..., Any]
 """(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` gave."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import read_json, write_json
+from iep.runtime.files import read_json, write_json
 
 NULL, START, END, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")

@@ -118,7 +118,7 @@ def _watch(pid: int, start: float, request: dict) -> dict:
 
 def _become(request: dict) -> NoReturn:
     """Run the command in this process, which ends with it; without the seconds in which Python clears everything up."""
-    from iep.signals import quit_on_signals
+    from iep.runtime.signals import quit_on_signals
 
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -204,12 +204,12 @@ def _leave_a_temporary_file() -> None:
 
 def _answer_with_a_traceback() -> None:
     """A mistake: a stop that is an error among others."""
-    import iep.signals
+    import iep.runtime.signals
 
     def answer(number: int, frame: object) -> None:
         raise RuntimeError("asked to stop")
 
-    iep.signals._answer = answer
+    iep.runtime.signals._answer = answer
 
 
 SETUPS = {

@@ -68,7 +68,7 @@ def _work(
 ) -> None:
     import torch
 
-    from iep.distributed import joined
+    from iep.runtime.distributed import joined
 
     torch.set_num_threads(1)
     os.environ.update(environment(rank, world_size, port))

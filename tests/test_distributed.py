@@ -12,8 +12,8 @@ from processes import environment, free_port, together
 from torch import nn
 from torch.nn import functional
 
-from iep import distributed
 from iep.ordering import deal, step_numbers, step_seed
+from iep.runtime import distributed
 from iep.training.sync_norm import synchronize_norms
 
 

@@ -35,8 +35,8 @@ from iep.datasets import ClevrDataset, sequential_batches
 from iep.errors import InputError
 from iep.features import Features
 from iep.loader import Loading, Slots, _Held, on_device
-from iep.memory import SharedMemory, _left_in_groups, attach
-from iep.signals import handled
+from iep.runtime.memory import SharedMemory, _left_in_groups, attach
+from iep.runtime.signals import handled
 from iep.training.checkpoint import load_checkpoint
 from iep.training.run import train
 
@@ -78,7 +78,7 @@ def test_shared_memory_is_the_same_after_pickling_and_takes_room_only_where_writ
     memory.array(2**39, (3,), np.dtype(np.int64))[:] = [1, 2, 3]
     assert attach(memory.path, memory.size) is memory
     script = (
-        "import sys, numpy as np; from iep.memory import attach; "
+        "import sys, numpy as np; from iep.runtime.memory import attach; "
         "memory = attach(sys.argv[1], 2**40); print(memory.array(2**39, (3,), np.dtype(np.int64)).tolist())"
     )
     assert subprocess.check_output([sys.executable, "-c", script, memory.path], text=True).strip() == "[1, 2, 3]"

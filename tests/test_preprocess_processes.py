@@ -13,10 +13,10 @@ import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
 from iep.errors import InputError
 from iep.features import Features
-from iep.files import read_json
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.features import preprocess_features
+from iep.runtime.files import read_json
 
 IMAGES = 31
 FILE, JOURNAL = "val_features.h5", "val_features.h5.progress"

@@ -14,7 +14,7 @@ import numpy as np
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
-from iep.files import read_json
+from iep.runtime.files import read_json
 
 KILLED_RUN = """
 import sys, time

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from iep.cli.synth import main
-from iep.files import read_json
+from iep.runtime.files import read_json
 from iep.synth.balance import main as balance_main
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from iep.files import read_json
 from iep.programs import prefix_to_json
+from iep.runtime.files import read_json
 from iep.synth.dataset import make_image
 from iep.synth.executor import IllPosedError, execute, facts_of
 from iep.synth.options import PRESETS

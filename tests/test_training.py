@@ -16,9 +16,9 @@ from torch import Tensor
 from iep.config import read_config, to_dict
 from iep.datasets import Batch
 from iep.networks import build, engine_kwargs, load_network
+from iep.runtime.records import METRICS, Records
 from iep.training.checkpoint import BEST, load_checkpoint
 from iep.training.loop import Trainer, learning_rate
-from iep.training.records import METRICS, Records
 from iep.training.run import train
 from iep.vocab import END
 

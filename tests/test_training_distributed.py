@@ -17,11 +17,11 @@ import iep.training.run
 from iep.config import Config
 from iep.data_files import read_questions
 from iep.datasets import ClevrDataset
-from iep.distributed import rank, world_size
 from iep.errors import InputError
 from iep.features import Features
 from iep.networks import build, engine_kwargs
 from iep.ordering import deal
+from iep.runtime.distributed import rank, world_size
 from iep.training.checkpoint import BEST, load_checkpoint, step_name
 from iep.training.parallel import Replicas
 from iep.training.run import load_start, train

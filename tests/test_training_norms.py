@@ -15,13 +15,13 @@ from iep.cli.train import main
 from iep.config import Config
 from iep.data_files import read_questions
 from iep.datasets import ClevrDataset
-from iep.distributed import rank, world_size
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
 from iep.features import Features
 from iep.networks import build, engine_kwargs
 from iep.ordering import deal
+from iep.runtime.distributed import rank, world_size
 from iep.training.checkpoint import load_checkpoint, step_name
 from iep.training.module_norms import JoinedStatistics
 from iep.training.parallel import Replicas

@@ -9,11 +9,11 @@ from torch import nn
 
 from iep.asking.answers import Asker
 from iep.asking.sight import Sight, likely_sight, see, sight_of
-from iep.devices import resolve_device
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
 from iep.networks import check_vocab, load_baseline, looks, place, unpack
 from iep.preprocess.backbones import Patches, ResNet
+from iep.runtime.devices import resolve_device
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
 

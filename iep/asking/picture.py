@@ -30,9 +30,9 @@ from iep.asking.looks import look_maps, to_unit
 from iep.asking.words import some
 from iep.errors import InputError
 from iep.execution_engine.trace import trace
-from iep.pictures import DPI, save
 from iep.preprocess.images import open_image
 from iep.program_tree import NOT_USED, Node, ProgramTree
+from iep.runtime.pictures import DPI, save
 
 MOST_NODES = 200
 """Functions of a program that is drawn: more is nothing that can be looked at."""

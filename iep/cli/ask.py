@@ -15,7 +15,7 @@ from iep.cli.common import Command
 from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
 from iep.errors import InputError
 from iep.evaluation.settings import Evaluation
-from iep.files import check_writable
+from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:
     from iep.asking.answers import Answer, Asker

@@ -8,9 +8,9 @@ from typing import Any, TextIO
 
 import click
 
-from iep.allocator import keep_freed_memory
 from iep.errors import InputError
-from iep.signals import Stopped, handled
+from iep.runtime.allocator import keep_freed_memory
+from iep.runtime.signals import Stopped, handled
 
 FULL_DISK = {
     errno.ENOSPC: "no space left on the device",

@@ -8,7 +8,7 @@ import click
 from tqdm import tqdm
 
 from iep.cli.common import Command
-from iep.locks import alone_in
+from iep.runtime.locks import alone_in
 from iep.synth.balance import table
 from iep.synth.dataset import RECORD, synthesize
 from iep.synth.options import PRESETS, SPLITS, resolve

@@ -28,7 +28,7 @@ from iep.config import (
     update,
 )
 from iep.errors import InputError
-from iep.locks import alone_in
+from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
     from iep.training.checkpoint import Saved
@@ -123,7 +123,7 @@ def main(
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
-    from iep.distributed import is_main, joined
+    from iep.runtime.distributed import is_main, joined
     from iep.training.run import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():

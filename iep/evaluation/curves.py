@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from iep.training.records import METRICS, read_rows
+from iep.runtime.records import METRICS, read_rows
 
 MOST_POINTS = 500
 """Of one curve; of a longer one, neighbouring points are averaged."""

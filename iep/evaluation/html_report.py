@@ -30,8 +30,8 @@ from iep.evaluation.page_images import Pictures
 from iep.evaluation.page_questions import choose, question_objects
 from iep.evaluation.prediction_file import question_text
 from iep.evaluation.report import ROWS, Report, mean_accuracy, with_baselines
-from iep.files import write_bytes
 from iep.programs import QUESTION_TYPES
+from iep.runtime.files import write_bytes
 
 PAGE = "report.html"
 STYLES = ("page.css", "statistics.css", "questions.css", "curves.css", "narrow.css")

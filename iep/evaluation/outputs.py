@@ -14,7 +14,7 @@ import numpy as np
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.prediction_file import write_predictions
 from iep.evaluation.report import Report, write_report
-from iep.files import atomic_path
+from iep.runtime.files import atomic_path
 
 PREDICTIONS, REPORT = "predictions.jsonl", "report.json"
 ANSWERS, ANSWERS_JSON = "answers.txt", "answers.json"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from iep.evaluation.metrics import UNKNOWN_TYPE
-from iep.files import atomic_path
 from iep.programs import QUESTION_TYPES
+from iep.runtime.files import atomic_path
 from iep.vocab import END, NULL, START, Vocab
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from iep.config import LARGEST
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores
-from iep.files import read_json, write_json
 from iep.programs import QUESTION_TYPES
+from iep.runtime.files import read_json, write_json
 
 FORMAT = "iep report 1"
 MISSING = "-"

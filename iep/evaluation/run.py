@@ -10,8 +10,6 @@ from tqdm import tqdm
 from iep.baselines import commonest
 from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.datasets import ClevrDataset
-from iep.devices import peak_memory
-from iep.distributed import gather, is_main
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
@@ -24,11 +22,13 @@ from iep.evaluation.report import Report
 from iep.evaluation.settings import PARTS, Evaluation
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
-from iep.files import check_writable
 from iep.loader import Loading
 from iep.networks import check_features, describe_other_features, load_baseline, load_network, place_engine
 from iep.programs import QUESTION_TYPES
 from iep.question_families import family_filter
+from iep.runtime.devices import peak_memory
+from iep.runtime.distributed import gather, is_main
+from iep.runtime.files import check_writable
 from iep.vocab import Vocab
 
 

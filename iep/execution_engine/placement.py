@@ -21,11 +21,11 @@ from torch import nn
 
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Call, Plan
-from iep.devices import resolve_device
-from iep.distributed import world_size
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
 from iep.execution_engine.family import ATTENTION, MAP, as_column
+from iep.runtime.devices import resolve_device
+from iep.runtime.distributed import world_size
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"

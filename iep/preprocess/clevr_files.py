@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import not_json, read_json_text
+from iep.runtime.files import not_json, read_json_text
 
 _ORDER = ("train", "val", "test")
 _IMAGE_NUMBER = re.compile(r"_(\d+)\.png$")

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from iep.distributed import is_main, rank, world_size
 from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.features_file import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
-from iep.together import by_main, main_first
+from iep.runtime.distributed import by_main, is_main, main_first, rank, world_size
 
 
 def preprocess_features(

@@ -24,15 +24,22 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
-from iep.checksums import row_checksums
-from iep.distributed import any_rank, barrier, is_main
 from iep.errors import InputError
 from iep.features import IMAGES, IMAGES_DIGEST, Features
-from iep.files import os_errors_name, read_json, remove_temporaries, sync_directory, write_json
 from iep.hdf5 import read_attributes
-from iep.locks import take
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
-from iep.together import Trouble, by_main, end_with, first_trouble, on_one_machine
+from iep.runtime.distributed import (
+    Trouble,
+    any_rank,
+    barrier,
+    by_main,
+    end_with,
+    first_trouble,
+    is_main,
+    on_one_machine,
+)
+from iep.runtime.files import os_errors_name, read_json, remove_temporaries, row_checksums, sync_directory, write_json
+from iep.runtime.locks import take
 
 _DATASET, _CHECKSUMS = "features", "checksums"
 

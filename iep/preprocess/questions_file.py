@@ -15,14 +15,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from iep.checksums import arrays_digest
 from iep.data_files import CONTENT_DIGEST
 from iep.data_files import read_questions as read_questions_file
 from iep.errors import InputError
-from iep.files import atomic_path, os_errors_name
 from iep.hdf5 import read_attributes
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
 from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened, write_recipe
+from iep.runtime.files import arrays_digest, atomic_path, os_errors_name
 from iep.vocab import Vocab
 
 

@@ -13,8 +13,8 @@ import click
 
 from iep.cli.common import Command
 from iep.errors import InputError
-from iep.files import read_json
 from iep.programs import QUESTION_TYPES, call_token, question_type
+from iep.runtime.files import read_json
 from iep.synth.executor import spelled
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from random import Random
 
 from iep.errors import InputError
-from iep.files import read_json, write_json
-from iep.locks import LOCK
+from iep.runtime.files import read_json, write_json
+from iep.runtime.locks import LOCK
 from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
 from iep.synth.options import SPLITS, Options

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from iep.files import atomic_path, os_errors_name
+from iep.runtime.files import atomic_path, os_errors_name
 
 PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 

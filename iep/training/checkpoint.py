@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from iep.errors import InputError
-from iep.files import write_bytes
 from iep.original import from_original, is_original, safe_globals
+from iep.runtime.files import write_bytes
 
 FORMAT = "iep-checkpoint-1"
 PARTS_OF_A_MODEL = {"networks": dict, "vocab": dict}

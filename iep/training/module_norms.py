@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.distributed import rank, total, world_size
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
+from iep.runtime.distributed import rank, total, world_size
 from iep.training.freezing import is_trained
 
 

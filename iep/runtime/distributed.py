@@ -1,14 +1,17 @@
-"""Processes that work on one job together, as torchrun starts them: who this one is, and how they tell each other.
+"""The processes of one job: who they are, what they tell each other, and how an error of one ends all, told once.
 
 Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands put their work
 inside `joined()`; what travels are small things on the CPU (gloo). Gradients are torch's DistributedDataParallel's.
+The functions below `Trouble` must be called by every process at the same places; with one process they do nothing but
+raise.
 """
 
 import os
 import signal
+import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from iep.errors import InputError
-from iep.signals import end_with_parent, unanswered
+from iep.runtime.signals import end_with_parent, unanswered
 
 PATIENCE_SECONDS = 600
 """How long the first process waits for the others to come."""
@@ -176,3 +179,75 @@ def broadcast(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+Trouble = tuple[int, Exception]
+"""Where in the work, and what went wrong there."""
+
+
+def first_trouble(trouble: Trouble | None) -> Trouble | None:
+    """The earliest trouble of any process, in every process."""
+    troubles = gather(trouble)
+    return broadcast(min(filter(None, troubles), key=lambda each: each[0], default=None) if is_main() else None)
+
+
+def end_with(error: Exception) -> None:
+    """End this process: the main one by raising `error`, which is told there, the others without a word.
+
+    Raises:
+        Exception: `error`, in the main process.
+        SystemExit: in the others.
+    """
+    if is_main():
+        raise error
+    sys.exit(1)
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `make()` returns, or what it raises of errors that a user is told."""
+    try:
+        return make(), None
+    except (InputError, OSError) as error:
+        return None, error
+
+
+def raise_any(error: Exception | None) -> None:
+    """End every process where one has an error.
+
+    Raises:
+        Exception: that of the first such process, in the main one; the others exit.
+    """
+    if any_rank(error is not None):
+        end_with(first_trouble(None if error is None else (0, error))[1])
+
+
+def main_first(make: Callable[[], T]) -> T:
+    """What `make()` returns; the main process makes its own first, so that others find what it leaves (a download).
+
+    Raises:
+        InputError: as `make` in any process.
+        OSError: likewise.
+    """
+    made, error = attempt(make) if is_main() else (None, None)
+    raise_any(error)
+    if not is_main():
+        made, error = attempt(make)
+    raise_any(error)
+    return made
+
+
+def by_main(make: Callable[[], T]) -> T:
+    """What `make()` returns in the main process, the only one to call it; it must be picklable.
+
+    Raises:
+        InputError: as `make`.
+        OSError: likewise.
+    """
+    made, error = attempt(make) if is_main() else (None, None)
+    raise_any(error)
+    return broadcast(made)
+
+
+def on_one_machine() -> bool:
+    """Whether all processes of the job see the same disk cache."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size()

@@ -4,8 +4,8 @@ import resource
 
 import torch
 
-from iep.distributed import local_rank, local_world_size, world_size
 from iep.errors import InputError
+from iep.runtime.distributed import local_rank, local_world_size, world_size
 
 
 def resolve_device(name: str) -> torch.device:

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import os_errors_name, remove_temporaries
+from iep.runtime.files import os_errors_name, remove_temporaries
 
 LOCK = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)

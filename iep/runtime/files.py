@@ -1,14 +1,23 @@
-"""Files that are written whole or not at all, and JSON that is named when it cannot be read."""
+"""Files that are written whole or not at all, JSON that is named when it cannot be read, and checksums of arrays.
+
+A checksum is a short number that changes when its array is damaged, kept in an HDF5 file beside what it is of.
+
+Shapes: N rows.
+"""
 
 import errno
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from iep.errors import InputError
 
@@ -149,3 +158,18 @@ def read_json_text(path: Path) -> str:
 def not_json(path: Path, error: json.JSONDecodeError) -> InputError:
     """What is wrong with the JSON in the file `path`, as one line."""
     return InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})")
+
+
+def row_checksums(rows: np.ndarray) -> np.ndarray:
+    """(N,) uint32: CRC-32 of the bytes of each row of a C-contiguous array (N, ...)."""
+    bytes_NB = rows.reshape(len(rows), -1).view(np.uint8)
+    return np.fromiter((zlib.crc32(row_B) for row_B in bytes_NB), dtype=np.uint32, count=len(rows))
+
+
+def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """16 hexadecimal digits of the SHA-256 of integer arrays' names, shapes and values, in whatever order and width."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].shape} ".encode())
+        digest.update(np.ascontiguousarray(arrays[name], dtype="<i8").data)
+    return digest.hexdigest()[:16]

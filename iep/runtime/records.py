@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from iep.files import os_errors_name, write_bytes
+from iep.runtime.files import os_errors_name, write_bytes
 
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
 VALIDATION = "validation_accuracy"

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from iep.files import atomic_path
+from iep.runtime.files import atomic_path
 
 DPI = 150
 
