@@ -25,10 +25,9 @@ from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
 from iep.features import Features
-from iep.new_words import count_new_words
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
-from iep.vocab import Vocab
+from iep.vocab import Vocab, count_new_words
 
 BASELINES: dict[str, type[nn.Module]] = {
     "lstm": LSTMBaseline,
@@ -58,6 +57,10 @@ LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "cla
 """Constructor arguments that say how many layers there are, or list the widths of them."""
 VARIANCES, COUNTS = "running_var", "num_batches_tracked"
 """How torch's batch norms name what is never below 0, and what is a whole number."""
+PARTS_WITH_WORDS = ("encoder", "rnn")
+"""What holds the words of a generator and of a baseline, as `--freeze` names it."""
+NEW_WORDS_STD = 0.01
+"""Of the new words' embeddings, as the original toolkit draws them."""
 Shape = tuple[int, int, int]
 
 
@@ -352,3 +355,24 @@ def features_shape(network: nn.Module) -> tuple[int, ...]:
 
 def _name(network: nn.Module) -> str:
     return next(name for name, kind in CLASSES.items() if type(network) is kind)
+
+
+def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:
+    """Give the network `name`, a generator or a baseline, N = `count` more question words, ready to learn these.
+
+    Johnson et al. 2017 (Inferring and Executing Programs, section 4.5) fine-tune on questions that people asked, in
+    words that CLEVR does not have. `iep-preprocess --expand-vocab` puts such words after the old ones.
+
+    The embeddings (V, E) become (V + N, E): the old rows bit for bit as they were, the new ones normal with a standard
+    deviation of 0.01, a function of `seed`. The network's `kwargs` say so too.
+    """
+    words = _embedding(network, name)
+    generator = torch.Generator().manual_seed(seed)
+    new_NE = torch.randn(count, words.embedding_dim, generator=generator) * NEW_WORDS_STD
+    words.weight = nn.Parameter(torch.cat([words.weight.detach(), new_NE.to(words.weight)]), words.weight.requires_grad)
+    words.num_embeddings += count
+    network.kwargs = network.kwargs | {"num_question_tokens": words.num_embeddings}
+
+
+def _embedding(network: nn.Module, name: str) -> nn.Embedding:
+    return network.get_submodule("encoder_embed" if name == "generator" else "rnn.embed")

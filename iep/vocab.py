@@ -106,3 +106,9 @@ def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
     if tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
         raise InputError(f"{source}: {key}: expected {', '.join(SPECIAL_TOKENS)} at indices 0 to 3")
     return tokens
+
+
+def count_new_words(trained: Vocab, given: Vocab) -> int:
+    """N, the number of question words that `given` has after all those of `trained`; 0 where it is not so made."""
+    known = len(trained.question)
+    return len(given.question) - known if given.question[:known] == trained.question else 0

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 
 from iep.asking.arrangement import LEFT, arrange, wrapped
 from iep.asking.layout import tidy_columns
-from iep.program_tree import program_tree
+from iep.programs import program_tree
 
 TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
 programs = st.lists(st.sampled_from(TOKENS), max_size=60)

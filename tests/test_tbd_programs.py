@@ -15,7 +15,7 @@ from iep.execution_engine.modules import IEP
 from iep.execution_engine.program_plan import plan_programs
 from iep.execution_engine.tbd import TBD
 from iep.execution_engine.trace import trace
-from iep.program_tree import program_tree, tokens_run, without
+from iep.programs import program_tree, tokens_run, without
 
 
 def plan_of(*texts, **kwargs):

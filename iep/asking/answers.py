@@ -17,7 +17,7 @@ from iep.datasets import Batch
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.families import family
 from iep.execution_engine.family import tree_run
-from iep.program_tree import ProgramTree
+from iep.programs import ProgramTree
 from iep.vocab import NULL, Vocab
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from iep.asking.layout import tidy_columns
-from iep.program_tree import ProgramTree
+from iep.programs import ProgramTree
 
 LEFT, GAP = 3.6, 0.45
 """Width of the left column; between it and the tree."""

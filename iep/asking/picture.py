@@ -22,16 +22,16 @@ from matplotlib.textpath import TextToPath
 from PIL import Image
 from torch.nn import functional
 
-from iep.asking import LOOKS, MOST_WORDS
 from iep.asking.answers import Answer, Asker
 from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
 from iep.asking.fonts import fonts_for
 from iep.asking.looks import look_maps, to_unit
-from iep.asking.words import some
+from iep.asking.words import MOST_WORDS, some
+from iep.config import LOOKS
 from iep.errors import InputError
 from iep.execution_engine.trace import trace
 from iep.preprocess.images import open_image
-from iep.program_tree import NOT_USED, Node, ProgramTree
+from iep.programs import NOT_USED, Node, ProgramTree
 from iep.runtime.pictures import DPI, save
 
 MOST_NODES = 200

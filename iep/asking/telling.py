@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from iep.asking import MOST_WORDS
 from iep.asking.answers import Answer
+from iep.asking.words import MOST_WORDS
 from iep.evaluation.prediction_file import words
-from iep.program_tree import named, tokens_run, tree_lines
+from iep.programs import named, tokens_run, tree_lines
 
 
 def describe(answer: Answer, top: int, picture: Path | None = None, with_question: bool = True) -> str:

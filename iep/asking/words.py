@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from iep.errors import InputError, nearest
 from iep.execution_engine.family import Family, misfits
-from iep.program_tree import program_tree
-from iep.programs import prefix_to_json
+from iep.programs import prefix_to_json, program_tree
 from iep.vocab import END, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 Read = TypeVar("Read")
+MOST_WORDS = 10
+"""Unknown words, ignored tokens and the like that are told or drawn one by one."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.asking import DEFAULT_LOOK, LOOKS
 from iep.cli.common import Command
 from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
+from iep.config import DEFAULT_LOOK, LOOKS, Evaluation
 from iep.errors import InputError
-from iep.evaluation.settings import Evaluation
 from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:

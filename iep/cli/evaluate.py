@@ -8,8 +8,7 @@ import click
 
 from iep.cli.common import Command
 from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS
-from iep.evaluation.settings import Evaluation
+from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
 from iep.runtime.locks import alone_in
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from iep.execution_engine.family import Family, tree_run
-from iep.program_tree import Node, program_tree
+from iep.programs import Node, program_tree
 from iep.vocab import Vocab
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import commonest
+from iep.config import EVALUATED, Evaluation
 from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.datasets import ClevrDataset
 from iep.errors import InputError
@@ -19,7 +20,6 @@ from iep.evaluation.outputs import OUTPUTS, write_outputs
 from iep.evaluation.page_images import Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
-from iep.evaluation.settings import PARTS, Evaluation
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.loader import Loading
@@ -131,7 +131,7 @@ def _report(
         peak_memory_gb=memory / 1e9,
         device=",".join(settings.devices) or device,
         programs=_describe_programs(settings),
-        checkpoints={name: str(path) for name in PARTS if (path := getattr(settings, name)) is not None},
+        checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
         baselines=baselines,
     )
 

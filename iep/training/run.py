@@ -22,6 +22,8 @@ from iep.networks import (
     DESCRIPTIONS,
     FEATURE_SIDES,
     NETWORKS,
+    PARTS_WITH_WORDS,
+    add_words,
     baseline_kwargs,
     build,
     check_features,
@@ -36,7 +38,6 @@ from iep.networks import (
     unpack,
     with_module_norm,
 )
-from iep.new_words import PARTS_WITH_WORDS, add_words
 from iep.ordering import Order, make_order, program_lengths
 from iep.question_families import family_filter, listed
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
