@@ -155,7 +155,7 @@ class Config:
     """CLEVR-CoGenT's splits are trainA, valA and valB."""
     families: str | None = None
     """Train and validate on the questions of these families only: a JSON or YAML file that lists them, or short or long
-    (see `iep/question_families.py`). What follows counts the questions that these leave."""
+    (see `iep/data/question_families.py`). What follows counts the questions that these leave."""
     num_train_samples: int | None = setting(None, minimum=1)
     """Train on the first so many questions."""
     skip_val_samples: int = setting(0, minimum=0)

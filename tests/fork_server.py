@@ -164,7 +164,7 @@ def _be_killed() -> None:
 
 def _write_in_place() -> None:
     """A mistake: checkpoints are written where they stand, a little at a time."""
-    from iep.training import checkpoint
+    from iep.models import checkpoint
 
     def write_bytes(target: Path, content: bytes) -> None:
         with open(target, "wb", buffering=0) as file:

@@ -17,7 +17,7 @@ from iep.asking.loading import Asking, make_asker
 from iep.asking.telling import describe
 from iep.asking.words import nearest_word
 from iep.evaluation.predict import Predictor
-from iep.training.checkpoint import load_checkpoint
+from iep.models.checkpoint import load_checkpoint
 
 QUESTION = "How many small things are there?"
 

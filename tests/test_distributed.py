@@ -12,7 +12,7 @@ from processes import environment, free_port, together
 from torch import nn
 from torch.nn import functional
 
-from iep.ordering import deal, step_numbers, step_seed
+from iep.data.ordering import deal, step_numbers, step_seed
 from iep.runtime import distributed
 from iep.training.sync_norm import synchronize_norms
 

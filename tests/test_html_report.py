@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_than
 
-from iep.data_files import Questions
+from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.curves import CHARTS, MOST_POINTS, thinned, training_runs
 from iep.evaluation.html_report import PAGE, SCRIPTS, STYLES, render

@@ -11,8 +11,8 @@ from evaluate_cases import iep_eval
 from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, write_data, write_h5
 
 from iep.cli.train import main as train_main
-from iep.networks import NEW_WORDS_STD, add_words, build
-from iep.training.checkpoint import load_checkpoint
+from iep.models.build import NEW_WORDS_STD, add_words, build
+from iep.models.checkpoint import load_checkpoint
 from iep.vocab import count_new_words
 
 NEW = ("hello", "world", "Ünï")

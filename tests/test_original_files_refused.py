@@ -20,8 +20,8 @@ from original_cases import baseline_file, engine_file, generator_file, vocab, wr
 from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny_config
 
 from iep.errors import InputError
-from iep.networks import load_network
-from iep.training.checkpoint import load_checkpoint
+from iep.models.build import load_network
+from iep.models.checkpoint import load_checkpoint
 from iep.training.run import train
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from processes import together
 
 import iep.preprocess.features as features_module
 from iep.cli.preprocess import main
+from iep.data.features import Features
 from iep.errors import InputError
-from iep.features import Features
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.features import preprocess_features

@@ -13,8 +13,8 @@ from tiny_data import TINY, assert_one_error, newest, tiny_config
 from torch import Tensor
 
 from iep.cli.train import main
-from iep.datasets import Batch
-from iep.training.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
+from iep.data.datasets import Batch
+from iep.models.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
 from iep.training.loop import Trainer, step_seed
 from iep.training.run import train
 

@@ -17,7 +17,7 @@ from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main as iep_preprocess
 from iep.cli.synth import main as iep_synth
 from iep.cli.train import main as iep_train
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.runtime.locks import LOCK, alone_in
 from iep.training.loop import Trainer

@@ -12,17 +12,17 @@ import torch
 from processes import together
 from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
-import iep.training.checkpoint
+import iep.models.checkpoint
 import iep.training.run
 from iep.config import Config
-from iep.data_files import read_questions
-from iep.datasets import ClevrDataset
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.ordering import deal
+from iep.data.question_file import read_questions
 from iep.errors import InputError
-from iep.features import Features
-from iep.networks import build, engine_kwargs
-from iep.ordering import deal
+from iep.models.build import build, engine_kwargs
+from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
-from iep.training.checkpoint import BEST, load_checkpoint, step_name
 from iep.training.parallel import Replicas
 from iep.training.run import load_start, train
 from iep.training.tasks import EngineTask, Execution
@@ -193,7 +193,7 @@ def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
 
 def _load_where_one_process_sees_an_older_run(out: Path) -> int:
     if rank() == 1:
-        iep.training.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
+        iep.models.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
     return load_start(out).content["step"]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iep.asking.words import Words, read_each, read_program, read_question
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.families import family
 from iep.execution_engine.family import tree_run

@@ -11,10 +11,10 @@ from iep.asking.answers import Asker
 from iep.asking.sight import Sight, likely_sight, see, sight_of
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
-from iep.networks import check_vocab, load_baseline, looks, place, unpack
+from iep.models.build import check_vocab, load_baseline, looks, place, unpack
+from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.preprocess.backbones import Patches, ResNet
 from iep.runtime.devices import resolve_device
-from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab
 
 Say = Callable[[str], None]

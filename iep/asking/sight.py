@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.errors import InputError
-from iep.networks import check_features, features_shape
+from iep.models.build import check_features, features_shape
 from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
 from iep.preprocess.features import image_features
 

@@ -31,7 +31,7 @@ from iep.errors import InputError
 from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
-    from iep.training.checkpoint import Saved
+    from iep.models.checkpoint import Saved
 
 
 @click.command(cls=Command)

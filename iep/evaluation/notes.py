@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from iep.data_files import Questions, split_files
+from iep.data.features import Features
+from iep.data.question_file import Questions, split_files
 from iep.evaluation.outcome import Outcome
 from iep.evaluation.outputs import ANSWERS, ANSWERS_JSON
 from iep.evaluation.page_images import Pictures
-from iep.features import Features
 
 
 def types_note(outcome: Outcome, split: str) -> str | None:

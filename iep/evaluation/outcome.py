@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from iep.data_files import Questions
+from iep.data.question_file import Questions
 from iep.evaluation.metrics import Scores, exact_match, question_types, score
 from iep.evaluation.predict import Predictions
 from iep.evaluation.prediction_file import prediction_rows

@@ -9,8 +9,10 @@ from tqdm import tqdm
 
 from iep.baselines import commonest
 from iep.config import EVALUATED, Evaluation
-from iep.data_files import Questions, Split, open_split, read_questions, split_files, training_split
-from iep.datasets import ClevrDataset
+from iep.data.datasets import ClevrDataset
+from iep.data.loader import Loading
+from iep.data.question_families import family_filter
+from iep.data.question_file import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.metrics import Scores, count_types, question_types, score
@@ -22,10 +24,8 @@ from iep.evaluation.predict import Predictor, predict
 from iep.evaluation.report import Report
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
-from iep.loader import Loading
-from iep.networks import check_features, describe_other_features, load_baseline, load_network, place_engine
+from iep.models.build import check_features, describe_other_features, load_baseline, load_network, place_engine
 from iep.programs import QUESTION_TYPES
-from iep.question_families import family_filter
 from iep.runtime.devices import peak_memory
 from iep.runtime.distributed import gather, is_main
 from iep.runtime.files import check_writable

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
+from iep.data.features import IMAGES, IMAGES_DIGEST, Features
+from iep.data.hdf5 import read_attributes
 from iep.errors import InputError
-from iep.features import IMAGES, IMAGES_DIGEST, Features
-from iep.hdf5 import read_attributes
 from iep.preprocess.recipe import FORMAT, Recipe, is_current, is_sound, opened, value_digest, write_recipe
 from iep.runtime.distributed import (
     Trouble,

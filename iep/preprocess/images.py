@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
+from iep.data.loader import worker_options
 from iep.errors import InputError
-from iep.loader import worker_options
 from iep.runtime.signals import waited_for
 
 _OF_16_BITS = ("PNG", "PPM")

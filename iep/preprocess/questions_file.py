@@ -15,10 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from iep.data_files import CONTENT_DIGEST
-from iep.data_files import read_questions as read_questions_file
+from iep.data.hdf5 import read_attributes
+from iep.data.question_file import CONTENT_DIGEST
+from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
-from iep.hdf5 import read_attributes
 from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
 from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened, write_recipe
 from iep.runtime.files import arrays_digest, atomic_path, os_errors_name

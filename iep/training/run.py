@@ -11,14 +11,16 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.config import BASELINES, CONFIG, Config, EngineConfig, to_dict, to_yaml, update
-from iep.data_files import Questions, Split, open_split, split_files
-from iep.datasets import Batches, ClevrDataset, sequential_batches, training_batches
+from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
+from iep.data.loader import Loading
+from iep.data.ordering import Order, make_order, program_lengths
+from iep.data.question_families import family_filter, listed
+from iep.data.question_file import Questions, Split, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
-from iep.loader import Loading
-from iep.networks import (
+from iep.models.build import (
     DESCRIPTIONS,
     FEATURE_SIDES,
     NETWORKS,
@@ -38,11 +40,9 @@ from iep.networks import (
     unpack,
     with_module_norm,
 )
-from iep.ordering import Order, make_order, program_lengths
-from iep.question_families import family_filter, listed
+from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
-from iep.training.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.loop import Trainer
 from iep.training.module_norms import check_module_norm

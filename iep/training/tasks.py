@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.evaluation.metrics import exact_match
 from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.decode import greedy, sample

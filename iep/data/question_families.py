@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from iep.data_files import Questions, read_questions
+from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
 from iep.vocab import END, NULL, START, Vocab
 

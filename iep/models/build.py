@@ -21,12 +21,12 @@ from iep.baselines.cnn_lstm import CNNLSTMBaseline
 from iep.baselines.lstm import LSTMBaseline
 from iep.baselines.stacked_attention import StackedAttentionBaseline
 from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
+from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
-from iep.features import Features
+from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
-from iep.training.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.vocab import Vocab, count_new_words
 
 BASELINES: dict[str, type[nn.Module]] = {

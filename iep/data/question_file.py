@@ -14,9 +14,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from iep.data.features import Features
+from iep.data.hdf5 import REMEDY, damage_named, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.features import Features
-from iep.hdf5 import REMEDY, damage_named, open_hdf5, read_attributes
 from iep.runtime.files import arrays_digest
 from iep.vocab import Vocab
 

@@ -3,7 +3,7 @@
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
 step, resolved config, which question families the config's file lists, vocabulary, and how the features that it was
 trained on were made of images. Random states are none of it: a step's chance is a function of the seed and its number.
-A run keeps its newest checkpoints by number, and the best. Building networks from one is `networks.py`. Checkpoints of
+A run keeps its newest checkpoints by number, and the best. Building networks from one is `build.py`. Checkpoints of
 the original toolkit load as well, to start from or to evaluate.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from iep.errors import InputError
-from iep.original import from_original, is_original, safe_globals
+from iep.models.original import from_original, is_original, safe_globals
 from iep.runtime.files import write_bytes
 
 FORMAT = "iep-checkpoint-1"
@@ -85,7 +85,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict[str, Any]:
     """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else its
-    newest. Of a checkpoint of the original toolkit, what `iep.original.from_original` makes of it.
+    newest. Of a checkpoint of the original toolkit, what `iep.models.original.from_original` makes of it.
 
     `parts` are the keys that it must have and the kinds of their values.
 

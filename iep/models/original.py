@@ -3,7 +3,7 @@
 The original saves with torch a dictionary of, for each of `program_generator`, `execution_engine` and `baseline`, the
 constructor's arguments (`_kwargs`) and the weights (`_state`), either None where there is no such network; `vocab`;
 `args`, its command line; and statistics. Weights keep their names but for modules that never run. What the arguments
-mean there is written down here; reading the file safely is `training/checkpoint.py`'s.
+mean there is written down here; reading the file safely is `checkpoint.py`'s.
 """
 
 import argparse

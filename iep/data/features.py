@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 import torch
 
+from iep.data.hdf5 import HDF5_ERRORS, REMEDY, damage_named, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.hdf5 import HDF5_ERRORS, REMEDY, damage_named, open_hdf5, read_attributes
 from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank, raise_any
 from iep.runtime.files import row_checksums
 from iep.runtime.memory import SharedMemory, attach, available_memory

@@ -1,6 +1,6 @@
 """Questions and features -> minibatches, read in the loader's workers, where the engine's plan is made too.
 
-Which questions make up a batch is `ordering.py`; what the files hold, `data_files.py`; the workers, `loader.py`.
+Which questions make up a batch is `ordering.py`; what the files hold, `question_file.py`; the workers, `loader.py`.
 
 Shapes: B examples, N distinct images of a batch, T question tokens, L program tokens, C H W feature maps.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from iep.data_files import Questions
+from iep.data.features import Features
+from iep.data.loader import HERE, Batches, Loading
+from iep.data.ordering import Order, deal, step_numbers
+from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.execution_engine.program_plan import Planner, ProgramPlan
-from iep.features import Features
-from iep.loader import HERE, Batches, Loading
-from iep.ordering import Order, deal, step_numbers
 
 
 @dataclass(frozen=True)
