@@ -1,7 +1,7 @@
 """Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
 
 Covers tokenising a question and reading and writing the file. Building a vocabulary from question files is
-`preprocess/questions.py`.
+`preprocess/encode_questions.py`.
 """
 
 import hashlib

@@ -21,7 +21,13 @@ from types import TracebackType
 from typing import NoReturn
 
 COMMANDS = ("train", "evaluate", "preprocess", "synth")
-MODULES = ("training.run", "evaluation.run", "evaluation.report", "preprocess.features", "preprocess.backbones")
+MODULES = (
+    "iep.training.run",
+    "iep.evaluation.run",
+    "iep.evaluation.report",
+    "iep.preprocess.compute_features",
+    "iep.preprocess.backbones",
+)
 PATIENCE = 60.0
 
 
@@ -84,7 +90,7 @@ class Server:
 
 
 def _serve() -> None:
-    for name in (*(f"iep.cli.{name}" for name in COMMANDS), *(f"iep.{name}" for name in MODULES), "torch._dynamo"):
+    for name in (*(f"iep.cli.{name}" for name in COMMANDS), *MODULES, "torch._dynamo"):
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
@@ -143,7 +149,7 @@ def _become(request: dict) -> NoReturn:
 
 def _flush_often() -> None:
     """Features are recorded after every batch, so that kills meet the recording."""
-    from iep.preprocess import features
+    from iep.preprocess import compute_features as features
 
     preprocess = features.preprocess_features
     features.preprocess_features = lambda *args, **kwargs: preprocess(*args, **kwargs, flush_seconds=0)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.lstm import LSTMBaseline
 from iep.baselines.parts import QuestionEncoder
+from iep.baselines.question_lstm import LSTMBaseline
 from iep.baselines.stacked_attention import StackedAttention, StackedAttentionBaseline
 from iep.execution_engine.modules import UnaryModule
 from iep.models.build import BASELINES, build

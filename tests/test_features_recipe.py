@@ -18,7 +18,7 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches, ResNet, backbone_of
-from iep.preprocess.features import image_features
+from iep.preprocess.compute_features import image_features
 from iep.training.run import train
 
 PATCHES_OF_2 = {

@@ -20,7 +20,7 @@ from tiny_data import CHANNELS, GRID, TEST, TINY, TRAIN, VAL, VOCAB, arrays, fea
 from iep.cli.preprocess import main as preprocess_main
 from iep.cli.train import main as train_main
 from iep.models.checkpoint import load_checkpoint
-from iep.preprocess.questions import build_vocab, encode, expand_vocab, load_questions
+from iep.preprocess.encode_questions import build_vocab, encode, expand_vocab, load_questions
 from iep.training.run import train
 from iep.vocab import Vocab
 

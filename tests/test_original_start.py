@@ -18,7 +18,7 @@ from iep.config import read_config
 from iep.models.build import load_baseline, load_network
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches
-from iep.preprocess.features import image_features
+from iep.preprocess.compute_features import image_features
 
 CPU = torch.device("cpu")
 SIDES = {"feature_dim": (CHANNELS, GRID, GRID)}

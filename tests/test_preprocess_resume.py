@@ -19,7 +19,7 @@ from iep.runtime.files import read_json
 KILLED_RUN = """
 import sys, time
 from pathlib import Path
-import iep.preprocess.features as features
+import iep.preprocess.compute_features as features
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from fork_server import Server
 from tiny_data import TINY
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.runtime import signals
 from iep.runtime.signals import Stopped, answering, deferred, handled, waited_for
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from iep.errors import InputError
 from iep.models.build import check_features, features_shape
 from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
-from iep.preprocess.features import image_features
+from iep.preprocess.compute_features import image_features
 
 DTYPES = ("float32", "float16")
 

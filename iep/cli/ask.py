@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
 from iep.config import DEFAULT_LOOK, LOOKS, Evaluation
 from iep.errors import InputError

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
 from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
 from iep.runtime.locks import alone_in

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS, Evaluation
 from iep.errors import InputError
 

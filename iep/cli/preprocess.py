@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import backbone_options, chosen_backbone
 from iep.config import RESNET
 from iep.errors import InputError
@@ -92,8 +92,8 @@ def main(
     if expand_vocab and not vocab:
         raise click.UsageError("--expand-vocab goes with --vocab FILE")
     # Imported late: `--help` should not wait for torch.
-    from iep.preprocess.features import preprocess_features
-    from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
+    from iep.preprocess.compute_features import preprocess_features
+    from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
 

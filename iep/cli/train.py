@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import CommaList, families_option, placement_options, where
 from iep.config import (
     BATCHING,

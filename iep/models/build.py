@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.lstm import LSTMBaseline
+from iep.baselines.question_lstm import LSTMBaseline
 from iep.baselines.stacked_attention import StackedAttentionBaseline
 from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.data.features import Features

@@ -1,7 +1,7 @@
 """Where a CLEVR directory keeps its images and questions: directory -> splits, image paths by index, question objects.
 
 Covers CLEVR v1.0 (and directories of the same layout, such as CLEVR-CoGenT) and CLEVR-Humans' question files. What
-the questions mean is `questions.py`; decoding images, `images.py`.
+the questions mean is `encode_questions.py`; decoding images, `images.py`.
 """
 
 import json

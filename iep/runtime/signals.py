@@ -2,7 +2,7 @@
 
 Within `handled()` the first signal raises `Stopped` in the main thread, wherever that is; inside of `deferred()` it
 waits for the block's end, and in `waited_for` for what comes next. A second signal ends the process at once, which is
-what the system does by default. Saying the line and exiting is `cli/common.py`; what a stopped training run saves,
+what the system does by default. Saying the line and exiting is `cli/command.py`; what a stopped training run saves,
 `training/loop.py`.
 """
 

@@ -1,7 +1,7 @@
 """How far blind guessing gets: for each question type, the share of its commonest answer, and the whole file's average.
 
-Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; it reaches about 42% there. Run as
-`python -m iep.synth.balance QUESTIONS.json ...` it prints the table of questions files with answers and programs.
+Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; it reaches about 42% there.
+`python -m iep.cli.balance QUESTIONS.json ...` prints the table of questions files with answers and programs.
 """
 
 from collections import Counter
@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import click
-
-from iep.cli.common import Command
 from iep.errors import InputError
 from iep.programs import QUESTION_TYPES, call_token, question_type
 from iep.runtime.files import read_json
@@ -82,15 +79,3 @@ def tally_file(path: Path) -> Tally:
             raise InputError(f"{path}: question {position} has no answer or no program, nothing to weigh")
         tally.add(question["program"], spelled(question["answer"]))
     return tally
-
-
-@click.command(cls=Command)
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-def main(files: tuple[Path, ...]) -> None:
-    """Print the share of the commonest answer per question type for CLEVR questions FILES."""
-    for path in files:
-        click.echo(f"{path}\n{table(tally_file(path))}")
-
-
-if __name__ == "__main__":
-    main()

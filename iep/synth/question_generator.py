@@ -3,7 +3,7 @@
 For every question the wanted answer comes first (the one that its family has given least), then a seeded search for
 phrases that give it. Ill-posed questions never arise (`unique` gets one object), nor degenerate ones: dropping a
 relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Finding phrases
-is `search.py`, wording `language.py`, the families `templates.py`. Shape suffix: D descriptions.
+is `search.py`, wording `phrases.py`, the families `templates.py`. Shape suffix: D descriptions.
 """
 
 from collections import Counter
@@ -15,8 +15,7 @@ import numpy as np
 
 from iep.programs import prefix_to_json
 from iep.synth.executor import Facts
-from iep.synth.language import word
-from iep.synth.phrases import Phrase, bits, mentions
+from iep.synth.phrases import Phrase, bits, mentions, word
 from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describe_set, search_on
 from iep.synth.templates import FAMILIES, Family
 from iep.synth.world import ATTRIBUTES, VALUES

@@ -1,7 +1,7 @@
 """Question files -> vocab.json and {split}_questions.h5 in the original toolkit's format.
 
 Decides what is already done, which vocabulary is used, and writes each file whole or not at all. Reading and encoding
-questions is `questions.py`.
+questions is `encode_questions.py`.
 """
 
 import io
@@ -19,7 +19,7 @@ from iep.data.hdf5 import read_attributes
 from iep.data.question_file import CONTENT_DIGEST
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
-from iep.preprocess.questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
+from iep.preprocess.encode_questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
 from iep.preprocess.recipe import FORMAT, Recipe, file_digest, is_current, is_sound, opened, write_recipe
 from iep.runtime.files import arrays_digest, atomic_path, os_errors_name
 from iep.vocab import Vocab

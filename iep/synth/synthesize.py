@@ -3,9 +3,10 @@
 Images are made in fixed blocks, each a pure function of the options and its place: the files' bytes do not depend on
 the number of workers. Within a block the answers of every family are kept in balance. A run that was cut short goes on
 where it stopped, keeping the images that are whole. What the world looks like is `scenes.py` and `renderer.py`, what is
-asked `questions.py`.
+asked `question_generator.py`.
 """
 
+import io
 import json
 import multiprocessing
 import os
@@ -21,16 +22,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
+from PIL import Image
+
 from iep.errors import InputError
-from iep.runtime.files import read_json, write_json
+from iep.runtime.files import atomic_path, os_errors_name, read_json, write_json
 from iep.runtime.locks import LOCK
 from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
-from iep.synth.options import SPLITS, Options
-from iep.synth.questions import Question, ask
+from iep.synth.presets import SPLITS, Options
+from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
-from iep.synth.writer import is_whole_png, list_file, write_png
 
 BLOCK = 50
 SCENE_TRIES = 5
@@ -244,3 +247,52 @@ def _claim(out: Path, options: Options, force: bool) -> None:
             if (out / part).exists():
                 shutil.rmtree(out / part)
     write_json(path, record, indent=2)
+
+
+PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+
+
+@contextmanager
+def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
+    """A JSON file whose list's entries are added as text, written whole or not at all."""
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
+        separator = ""
+
+        def write(text: str) -> None:
+            with os_errors_name(path):  # here, because another list's file may be open inside this one's block
+                file.write(text)
+
+        def add(text: str) -> None:
+            nonlocal separator
+            write(separator + text)
+            separator = ", "
+
+        write(head)
+        yield add
+        write("]}\n")
+
+
+def write_png(path: Path, image_HW3: np.ndarray) -> None:
+    """Write a picture, (height, width, 3) uint8, as PNG: whole or not at all."""
+    content = io.BytesIO()
+    Image.fromarray(image_HW3).save(content, "PNG", compress_level=1)
+    # Not flushed to disk one by one, which would cost more than drawing them: a picture that a power cut left short
+    # is found by its end, and made again.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with os_errors_name(path):
+            temporary.write_bytes(content.getvalue())
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_whole_png(path: Path) -> bool:
+    """Whether a picture stands there to its last byte."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(PNG_END), io.SEEK_END)
+            return file.read() == PNG_END
+    except OSError:  # absent, or shorter than a PNG's end
+        return False

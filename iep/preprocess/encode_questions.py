@@ -2,7 +2,7 @@
 
 A question file is read once into `QuestionSet`: every distinct token is interned in order of first sight, so that
 counting for a vocabulary and encoding with one are array operations afterwards. Writing the arrays is
-`questions_file.py`; the token rules are `iep.vocab.tokenize` and `iep.programs.json_to_prefix`.
+`write_questions.py`; the token rules are `iep.vocab.tokenize` and `iep.programs.json_to_prefix`.
 
 Shapes: N questions, T question tokens, L program tokens.
 """

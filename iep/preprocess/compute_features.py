@@ -1,7 +1,7 @@
 """The images of a split -> {split}_features.h5: decode, resize, run the backbone, write, batch by batch.
 
 Memory holds a bounded number of batches, whatever the number of images. The parts are `images.py`, `backbones.py` and
-`features_file.py`.
+`write_features.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from iep.errors import InputError
 from iep.preprocess.backbones import Patches, ResNet
-from iep.preprocess.features_file import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
+from iep.preprocess.write_features import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
 from iep.runtime.distributed import by_main, is_main, main_first, rank, world_size
 
 
