@@ -22,9 +22,9 @@ from typing import NoReturn
 
 COMMANDS = ("train", "evaluate", "preprocess", "synth")
 MODULES = (
-    "iep.training.run",
-    "iep.evaluation.run",
-    "iep.evaluation.report",
+    "iep.training.run_training",
+    "iep.evaluation.run_evaluation",
+    "iep.evaluation.json_report",
     "iep.preprocess.compute_features",
     "iep.preprocess.backbones",
 )

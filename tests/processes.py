@@ -15,7 +15,9 @@ from typing import Any
 PATIENCE_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["iep.training.run", "iep.evaluation.run", "iep.preprocess.compute_features"])
+_context.set_forkserver_preload(
+    ["iep.training.run_training", "iep.evaluation.run_evaluation", "iep.preprocess.compute_features"]
+)
 
 
 def together(function: Callable[..., Any], *arguments: Any, world_size: int = 2) -> list[Any]:

@@ -4,8 +4,7 @@ import hypothesis.strategies as st
 from batching_cases import quick
 from hypothesis import example, given, settings
 
-from iep.asking.arrangement import LEFT, arrange, wrapped
-from iep.asking.layout import tidy_columns
+from iep.asking.arrangement import LEFT, arrange, tidy_columns, wrapped
 from iep.programs import program_tree
 
 TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]

@@ -32,7 +32,7 @@ from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.files import write_json
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
-from iep.training.run import TORCHRUN
+from iep.training.run_training import TORCHRUN
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from iep.data.ordering import deal, step_numbers, step_seed
 from iep.runtime import distributed
-from iep.training.sync_norm import synchronize_norms
+from iep.training.joined_norms import synchronize_norms
 
 
 def test_one_process_is_alone_and_waits_for_nobody():

@@ -19,7 +19,7 @@ from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches, ResNet, backbone_of
 from iep.preprocess.compute_features import image_features
-from iep.training.run import train
+from iep.training.run_training import train
 
 PATCHES_OF_2 = {
     "backbone": "patches",

@@ -15,7 +15,7 @@ from iep.errors import InputError
 from iep.models.build import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 from iep.training.freezing import freeze, modules_of, parts_of, train_mode
-from iep.training.run import train
+from iep.training.run_training import train
 
 SETTINGS = {
     "pg": ("generator.dropout=0.5", "generator.num_layers=2"),

@@ -38,7 +38,7 @@ from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.runtime.memory import SharedMemory, _left_in_groups, attach
 from iep.runtime.signals import handled
-from iep.training.run import train
+from iep.training.run_training import train
 
 SHAPE = (IMAGES, CHANNELS, GRID, GRID)
 

@@ -21,7 +21,7 @@ from iep.cli.preprocess import main as preprocess_main
 from iep.cli.train import main as train_main
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.encode_questions import build_vocab, encode, expand_vocab, load_questions
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.vocab import Vocab
 
 # Its files, read by us

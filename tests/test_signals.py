@@ -223,7 +223,7 @@ def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monk
 def test_a_command_that_is_only_starting_ends_with_a_line(tmp_path: Path, number: int, code: int, after: float):
     """0.1 s is among the first imports."""
     waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
-    waits += "import iep.training.run as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
+    waits += "import iep.training.run_training as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
     arguments = ["--model", "ee", "--data", str(tmp_path), "--out", str(tmp_path / "run")]
     starts = {0.1: ["-m", "iep.cli.train"], 0.5: ["-c", f"import sys; sys.argv[0] = 'iep-train'\n{waits}"]}
     process = subprocess.Popen([sys.executable, *starts[after], *arguments], stderr=subprocess.PIPE, text=True)

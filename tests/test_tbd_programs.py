@@ -7,7 +7,7 @@ from batching_cases import PUBLISHED_LAYERS, quick
 from hypothesis import example, given, settings
 from tbd_cases import INDEX, PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
-from iep.asking.looks import look_maps
+from iep.asking.picture import look_maps
 from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.family import ATTENTION, MAP, misfits

@@ -16,7 +16,7 @@ from tiny_data import TINY, tiny_config
 
 from iep.config import Config
 from iep.models.checkpoint import load_checkpoint, step_checkpoints, step_name
-from iep.training.run import train
+from iep.training.run_training import train
 
 SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
 ITERATIONS = 150

@@ -19,7 +19,7 @@ from iep.models.build import build, engine_kwargs, load_network
 from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer, learning_rate
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.vocab import END
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from processes import together
 from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
 import iep.models.checkpoint
-import iep.training.run
+import iep.training.run_training
 from iep.config import Config
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
@@ -24,7 +24,7 @@ from iep.models.build import build, engine_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.training.parallel import Replicas
-from iep.training.run import load_start, train
+from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Execution
 
 MEASURED = {"questions_per_second", "peak_memory_gb"}
@@ -204,7 +204,7 @@ def test_all_processes_go_on_from_the_checkpoint_that_the_first_has_found(data: 
 
 def _load_what_is_missing_for_one_process(out: Path) -> str:
     if rank() == 1:
-        iep.training.run.load_checkpoint = lambda path, parts: load_checkpoint(out / "elsewhere.pt")
+        iep.training.run_training.load_checkpoint = lambda path, parts: load_checkpoint(out / "elsewhere.pt")
     with pytest.raises((InputError, SystemExit)) as caught:
         load_start(out)
     return str(caught.value)

@@ -23,9 +23,9 @@ from iep.execution_engine.norms import ExampleNorm
 from iep.models.build import build, engine_kwargs
 from iep.models.checkpoint import load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
-from iep.training.module_norms import JoinedStatistics
+from iep.training.joined_norms import JoinedStatistics
 from iep.training.parallel import Replicas
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.training.tasks import EngineTask, Execution
 from iep.vocab import index_tokens
 

@@ -25,7 +25,7 @@ from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint, load_newest
 from iep.training.loop import Trainer
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.training.tasks import BaselineTask
 
 

@@ -131,7 +131,7 @@ class _Shown:
         Raises:
             InputError, OSError: it cannot be drawn; it is printed before.
         """
-        from iep.asking.telling import describe, to_json
+        from iep.asking.answers import describe, to_json
 
         failure, missing = None, ""
         picture = next(self.pictures)

@@ -114,9 +114,9 @@ def main(
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
     from iep.evaluation.html_report import PAGE, Page
-    from iep.evaluation.outputs import OUTPUTS, REPORT
-    from iep.evaluation.report import Report, format_table, read_report
-    from iep.evaluation.run import evaluate
+    from iep.evaluation.json_report import Report, format_table, read_report
+    from iep.evaluation.outcome import OUTPUTS, REPORT
+    from iep.evaluation.run_evaluation import evaluate
     from iep.runtime.distributed import is_main, joined
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]

@@ -124,7 +124,7 @@ def main(
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
     from iep.runtime.distributed import is_main, joined
-    from iep.training.run import train_from, was_restarted
+    from iep.training.run_training import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
         config, start = _resolve(out, resume or was_restarted(out), given)
@@ -166,7 +166,7 @@ def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
 
 
 def _start(out: Path) -> "Saved | None":
-    from iep.training.run import load_start
+    from iep.training.run_training import load_start
 
     return load_start(out)
 

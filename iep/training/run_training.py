@@ -44,8 +44,8 @@ from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_check
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.training.freezing import check_freeze, freeze, is_trained
+from iep.training.joined_norms import check_module_norm
 from iep.training.loop import Trainer
-from iep.training.module_norms import check_module_norm
 from iep.training.tasks import BaselineTask, EngineTask, Execution, GeneratorTask, JointTask
 from iep.vocab import Vocab
 

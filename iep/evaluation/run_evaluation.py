@@ -1,27 +1,32 @@
-"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes."""
+"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes.
+
+Says, in lines for the terminal and the HTML report, what a reader might take otherwise than it is meant: where question
+types are from, why there is no column *commonest*, pictures of other images than the features are of, and answers to a
+part of the questions or several under one number.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import commonest
 from iep.config import EVALUATED, Evaluation
 from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
 from iep.data.loader import Loading
 from iep.data.question_families import family_filter
 from iep.data.question_file import Questions, Split, open_split, read_questions, split_files, training_split
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
+from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
-from iep.evaluation.notes import answers_notes, commonest_note, pictures_note, types_note
-from iep.evaluation.outcome import Outcome
-from iep.evaluation.outputs import OUTPUTS, write_outputs
-from iep.evaluation.page_images import Pictures
+from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
+from iep.evaluation.page_questions import Pictures
 from iep.evaluation.predict import Predictor, predict
-from iep.evaluation.report import Report
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.models.build import check_features, describe_other_features, load_baseline, load_network, place_engine
@@ -239,3 +244,56 @@ def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
     train_types = question_types(train.programs, vocab.program)
     answers = commonest.count_commonest(train.answers, train_types, len(QUESTION_TYPES))
     return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
+
+
+def types_note(outcome: Outcome, split: str) -> str | None:
+    """A line where questions are sorted into types by programs that may be wrong."""
+    if outcome.questions.programs is not None or outcome.predictions.programs is None:
+        return None
+    return f"Question types are those of the predicted programs: the {split} split has none of its own."
+
+
+def commonest_note(data: Path, split: str, questions: Questions, train: str | None) -> str | None:
+    """A line where answers are known, but the commonest ones to compare with are not.
+
+    Args:
+        train: the split that they are counted on, None where the data have none.
+    """
+    if questions.answers is None:
+        return None
+    if train is None:
+        return f"No column commonest: {data} has no train split to count answers on."
+    lacking = split if questions.programs is None else train
+    return f"No column commonest: the {lacking} split has no programs, or no answers, to tell types and count by."
+
+
+def pictures_note(pictures: Pictures, data: Path, split: str) -> str | None:
+    """A line where the images to be shown are not those that the split's features were made of, as far as recorded.
+
+    Raises:
+        InputError: the split has a features file that cannot be read.
+    """
+    path = split_files(data, split)[1]
+    made_of = Features(path).images if path.exists() else None
+    if made_of is None or pictures.is_of(*made_of):
+        return None
+    return (
+        f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the report's pictures "
+        "may be wrong."
+    )
+
+
+def answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
+    """Lines where the files of answers in `out` do not hold one to each of the split's `total` questions, or several
+    under one `question_index`."""
+    questions, notes = outcome.questions, []
+    if outcome.predictions.answers is None:
+        return notes
+    if len(questions) < total:
+        notes.append(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {total} questions.")
+    indices, counts = np.unique(questions.orig_idxs, return_counts=True)
+    if (counts > 1).any():
+        first = counts.argmax()
+        where = f"{counts[first]} questions have the question_index {indices[first]}"
+        notes.append(f"{questions.path}: {where}; {out / ANSWERS_JSON} does not tell their answers apart.")
+    return notes

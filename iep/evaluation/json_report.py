@@ -1,6 +1,6 @@
 """An evaluation's outcome: a `Report`, its file report.json, and a table of several reports side by side.
 
-Covers neither the computing of scores (`metrics.py`) nor single answers (`prediction_file.py`).
+Covers neither the computing of scores (`metrics.py`) nor single answers (`outcome.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
