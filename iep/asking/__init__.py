@@ -1,1 +1,1 @@
-"""Answers to questions about one image, and pictures of how they came about."""
+"""Questions about one image -> answers, and pictures of how they came about."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from iep.cli.command import Command
-from iep.synth.balance import table, tally_file
+from iep.synth.tally import table, tally_file
 
 
 @click.command(cls=Command)

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from iep.cli.command import Command
 from iep.runtime.locks import alone_in
-from iep.synth.balance import table
 from iep.synth.presets import PRESETS, SPLITS, resolve
 from iep.synth.synthesize import RECORD, synthesize
+from iep.synth.tally import table
 
 COUNT = click.IntRange(min=0)
 

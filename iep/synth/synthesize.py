@@ -28,12 +28,12 @@ from PIL import Image
 from iep.errors import InputError
 from iep.runtime.files import atomic_path, os_errors_name, read_json, write_json
 from iep.runtime.locks import LOCK
-from iep.synth.balance import Tally
 from iep.synth.executor import facts_of
 from iep.synth.presets import SPLITS, Options
 from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
+from iep.synth.tally import Tally
 
 BLOCK = 50
 SCENE_TRIES = 5
