@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import soak_memory  # noqa: E402
-from fork_server import Server  # noqa: E402
 from killing import (  # noqa: E402
     Counts,
     Job,
@@ -28,6 +27,7 @@ from killing import (  # noqa: E402
     synthesis,
     training,
 )
+from processes import run  # noqa: E402
 from tiny_data import TINY, write_data  # noqa: E402
 
 from iep.bench.report import machine_line  # noqa: E402
@@ -86,27 +86,26 @@ def main(kills: int, steps: int, only: str | None, seed: int, out: Path | None) 
 
 def _kill_all(work: Path, kills: int, seed: int, say) -> Iterator[Counts]:
     say(f"\n{'job':<22} {'signals':<10}" + "".join(f"{name:>11}" for name in (*COLUMNS, "mismatch", "seconds")))
-    with Server(work / "log") as server:
-        for number, job in enumerate(_jobs(server, work)):
-            for kind, signals in KINDS.items():
-                start = time.monotonic()
-                root = work / f"job-{number}-{kind[:4]}"
-                some = kills if kind == "kill -9" else max(1, kills // 4)
-                counts = kill_and_resume(server, job, root, some, seed + number, signals)
-                values = [*(getattr(counts, name) for name in COLUMNS), len(counts.mismatches)]
-                figures = "".join(f"{value:>11}" for value in (*values, round(time.monotonic() - start)))
-                say(f"{job.name:<22} {kind:<10}{figures}")
-                for problem in counts.mismatches:
-                    say(f"  {problem}")
-                yield counts
+    for number, job in enumerate(_jobs(work)):
+        for kind, signals in KINDS.items():
+            start = time.monotonic()
+            root = work / f"job-{number}-{kind[:4]}"
+            some = kills if kind == "kill -9" else max(1, kills // 4)
+            counts = kill_and_resume(job, root, some, seed + number, signals)
+            values = [*(getattr(counts, name) for name in COLUMNS), len(counts.mismatches)]
+            figures = "".join(f"{value:>11}" for value in (*values, round(time.monotonic() - start)))
+            say(f"{job.name:<22} {kind:<10}{figures}")
+            for problem in counts.mismatches:
+                say(f"  {problem}")
+            yield counts
 
 
-def _jobs(server: Server, work: Path) -> Iterator[Job]:
+def _jobs(work: Path) -> Iterator[Job]:
     """Jobs of a second or so, on data sets of a few images."""
     data = write_data(work / "tiny")
     bent = ("engine.stem_norm=true", "warmup=3", "decay=cosine", "curriculum=[[0, 5], [9, 99]]")
     for model in ("pg", "ee"):
-        started = server.run("train", ["--data", data, "--out", work / model, *TINY, f"model={model}"])
+        started = run("train", ["--data", data, "--out", work / model, *TINY, f"model={model}"])
         assert started.returncode == 0, started.output
     starts = (f"pg={work / 'pg'}", f"ee={work / 'ee'}")
     long = (*TINY, "iterations=30", "validate_every=7")
@@ -126,7 +125,7 @@ def _jobs(server: Server, work: Path) -> Iterator[Job]:
     yield checkpointing(data, *TINY)
     clevr = work / "small"
     sizes = ["--preset", "mini", "--train", 60, "--val", 2, "--test", 1, "--width", 64, "--height", 48]
-    made = server.run("synth", [clevr, *sizes])
+    made = run("synth", [clevr, *sizes])
     assert made.returncode == 0, made.output
     yield preprocessing(clevr)
     yield synthesis(images=20)

@@ -1,15 +1,17 @@
 """What several test files share: the tiny data set, and finished runs.
 
-Those of a session are made once and only read; a test that damages something works on a copy.
+Fixtures of a session are made once in each of pytest's processes and only read; a test that damages a file works on a
+copy. All processes compute in one thread, since as many of them run as there are cores.
 """
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that tests start inherit it
 
 import pytest
 from clevr_files import write_images
 from click.testing import CliRunner
-from fork_server import Server
 from tiny_data import TINY, newest, tiny_config, write_data
 
 from iep.cli.train import main as train_main
@@ -23,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run directories by model."""
+    """Directories of runs of a few steps, by model."""
     root = tmp_path_factory.mktemp("runs")
     for model in ("pg", "ee", "lstm"):
         assert train(tiny_config(data, model), root / model, resume=False)
@@ -31,18 +33,8 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 
 @pytest.fixture(scope="session")
-def parts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings that name a generator and an engine to start from, the generator good enough to be run."""
-    root = tmp_path_factory.mktemp("parts")
-    for model, iterations in (("pg", 60), ("ee", 1)):
-        config = tiny_config(data, model, f"iterations={iterations}", "num_val_samples=1", "validate_every=100")
-        train(config, root / model, resume=False)
-    return [f"pg={root / 'pg'}", f"ee={root / 'ee'}"]
-
-
-@pytest.fixture(scope="session")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished run of each model, trained long enough that some answers and programs are right and some are not."""
+    """The last checkpoint of a run of each model, long enough that some answers and programs are right, some wrong."""
     root = tmp_path_factory.mktemp("learnt")
     starts = ["--pg", root / "pg", "--ee", root / "ee"]
     for model, iterations, more in (("pg", 150, []), ("ee", 40, []), ("lstm", 30, []), ("joint", 1, starts)):
@@ -51,6 +43,12 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
         result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
         assert result.exit_code == 0, result.output
     return {model: newest(root / model) for model in ("pg", "ee", "lstm", "joint")}
+
+
+@pytest.fixture(scope="session")
+def parts(run: dict[str, Path]) -> list[str]:
+    """Settings that name a generator and an engine to start from."""
+    return [f"{model}={run[model].parent}" for model in ("pg", "ee")]
 
 
 @pytest.fixture
@@ -62,12 +60,5 @@ def clevr(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where a command writes, not yet there."""
+    """A directory that a command is to write, which does not exist yet."""
     return tmp_path / "data"
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What begins real processes of the commands quickly."""
-    with Server(tmp_path_factory.mktemp("server") / "log") as server:
-        yield server

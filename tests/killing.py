@@ -15,10 +15,11 @@ from random import Random
 from typing import Any
 
 import torch
-from fork_server import Ended, Server
+from processes import Ended, run
 
 from iep.errors import InputError
 from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, step_checkpoints
+from iep.preprocess import compute_features as features
 from iep.runtime.records import METRICS
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
@@ -37,7 +38,7 @@ class Job:
         parts: what the finished job must have left: comparable values by name.
         standing: the same for what stands after a kill; raises InputError where a file is not whole.
         begun: whether there is anything to go on from.
-        setup: what the process calls first, see `fork_server.SETUPS`.
+        setup: what the process calls first.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Job:
     parts: Callable[[Path], dict[str, Any]]
     standing: Callable[[Path], dict[str, Any]]
     begun: Callable[[Path], bool]
-    setup: str | None = None
+    setup: Callable[[], None] | None = None
 
 
 @dataclass
@@ -67,12 +68,10 @@ class Counts:
     mismatches: list[str] = field(default_factory=list)
 
 
-def kill_and_resume(
-    server: Server, job: Job, root: Path, kills: int, seed: int, signals: Sequence[int] = (signal.SIGKILL,)
-) -> Counts:
+def kill_and_resume(job: Job, root: Path, kills: int, seed: int, signals: Sequence[int] = (signal.SIGKILL,)) -> Counts:
     """Kill `job` so many times, at moments spread evenly over the whole run's length; compare whenever it ends."""
     random, counts = Random(seed), Counts(job.name)
-    whole = server.run(job.command, job.arguments(root / "whole"), setup=job.setup)
+    whole = run(job.command, job.arguments(root / "whole"), setup=job.setup)
     assert whole.returncode == 0, whole.output
     expected, seconds = job.parts(root / "whole"), whole.seconds
     while counts.kills < kills and not counts.mismatches:
@@ -83,7 +82,7 @@ def kill_and_resume(
             # Once there were enough kills, the last job is left alone.
             after = [random.uniform(0, seconds)] if counts.kills < kills else []
             fresh = not out.exists()
-            ended = server.run(job.command, job.arguments(out), after, random.choice(signals), job.setup)
+            ended = run(job.command, job.arguments(out), after, random.choice(signals), job.setup)
             if not _was_killed(ended):
                 problem = ended.output if ended.returncode else _difference(expected, job.parts(out), _hidden(out))
                 counts.ends += 1
@@ -186,7 +185,7 @@ def _sha(content: bytes) -> str:
 # The jobs
 
 
-def training(data: Path, *settings: str, name: str = "training", setup: str | None = None) -> Job:
+def training(data: Path, *settings: str, name: str = "training", setup: Callable[[], None] | None = None) -> Job:
     """A run of iep-train with these settings."""
 
     def arguments(out: Path) -> list[Any]:
@@ -214,10 +213,16 @@ def preprocessing(clevr: Path) -> Job:
     def begun(out: Path) -> bool:
         return (out / "vocab.json").exists()
 
-    return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes, begun, "flush often")
+    return Job("preprocessing", "preprocess", arguments, file_bytes, finished_bytes, begun, _flush_often)
 
 
-def checkpointing(data: Path, *settings: str, setup: str | None = None) -> Job:
+def _flush_often() -> None:
+    """Record features after every batch, so that kills meet the recording."""
+    preprocess = features.preprocess_features
+    features.preprocess_features = lambda *args, **kwargs: preprocess(*args, **kwargs, flush_seconds=0)
+
+
+def checkpointing(data: Path, *settings: str, setup: Callable[[], None] | None = None) -> Job:
     """Training that saves after every step, checkpoints of some megabytes, so that kills meet the writing."""
     heavy = ("model=lstm", "iterations=10", "validate_every=1", "keep=1", "lstm.hidden_dim=300")
     return training(data, *settings, *heavy, name="checkpointing", setup=setup)

@@ -4,6 +4,7 @@ CLEVR-Humans; and how they are run."""
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from fork_server import Server
+from processes import run
 
 from iep.synth.presets import resolve
 from iep.synth.synthesize import synthesize
@@ -71,6 +72,20 @@ def write_humans(out: Path, clevr: Path) -> Path:
 
 # Running a script
 
+
+def _be_killed() -> None:
+    """Kill the process when its third file has taken its place: in the midst of its work on any machine."""
+    replace, left = os.replace, [3]
+
+    def replace_and_die(*arguments: object) -> None:
+        replace(*arguments)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_and_die
+
+
 COMMANDS = {"iep-train": "train", "iep-eval": "evaluate", "iep-preprocess": "preprocess"}
 CLIENT = """#!{python} -IS
 import os, sys
@@ -85,11 +100,11 @@ sys.exit(code)
 
 
 class Recipes:
-    """The scripts, run as processes of their own; the commands in them are begun by a `fork_server.Server`."""
+    """The scripts, run as processes of their own; their commands are begun by `processes.run`."""
 
-    def __init__(self, server: Server, root: Path):
+    def __init__(self, root: Path):
         """`root` is a directory for what stands in for the commands."""
-        self._server, self._bin = server, root / "bin"
+        self._bin = root / "bin"
         self._bin.mkdir()
         self._listener = Listener(str(root / "socket"), "AF_UNIX")
         for name in COMMANDS:
@@ -130,9 +145,9 @@ class Recipes:
                 if (request := connection.recv()) is None:
                     return
                 name, arguments, cwd = request
-                setup = "be killed" if self._kill == len(self._commands) else None
+                setup = _be_killed if self._kill == len(self._commands) else None
                 self._commands.append([name, *arguments])
-                ended = self._server.run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))
+                ended = run(COMMANDS[name], arguments, setup=setup, cwd=Path(cwd))
                 connection.send((ended.output, ended.returncode % 256))
 
 

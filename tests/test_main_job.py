@@ -1,29 +1,19 @@
 """The main job as a user runs it: real processes, one command after the other, from a seed to a table of accuracies."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+import processes
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("iterations=2", "validate_every=1", "log_every=1", "batch_size=8", "warmup=0", "curriculum=[]")
 
 
-def run(*command: str) -> str:
-    """The output of `iep-COMMAND`, which must end well."""
-    module, *arguments = command
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"iep.cli.{module}", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(command: str, *arguments: str) -> str:
+    """Return the output of `iep-COMMAND`, which must end well."""
+    ended = processes.run(command, arguments, cwd=ROOT)
+    assert ended.returncode == 0, ended.output
+    return ended.output
 
 
 def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
@@ -37,8 +27,9 @@ def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     joint = ("--pg", f"{runs}/joint", "--ee", f"{runs}/joint", "--data", data)
     run("evaluate", "--baseline", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
     table = run("evaluate", *joint, "--out", f"{runs}/eval/val", "--against", "lstm", f"{runs}/eval/lstm")
-    assert table.split("\n")[0].split() == ["questions", "commonest", "lstm", "model"]
-    assert table.split("\n")[1].split()[:2] == ["overall", "60"]
+    rows = [line.split() for line in table.splitlines()]
+    heading = rows.index(["questions", "commonest", "lstm", "model"])
+    assert rows[heading + 1][:2] == ["overall", "60"]
     report = json.loads((tmp_path / "runs/eval/val/report.json").read_text())
     assert report["questions"] == 60
     assert "no answers" in run("evaluate", *joint, "--split", "test", "--out", f"{runs}/eval/test")

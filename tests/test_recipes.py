@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import Server
 from recipe_cases import (
     NEW_WORDS,
     QUESTIONS_PER_IMAGE,
@@ -43,8 +42,8 @@ SIZES = {"train": 30, "val": 8, "test": 2}
 
 
 @pytest.fixture(scope="module")
-def recipes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
-    with closing(Recipes(server, tmp_path_factory.mktemp("recipes"))) as recipes:
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
+    with closing(Recipes(tmp_path_factory.mktemp("recipes"))) as recipes:
         yield recipes
 
 
@@ -116,9 +115,7 @@ def test_all_programs_train_generator_and_engine_apart(recipes: Recipes, clevr: 
     assert report(runs / "eval/val").checkpoints == {"pg": f"{runs}/pg", "ee": f"{runs}/ee"}
 
 
-def test_a_recipe_killed_in_its_steps_goes_on_to_the_same_weights(
-    recipes: Recipes, clevr: Path, trained, tmp_path: Path
-):
+def test_a_killed_recipe_resumes_to_the_same_weights(recipes: Recipes, clevr: Path, trained, tmp_path: Path):
     again = (clevr, tmp_path / "data", *SMALL)
     for kill in (0, 2, 3):
         recipe = recipes.run("train_clevr.sh", *again, kill=kill, PROGRAMS=200, PREPROCESS=PREPROCESS)
@@ -136,7 +133,7 @@ def test_a_recipe_killed_in_its_steps_goes_on_to_the_same_weights(
 # CLEVR-Humans
 
 
-def test_the_generator_learns_peoples_words_while_the_engine_stays(
+def test_fine_tuning_on_humans_teaches_the_generator_new_words_and_keeps_the_engine(
     recipes: Recipes, clevr: Path, trained, tmp_path: Path
 ):
     humans, out = write_humans(tmp_path / "CLEVR-Humans", clevr), tmp_path / "data"
@@ -218,7 +215,7 @@ RECIPES = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if "recipe.sh"
 
 @pytest.mark.parametrize("script", RECIPES)
 @pytest.mark.parametrize("arguments", [(), ("a", "b", "c", "d", "e", "f")])
-def test_a_recipe_called_otherwise_shows_its_usage(recipes: Recipes, script: str, arguments: tuple[str, ...]):
+def test_a_recipe_with_wrong_arguments_shows_its_usage(recipes: Recipes, script: str, arguments: tuple[str, ...]):
     recipe = recipes.run(script, *arguments)
     assert recipe.returncode == 2
     assert re.fullmatch(rf"usage: .*scripts/{script} \S.*\n", recipe.output)
@@ -226,19 +223,19 @@ def test_a_recipe_called_otherwise_shows_its_usage(recipes: Recipes, script: str
 
 
 @pytest.mark.parametrize("script", RECIPES)
-def test_a_recipe_asked_for_help_shows_its_usage_and_ends_well(script: str):
+def test_help_of_a_recipe_shows_its_usage(script: str):
     asked = subprocess.run(["bash", SCRIPTS / script, "a", "--help"], capture_output=True, text=True, check=False)
     assert (asked.returncode, asked.stderr) == (0, "")
     assert re.fullmatch(rf"usage: .*scripts/{script} \S.*\n", asked.stdout)
 
 
-def test_an_option_of_iep_train_is_refused_by_a_recipe_with_how_to_give_it(recipes: Recipes):
+def test_a_recipe_says_how_to_give_a_setting_of_iep_train(recipes: Recipes):
     recipe = recipes.run("train_clevr.sh", "CLEVR", "--batch-size", "32")
     assert (recipe.returncode, recipe.commands) == (2, [])
     assert recipe.output == "--batch-size: settings of iep-train are given as KEY=VALUE, such as batch_size=32\n"
 
 
-def test_recipes_use_the_configs_that_there_are_and_all_of_them():
+def test_every_config_is_used_by_a_recipe_or_alone():
     folders = ("clevr", "cogent", "humans", "short_long")
     there = {
         f"{path.parent.name}/{path.name}" for name in folders for path in (SCRIPTS.parent / f"configs/{name}").iterdir()

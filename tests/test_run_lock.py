@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fork_server import Server
+from processes import run
 from tiny_data import TINY, assert_one_error
 
 from iep.cli.evaluate import main as iep_eval
@@ -41,7 +41,7 @@ def kill(process: subprocess.Popen) -> None:
     process.stdout.close()
 
 
-def test_the_second_process_is_told_the_first_and_may_come_when_that_is_killed(tmp_path: Path):
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path):
     process = holder(tmp_path / "run")
     with pytest.raises(InputError) as caught, alone_in(tmp_path / "run"):
         pass
@@ -58,7 +58,7 @@ def test_the_second_process_is_told_the_first_and_may_come_when_that_is_killed(t
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
-def test_directories_made_for_nothing_are_removed(tmp_path: Path):
+def test_a_directory_that_was_made_for_a_failed_job_is_removed(tmp_path: Path):
     def fail() -> None:
         with alone_in(tmp_path / "a" / "b"):
             raise InputError("no")
@@ -72,7 +72,7 @@ def test_directories_made_for_nothing_are_removed(tmp_path: Path):
     assert (tmp_path / "there").is_dir()
 
 
-def test_what_killed_processes_left_of_the_targets_is_removed(tmp_path: Path):
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path):
     for name in (".a.pt.123.tmp", "..a.pt.123.tmp.123.tmp", ".b.pt.5.tmp", "c.pt", ".d"):
         (tmp_path / name).touch()
     with alone_in(tmp_path, "a.pt"):
@@ -81,7 +81,7 @@ def test_what_killed_processes_left_of_the_targets_is_removed(tmp_path: Path):
         assert {path.name for path in tmp_path.iterdir()} == {"c.pt", ".d", LOCK}
 
 
-def test_a_lock_that_vanishes_while_it_is_asked_for_holds_nobody_off(tmp_path: Path, monkeypatch):
+def test_a_lock_file_that_is_removed_while_it_is_requested_is_made_again(tmp_path: Path, monkeypatch):
     """The first process removes its file just after the second has opened it."""
     lockf, seen = fcntl.lockf, []
 
@@ -97,7 +97,7 @@ def test_a_lock_that_vanishes_while_it_is_asked_for_holds_nobody_off(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named_in_a_line(data: Path, tmp_path: Path, monkeypatch, number: int):
+def test_a_file_system_without_locks_is_an_error_of_one_line(data: Path, tmp_path: Path, monkeypatch, number: int):
     def refuse(file: object, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_named_in_a_line(data: Path, tmp_path: Pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_every_command_that_writes_a_directory_asks(data: Path, runs: dict[str, Path], tmp_path: Path):
+def test_every_command_that_writes_a_directory_locks_it(data: Path, runs: dict[str, Path], tmp_path: Path):
     out = tmp_path / "out"
     (tmp_path / "clevr" / "questions").mkdir(parents=True)
     (tmp_path / "clevr" / "questions" / "CLEVR_train_questions.json").write_text('{"questions": []}')
@@ -125,19 +125,19 @@ def test_every_command_that_writes_a_directory_asks(data: Path, runs: dict[str, 
     assert [path.name for path in out.iterdir()] == [LOCK]
 
 
-def test_looking_at_a_run_in_use_is_allowed(runs: dict[str, Path], tmp_path: Path):
+def test_a_dry_run_needs_no_lock(runs: dict[str, Path], tmp_path: Path):
     process = holder(tmp_path / "run")
     result = CliRunner().invoke(iep_train, ["--resume", "--dry-run", "--out", str(tmp_path / "run")])
     assert result.exit_code == 0
     kill(process)
 
 
-def test_a_run_that_is_training_refuses_another_and_goes_on(server: Server, data: Path, tmp_path: Path, monkeypatch):
+def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):
     arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *TINY, "model=lstm"]
     seconds, train_step = [], Trainer.train_step
 
     def watched(self: Trainer, batch: Batch) -> object:
-        seconds.append(server.run("train", arguments))
+        seconds.append(run("train", arguments))
         return train_step(self, batch)
 
     monkeypatch.setattr(Trainer, "train_step", watched)
@@ -149,7 +149,7 @@ def test_a_run_that_is_training_refuses_another_and_goes_on(server: Server, data
     assert not list((tmp_path / "run").glob(".*"))
 
 
-def test_a_data_set_that_was_killed_before_its_first_file_is_begun_again(tmp_path: Path):
+def test_a_data_set_whose_start_was_killed_can_be_started_again(tmp_path: Path):
     (tmp_path / ".synth.json.123.tmp").write_text('{"gen')
     arguments = ["--preset", "mini", "--train", "1", "--val", "0", "--test", "0"]
     result = CliRunner().invoke(iep_synth, [str(tmp_path), *arguments])
@@ -157,7 +157,7 @@ def test_a_data_set_that_was_killed_before_its_first_file_is_begun_again(tmp_pat
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_features_killed_just_after_they_took_their_name_leave_nothing(tmp_path: Path):
+def test_features_killed_just_after_their_file_was_renamed_leave_nothing(tmp_path: Path):
     clevr, out = tmp_path / "clevr", tmp_path / "data"
     sizes = ["--preset", "mini", "--train", "2", "--val", "0", "--test", "0"]
     assert CliRunner().invoke(iep_synth, [str(clevr), *sizes]).exit_code == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from fork_server import Server
+from processes import run
 from tiny_data import TINY
 
 from iep.cli.command import Command
@@ -36,7 +36,7 @@ def handlers() -> Iterator[None]:
 
 
 @BOTH
-def test_a_command_ends_with_a_line_and_the_code_of_its_signal(handlers, number: int, code: int):
+def test_a_signal_ends_a_command_with_one_line_and_its_exit_code(handlers, number: int, code: int):
     cleaned = []
 
     @click.command(cls=Command)
@@ -53,7 +53,7 @@ def test_a_command_ends_with_a_line_and_the_code_of_its_signal(handlers, number:
     assert cleaned
 
 
-def test_a_deferred_block_is_done_whole_and_nested_ones_to_the_end_of_the_outermost(handlers):
+def test_a_signal_waits_for_the_end_of_the_outermost_deferred_block(handlers):
     done = []
 
     def work() -> None:
@@ -79,7 +79,7 @@ def test_an_error_in_a_deferred_block_is_not_hidden_by_a_signal(handlers):
         fail()
 
 
-def test_a_signal_lets_the_item_come_that_is_waited_for_but_not_the_next(handlers):
+def test_a_signal_waits_for_the_current_item_but_not_for_the_next(handlers):
     def slow() -> Iterator[int]:
         yield 0
         ask()
@@ -93,7 +93,7 @@ def test_a_signal_lets_the_item_come_that_is_waited_for_but_not_the_next(handler
     assert got == [] or got == [0]
 
 
-def test_an_item_that_does_not_come_is_not_waited_for(handlers, monkeypatch):
+def test_a_signal_does_not_wait_for_an_item_that_never_comes(handlers, monkeypatch):
     monkeypatch.setattr("iep.runtime.signals.PATIENCE", 0.05)
 
     def stuck() -> Iterator[int]:
@@ -107,7 +107,7 @@ def test_an_item_that_does_not_come_is_not_waited_for(handlers, monkeypatch):
     assert time.monotonic() - start < 10
 
 
-def test_a_stop_that_a_destructor_swallows_is_asked_for_again(handlers, capfd):
+def test_a_stop_that_is_lost_in_a_destructor_is_raised_again(handlers, capfd):
     class Finished:
         def __del__(self) -> None:
             ask()
@@ -122,7 +122,7 @@ def test_a_stop_that_a_destructor_swallows_is_asked_for_again(handlers, capfd):
     assert "Exception ignored" not in capfd.readouterr().err
 
 
-def test_a_signal_in_the_middle_of_an_import_waits_for_its_end(handlers, tmp_path: Path, monkeypatch):
+def test_a_signal_during_an_import_waits_for_its_end(handlers, tmp_path: Path, monkeypatch):
     """Many a library tries an import, and goes on without it whatever that raises."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "outer_module.py").write_text(
@@ -171,13 +171,13 @@ def test_a_second_signal_ends_the_process_at_once(number: int, code: int):
 
 
 @pytest.mark.parametrize(("asked", "code"), [((2, 15), 130), ((15, 15), 143), ((15, 15, 15), 143), ((2, 2), -2)])
-def test_under_torchrun_which_repeats_signals_only_ctrl_c_ends_the_process_at_once(asked: tuple[int, ...], code: int):
+def test_under_torchrun_only_a_second_ctrl_c_ends_the_process_at_once(asked: tuple[int, ...], code: int):
     body = "os.environ['TORCHELASTIC_RUN_ID'] = '1'\nwith handled():\n    try:\n        with deferred():\n"
     body += f"            [ask(n) for n in {asked}]\n    except Stopped as stop:\n        os._exit(stop.exit_code)"
     assert in_a_child(body) == code
 
 
-def test_a_loader_is_made_whole_before_a_signal_ends_the_wait_for_it(handlers):
+def test_a_signal_waits_until_a_loader_has_started(handlers):
     made = []
 
     class Loader:
@@ -192,7 +192,7 @@ def test_a_loader_is_made_whole_before_a_signal_ends_the_wait_for_it(handlers):
     assert made == [True]
 
 
-def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monkeypatch: pytest.MonkeyPatch):
+def test_no_second_stop_is_raised_while_the_first_is_answered(handlers, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(signals, "PATIENCE", 0.1)
 
     def slow() -> Iterator[int]:
@@ -220,7 +220,7 @@ def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monk
 
 @BOTH
 @pytest.mark.parametrize("after", [0.1, 0.5])
-def test_a_command_that_is_only_starting_ends_with_a_line(tmp_path: Path, number: int, code: int, after: float):
+def test_a_signal_during_startup_ends_a_command_with_one_line(tmp_path: Path, number: int, code: int, after: float):
     """0.1 s is among the first imports."""
     waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
     waits += "import iep.training.run_training as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
@@ -244,13 +244,13 @@ def _handles(pid: int) -> bool:
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
-def test_synth_and_training_stop_with_a_line_and_leave_nothing_half_written(server: Server, data, tmp_path: Path):
+def test_a_signal_stops_synthesis_and_training_with_one_line_and_no_partial_file(data: Path, tmp_path: Path):
     commands = [
         ("synth", [tmp_path / "clevr", "--preset", "mini", "--train", 100], 0.3),
         ("train", ["--data", data, "--out", tmp_path / "run", *TINY, "model=ee", "iterations=5000", "workers=1"], 0.7),
     ]
     for command, arguments, after in commands:
-        ended = server.run(command, arguments, [after], signal.SIGTERM)
+        ended = run(command, arguments, [after], signal.SIGTERM)
         assert ended.returncode == 143, ended.output
         assert ended.output.splitlines()[-1].startswith("Stopped by SIGTERM")
         assert ended.output.count("Stopped by") == 1

@@ -12,15 +12,11 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import torch
 from click.testing import Result
 
 from iep.config import Config, read_config
 from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
-
-# Networks this small gain nothing from threads, and lose much where the cores are busy.
-torch.set_num_threads(1)
 
 CHANNELS, GRID = 3, 4
 TRAIN, VAL, TEST = 39, 26, 13
