@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
+import hypothesis.strategies as st
 import numpy as np
-from batching_cases import ARITY_V, MEANING, matrix
+from batching_cases import ARITY_V, MEANING, matrix, toy_programs
 
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.schedulers import Schedule
@@ -36,6 +37,14 @@ def random_dag(seed: int, num_inputs: int = 4, num_nodes: int = 40, num_ops: int
     return Graph(num_inputs, op, args, example, rng.integers(0, num_inputs + num_nodes, num_inputs))
 
 
+graphs = st.one_of(
+    toy_programs.map(tree_graph),
+    toy_programs.map(images_graph),
+    st.integers(0, 999).map(lambda seed: random_dag(seed, num_nodes=30)),
+)
+"""Trees with and without nodes for leaves, and graphs with shared nodes."""
+
+
 def ladder(rungs: int, width: int, num_ops: int, seed: int = 0) -> Graph:
     """Layers of nodes of random ops that take two nodes of the layer before: 2 ** rungs paths to every last node."""
     rng = np.random.default_rng(seed)
@@ -62,15 +71,20 @@ def clevr_graph(questions: int, seed: int, scene_is_input: bool = False) -> Grap
 
 
 def assert_valid(graph: Graph, schedule: Schedule) -> None:
-    """Every node once, ids rising within a group, one op to a group, arguments in earlier groups."""
+    """Every node runs once, after its arguments; a group is of one op, or of one family and sorted by op; ids rise."""
     done = set(range(graph.num_inputs))
-    for group in schedule:
-        assert len(group.nodes) > 0
-        assert (np.diff(group.nodes) > 0).all()
-        assert (graph.op[group.nodes] == group.op).all()
-        slots = set(graph.args[group.nodes].ravel().tolist()) - {-1}
-        assert slots <= done
-        results = set((graph.num_inputs + group.nodes).tolist())
+    for op, nodes, segments in schedule:
+        functions = graph.op[nodes].tolist()
+        assert functions == (
+            [op] * len(nodes)
+            if segments is None
+            else [each.op for each in segments for _ in range(each.rows.start, each.rows.stop)]
+        )
+        assert functions
+        assert list(zip(functions, nodes.tolist(), strict=True)) == sorted(zip(functions, nodes.tolist(), strict=True))
+        assert set(graph.args[nodes].ravel().tolist()) - {-1} <= done
+        results = set((graph.num_inputs + nodes).tolist())
+        assert len(results) == len(nodes)
         assert not results & done
         done |= results
     assert len(done) == graph.num_inputs + graph.num_nodes
@@ -83,8 +97,11 @@ def takes_of(graph: Graph) -> list[list[int]]:
 
 def takers_of(graph: Graph) -> list[list[int]]:
     """For every node the nodes that take its result."""
-    takes = takes_of(graph)
-    return [[taker for taker, taken in enumerate(takes) if node in taken] for node in range(graph.num_nodes)]
+    takers: list[list[int]] = [[] for _ in range(graph.num_nodes)]
+    for taker, taken in enumerate(takes_of(graph)):
+        for node in set(taken):
+            takers[node].append(taker)
+    return takers
 
 
 def naive_distance(graph: Graph) -> list[int]:

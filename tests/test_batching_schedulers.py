@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
-from batching_cases import ARITY_V, BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
+from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from schedule_cases import (
     assert_valid,
     clevr_graph,
-    images_graph,
+    graphs,
     naive_distance,
     naive_height,
     naive_paths,
-    random_dag,
     takes_of,
     tree_graph,
 )
@@ -19,25 +19,23 @@ from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound,
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(tokens_BL=toy_programs)
+@given(graph=graphs, families=st.booleans())
 @settings(quick, max_examples=60)
-def test_every_schedule_of_trees_runs_each_node_once_after_its_arguments(name, tokens_BL):
-    for leaf_is_input in (False, True):
-        graph = tree_graph(tokens_BL, leaf_is_input)
-        assert_valid(graph, make_schedule(graph, name))
+def test_every_schedule_runs_each_node_once_after_its_arguments(name, graph, families):
+    """A family here is all ops of one number of arguments."""
+    arity = (graph.args >= 0).sum(axis=1)
+    family = {int(op): 100 + int(many) for op, many in zip(graph.op, arity, strict=True)} if families else None
+    assert_valid(graph, make_schedule(graph, name, family))
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(8))
-def test_every_schedule_of_a_graph_with_shared_nodes_runs_each_node_once_after_its_arguments(name, seed):
-    graph = random_dag(seed)
-    assert_valid(graph, make_schedule(graph, name))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_improved_labels_a_shared_node_by_its_longest_path(seed):
-    graph = random_dag(seed)
+@given(graph=graphs)
+@settings(quick, max_examples=60)
+def test_labels_and_bounds_of_a_graph_are_those_of_its_paths(graph):
     assert distance_from_root(graph).tolist() == naive_distance(graph)
+    assert graph.height.tolist() == naive_height(graph)
+    paths = naive_paths(graph)
+    assert lower_bound(graph) == sum(max(path.count(op) for path in paths) for op in set(graph.op.tolist()))
+    assert all(len(make_schedule(graph, name)) >= lower_bound(graph) for name in SCHEDULERS)
 
 
 @given(tokens_BL=toy_programs)
@@ -114,39 +112,10 @@ def naive_agenda(graph):
     return schedule
 
 
-@given(tokens_BL=toy_programs)
+@given(graph=graphs)
 @settings(quick, max_examples=40)
-def test_agenda_runs_what_is_ready_of_the_op_whose_remaining_nodes_are_the_lowest_on_average(tokens_BL):
-    graph = tree_graph(tokens_BL)
+def test_agenda_runs_all_ready_nodes_of_the_op_whose_remaining_nodes_are_lowest_on_average(graph):
     assert as_lists(make_schedule(graph, "agenda")) == naive_agenda(graph)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_agenda_waits_for_all_arguments_of_a_node_of_a_graph_with_shared_nodes(seed):
-    graph = random_dag(seed)
-    assert as_lists(make_schedule(graph, "agenda")) == naive_agenda(graph)
-
-
-def naive_lower_bound(graph):
-    paths = naive_paths(graph)
-    return sum(max(path.count(op) for path in paths) for op in set(graph.op.tolist()))
-
-
-@given(tokens_BL=toy_programs)
-@settings(quick, max_examples=60)
-def test_the_lower_bound_of_trees_is_that_of_their_paths_and_no_schedule_is_below_it(tokens_BL):
-    graph = tree_graph(tokens_BL)
-    assert lower_bound(graph) == naive_lower_bound(graph)
-    for name in SCHEDULERS:
-        assert len(make_schedule(graph, name)) >= lower_bound(graph)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_the_lower_bound_of_a_graph_with_shared_nodes_is_that_of_its_paths(seed):
-    graph = random_dag(seed, num_nodes=30)
-    assert lower_bound(graph) == naive_lower_bound(graph)
-    for name in SCHEDULERS:
-        assert len(make_schedule(graph, name)) >= lower_bound(graph)
 
 
 def test_a_chain_needs_as_many_calls_as_it_has_nodes_and_the_lower_bound_knows():
@@ -181,19 +150,10 @@ def test_the_same_graph_has_the_same_schedule_every_time(name):
     assert first == second
 
 
-def test_an_unknown_scheduler_is_refused_with_the_known_ones():
+def test_an_unknown_scheduler_is_an_error_that_names_the_nearest():
     known = "vanilla, standard, improved, height, agenda, lookahead"
     with pytest.raises(ValueError, match=f"'improve', expected one of {known}; did you mean 'improved'"):
         make_schedule(tree_graph(TWO_TREES), "improve")
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_longest_paths_are_those_of_the_definition(seed):
-    for graph in (random_dag(seed), random_dag(seed, num_inputs=1, num_nodes=3), clevr_graph(5, seed)):
-        assert graph.height.tolist() == naive_height(graph)
-        paths = naive_paths(graph)
-        expected = {op: max(path.count(op) for path in paths) for op in set(graph.op.tolist())}
-        assert lower_bound(graph) == sum(expected.values())
 
 
 def test_lookahead_needs_no_more_calls_than_the_lower_bound_where_height_does():
@@ -203,25 +163,6 @@ def test_lookahead_needs_no_more_calls_than_the_lower_bound_where_height_does():
     graph = Graph(1, np.arange(num_nodes) // 6, args, np.zeros(num_nodes, dtype=int), np.array([6, num_nodes]))
     assert len(make_schedule(graph, "height")) == num_nodes
     assert len(make_schedule(graph, "lookahead")) == lower_bound(graph) == num_nodes
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-@given(tokens_BL=toy_programs)
-@settings(quick, max_examples=10)
-def test_a_schedule_over_families_runs_each_node_once_after_its_arguments_sorted_by_function(name, tokens_BL):
-    graph = images_graph(tokens_BL)
-    families = {op: 100 + int(arity) for op, arity in enumerate(ARITY_V.tolist()) if arity}
-    done = set(range(graph.num_inputs))
-    for op, nodes, segments in make_schedule(graph, name, families):
-        functions = graph.op[nodes].tolist()
-        if segments is None:
-            assert set(functions) == {op}
-        else:
-            assert functions == sorted(functions)
-            assert [each.op for each in segments for _ in range(each.rows.stop - each.rows.start)] == functions
-        assert set(graph.args[nodes].ravel().tolist()) - {-1} <= done
-        done |= set((graph.num_inputs + nodes).tolist())
-    assert len(done) == graph.num_inputs + graph.num_nodes
 
 
 @pytest.mark.parametrize(("questions", "most"), [(64, 23), (256, 25)])
