@@ -26,9 +26,9 @@ def page_faults(keep, **environment):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_kept_memory_is_not_asked_of_the_system_again():
+def test_freed_memory_is_kept_for_the_next_allocation():
     assert page_faults(keep=True) < page_faults(keep=False) / 10
 
 
-def test_what_the_user_has_set_stays():
+def test_settings_of_the_allocator_by_the_user_stay():
     assert page_faults(keep=True, MALLOC_ARENA_MAX="2") > 10 * page_faults(keep=True)

@@ -162,7 +162,7 @@ def test_on_two_devices_they_are_what_they_are_on_one(case, positions):
 
 @given(case=typed_graphs())
 @settings(quick, max_examples=20)
-def test_without_gradients_results_are_the_same(case):
+def test_outputs_are_the_same_without_gradients(case):
     graph, types = case
     networks, inputs = Networks(torch.float64), inputs_of(types, torch.float64)
     plan = make_plan(graph, make_schedule(graph, "lookahead"), types)
@@ -195,7 +195,7 @@ def typed(**changes):
         ),
     ],
 )
-def test_types_that_do_not_fit_the_graph_are_refused(graph, types, message):
+def test_types_that_do_not_fit_the_graph_are_errors(graph, types, message):
     with pytest.raises(ValueError, match=message):
         make_plan(graph, make_schedule(graph, "improved"), types)
 
@@ -211,20 +211,20 @@ def test_types_that_do_not_fit_the_graph_are_refused(graph, types, message):
         ),
     ],
 )
-def test_results_that_their_columns_cannot_hold_are_refused(result, message):
+def test_results_that_do_not_fit_their_columns_are_errors(result, message):
     types = typed()
     plan = make_plan(ONE, make_schedule(ONE, "improved"), types)
     with pytest.raises(ValueError, match=message):
         execute(plan, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
 
 
-def test_inputs_of_a_column_must_be_as_many_as_the_graph_has():
+def test_the_number_of_inputs_of_a_column_is_checked():
     plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
     with pytest.raises(ValueError, match="2 inputs in column 1, expected 1"):
         execute(plan, Networks(torch.float32).modules_of_ops(), {PAIR: torch.zeros(2, 2, 1)})
 
 
-def test_sharing_keeps_the_types_of_what_is_left():
+def test_sharing_keeps_the_types_of_the_remaining_nodes():
     graph = Graph(1, np.array([LIFT, LIFT]), np.array([[0], [0]]), np.array([0, 1]), np.array([1, 2]))
     shared = share(graph)
     types = typed(roots=((shared.roots, 1),))

@@ -61,7 +61,7 @@ CONVOLUTION = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding":
     ],
 )
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_deferred_gradients_are_the_ordinary_ones(layer, shape, dtype, relative):
+def test_deferred_gradients_equal_ordinary_ones(layer, shape, dtype, relative):
     torch.manual_seed(0)
     layer = layer().to(dtype)
     inputs = torch.randn(shape, dtype=dtype)
@@ -82,7 +82,7 @@ def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
     assert counted.count == (1 if defer else 7)
 
 
-def test_gradients_of_the_inputs_alone_leave_nothing_for_a_later_way_back():
+def test_gradients_of_the_inputs_alone_leave_nothing_for_a_later_backward_pass():
     layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, requires_grad=True, dtype=torch.float64)
     expected = torch.autograd.grad(recurrent(layer)(inputs).sum(), [inputs, layer.weight])
     loss = deferred(recurrent(layer))(inputs).sum()
@@ -91,7 +91,7 @@ def test_gradients_of_the_inputs_alone_leave_nothing_for_a_later_way_back():
     torch.testing.assert_close([of_inputs, layer.weight.grad], list(expected))
 
 
-def test_calls_without_gradients_do_not_take_them_from_later_ones():
+def test_a_call_without_gradients_leaves_those_of_later_calls():
     layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
 
     def run(x):
@@ -102,7 +102,7 @@ def test_calls_without_gradients_do_not_take_them_from_later_ones():
     assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-12)
 
 
-def test_calls_under_autocast_and_outside_it_keep_their_own_types():
+def test_calls_under_autocast_and_outside_it_keep_their_own_dtypes():
     layer, inputs = nn.Linear(3, 3), torch.randn(2, 3)
 
     def run(x):
@@ -136,7 +136,7 @@ def test_a_module_may_ask_for_gradients_of_its_own():
     assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-9)
 
 
-def test_two_layers_that_share_a_weight_have_both_their_gradients():
+def test_gradients_of_two_layers_with_one_weight_add_up():
     torch.manual_seed(0)
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     second.weight = first.weight
@@ -148,7 +148,7 @@ def test_two_layers_that_share_a_weight_have_both_their_gradients():
     assert_same(results(deferred(run), both, inputs), results(run, both, inputs), 1e-9)
 
 
-def test_weights_that_are_made_anew_for_every_call_are_told_apart():
+def test_weights_that_are_computed_for_every_call_have_gradients_of_their_own():
     torch.manual_seed(0)
     layer, inputs = nn.Linear(3, 3), torch.randn(4, 3)
 
@@ -161,7 +161,7 @@ def test_weights_that_are_made_anew_for_every_call_are_told_apart():
     assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
 
 
-def test_a_frozen_weight_gets_no_gradient_and_passes_its_inputs_on():
+def test_a_frozen_weight_gets_no_gradient_and_its_inputs_do():
     layer = nn.Linear(3, 3).double().requires_grad_(False)
     inputs = torch.randn(2, 3).double()
     expected = results(recurrent(layer), layer, inputs)
@@ -169,7 +169,7 @@ def test_a_frozen_weight_gets_no_gradient_and_passes_its_inputs_on():
     assert_same(results(deferred(recurrent(layer)), layer, inputs), expected, 1e-12)
 
 
-def test_a_second_way_back_over_a_kept_graph_gives_the_same_gradient_again():
+def test_a_second_backward_pass_over_a_retained_graph_adds_the_same_gradient():
     layer = nn.Linear(3, 3).double()
     loss = deferred(recurrent(layer))(torch.randn(2, 3).double()).sum()
     loss.backward(retain_graph=True)
@@ -178,7 +178,7 @@ def test_a_second_way_back_over_a_kept_graph_gives_the_same_gradient_again():
     torch.testing.assert_close(layer.weight.grad, 2 * once)
 
 
-def test_under_autocast_gradients_are_those_of_the_ordinary_way_to_bfloat16s_precision():
+def test_deferred_gradients_under_autocast_equal_ordinary_ones_to_bfloat16s_precision():
     torch.manual_seed(0)
     layer = nn.Conv2d(**CONVOLUTION)
     inputs = torch.randn(3, 4, 5, 5)

@@ -105,7 +105,7 @@ def test_the_comparison_notices_swapped_arguments():
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_graph_equals_a_walk(seed, defer):
+def test_any_graph_equals_a_walk_over_its_nodes(seed, defer):
     """Nodes with several takers, and nodes that no root depends on, whose gradients may be zeros instead of None."""
     graph = random_dag(seed, num_nodes=25)
     modules = nn.ModuleList(ToyModule(1 + op % 2, 3) for op in range(5)).double()
@@ -201,7 +201,7 @@ def test_a_weight_gets_its_gradient_however_a_module_reaches_it(change, defer):
     assert_same(found[1], found[0], 1e-9)
 
 
-def test_checkpointing_inside_a_module_is_refused_where_weight_gradients_are_deferred():
+def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_deferred():
     modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)
     checkpointed(modules)
     plan = plan_of(tree_graph([[UNARY_A, UNARY_A, LEAF]]))
@@ -247,7 +247,7 @@ def test_a_family_of_functions_runs_in_one_call_with_its_rows_sorted_by_function
     assert "family 100 (op 6 on 1, op 7 on 2) on 3 nodes" in str(plan)
 
 
-def test_a_plan_prints_every_call_in_one_line_and_travels():
+def test_a_plan_prints_one_line_for_each_call_and_can_be_pickled_and_moved():
     graph = tree_graph([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_A, LEAF]])
     plan = make_plan(graph, make_schedule(graph, "height"))
     lines = [
@@ -275,7 +275,7 @@ def test_a_value_is_copied_to_a_device_once_and_only_if_it_is_needed_there():
 MODULES = {LEAF: lambda x: x, UNARY_A: lambda x: 3 * x, BINARY_A: lambda x, y: x - 2 * y}
 
 
-def test_inputs_may_lie_in_memory_in_any_way_and_the_result_may_be_changed():
+def test_inputs_may_have_any_strides_and_the_output_may_be_changed_in_place():
     rows = matrix([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_A, LEAF]])
     whole = torch.randn(2, 4, 6, 5).requires_grad_()
     for inputs in (whole, whole.transpose(1, 3), whole[:, :, ::2], whole.contiguous(memory_format=torch.channels_last)):
@@ -295,7 +295,7 @@ def test_a_module_may_return_its_argument_detached_or_as_it_is(unary):
     assert_same({key: actual[key] for key in same}, same, 1e-9)
 
 
-def test_a_module_that_changes_an_argument_in_place_that_is_no_copy_is_refused():
+def test_a_module_that_changes_a_slice_of_its_column_in_place_is_an_error():
     inputs = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified inplace"):
         execute(plan_of(images_graph([[UNARY_A, LEAF]] * 2)), {UNARY_A: lambda x: x.mul_(2)}, inputs)
@@ -334,7 +334,7 @@ def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused(rows, modules, inputs, message):
+def test_inputs_and_results_that_do_not_fit_the_plan_are_errors(rows, modules, inputs, message):
     tokens_BL = matrix(rows) if rows else np.zeros((0, 4), dtype=np.int64)
     with pytest.raises(ValueError, match=message):
         batched(tokens_BL, MODULES | modules, inputs)
@@ -359,12 +359,12 @@ def test_a_schedule_can_be_written_by_hand():
         ([[0], [1], [2], [2]], "expected each once"),
     ],
 )
-def test_a_schedule_that_cannot_be_run_is_refused(groups, message):
+def test_an_invalid_schedule_is_an_error(groups, message):
     with pytest.raises(ValueError, match=message):
         make_plan(GRAPH, tuple(Group(UNARY_A, np.array(nodes)) for nodes in groups))
 
 
-def test_families_and_placements_that_do_not_fit_are_refused():
+def test_families_and_placements_that_do_not_fit_are_errors():
     graph = images_graph([[UNARY_A, LEAF], [UNARY_B, LEAF]])
     with pytest.raises(ValueError, match="family 6 has the number of an op"):
         make_schedule(graph, "lookahead", {UNARY_B: UNARY_A})

@@ -121,12 +121,12 @@ def test_a_token_out_of_range_is_named_with_its_place(token):
 
 
 @pytest.mark.parametrize("tokens_BL", [np.zeros(3, dtype=np.int64), np.zeros((2, 3)), torch.zeros(2, 3)])
-def test_anything_but_a_matrix_of_integers_is_refused(tokens_BL):
+def test_tokens_other_than_a_matrix_of_integers_are_an_error(tokens_BL):
     with pytest.raises(ValueError, match="expected a matrix of integers"):
         make(tokens_BL)
 
 
-def test_a_leaf_that_takes_arguments_is_refused():
+def test_a_leaf_with_arguments_is_an_error():
     with pytest.raises(ValueError, match="the leaf, token 6, has 1 arguments, expected none"):
         graph_from_prefix(matrix([[LEAF]]), ARITY_V, leaf=UNARY_A)
 
@@ -142,6 +142,6 @@ def test_a_leaf_that_takes_arguments_is_refused():
     ],
     ids=["cycle", "no argument", "two arities", "root beyond", "lengths"],
 )
-def test_an_impossible_graph_is_refused(op, args, roots, message):
+def test_an_invalid_graph_is_an_error(op, args, roots, message):
     with pytest.raises(ValueError, match=message):
         Graph(1, np.array(op), np.array(args), np.zeros(len(op), dtype=np.int64), np.array(roots))

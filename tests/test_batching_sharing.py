@@ -23,7 +23,7 @@ def meanings(graph):
 
 @given(tokens_BL=toy_programs, examples_an_input=st.integers(1, 4))
 @settings(quick, max_examples=60)
-def test_every_subtree_over_an_input_is_left_once_and_every_root_means_what_it_did(tokens_BL, examples_an_input):
+def test_sharing_keeps_one_of_equal_subtrees_and_what_every_root_computes(tokens_BL, examples_an_input):
     graph = images_graph(tokens_BL, np.arange(len(tokens_BL)) // examples_an_input)
     shared = share(graph)
     before, after = meanings(graph), meanings(shared)
@@ -32,7 +32,7 @@ def test_every_subtree_over_an_input_is_left_once_and_every_root_means_what_it_d
     assert [after[root] for root in shared.roots] == [before[root] for root in graph.roots]
 
 
-def test_equal_programs_about_one_image_are_run_once_and_about_another_again():
+def test_equal_programs_are_run_once_for_each_image():
     program = [BINARY_A, UNARY_A, LEAF, UNARY_B, UNARY_A, LEAF]
     shared = share(images_graph([program] * 3, np.array([0, 0, 1])))
     assert shared.num_inputs == 2
@@ -42,25 +42,25 @@ def test_equal_programs_about_one_image_are_run_once_and_about_another_again():
     assert shared.roots.tolist() == [4, 4, 7]
 
 
-def test_the_order_of_arguments_tells_nodes_apart():
+def test_nodes_with_swapped_arguments_are_not_shared():
     shared = share(images_graph([[BINARY_A, UNARY_A, LEAF, LEAF], [BINARY_A, LEAF, UNARY_A, LEAF]], np.array([0, 0])))
     assert shared.op.tolist() == [UNARY_A, BINARY_A, BINARY_A]
 
 
-def test_sharing_what_is_shared_changes_nothing():
+def test_sharing_twice_is_sharing_once():
     shared = share(images_graph([[UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]], np.array([0, 0])))
     again = share(shared)
     for name in ("op", "args", "example", "roots"):
         np.testing.assert_array_equal(getattr(again, name), getattr(shared, name))
 
 
-def test_a_graph_without_nodes_stays_one():
+def test_a_graph_without_nodes_can_be_shared():
     assert share(images_graph([[LEAF], [LEAF]])).roots.tolist() == [0, 1]
 
 
 @given(tokens_BL=toy_programs)
 @settings(quick, max_examples=30)
-def test_nodes_are_compared_alike_where_slots_are_too_many_for_one_key(tokens_BL):
+def test_sharing_is_the_same_where_slots_are_too_many_for_one_key(tokens_BL):
     graph = images_graph(tokens_BL, np.zeros(len(tokens_BL), dtype=np.int64))
     expected = share(graph)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def test_nodes_are_compared_alike_where_slots_are_too_many_for_one_key(tokens_BL
     np.testing.assert_array_equal(squeezed.roots, expected.roots)
 
 
-def test_the_gradients_of_all_takers_of_a_shared_result_add_up_however_many_they_are():
+def test_gradients_from_all_uses_of_a_shared_result_add_up():
     chain = [UNARY_A, UNARY_B, LEAF]
     rows = [[BINARY_A, *chain, *chain]] * 5 + [chain] * 3
     modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)

@@ -36,7 +36,7 @@ def test_competitors_take_turns_after_a_round_that_does_not_count():
     assert {row.seconds["total"].median for row in rows} == {1.0}
 
 
-def test_figures_of_a_row_follow_from_its_times():
+def test_speeds_and_ratios_of_a_row_follow_from_its_times():
     slow = competitor("slow", {"plan": 1.0, "run": 3.0, "other": 50.0}, total=("plan", "run"))
     quick = competitor("quick", {"plan": 0.5, "run": 1.5}, facts=lambda: {"calls": 7})
     limit = competitor("limit", {"run": 1.0})
@@ -48,7 +48,7 @@ def test_figures_of_a_row_follow_from_its_times():
     assert quick_row.facts == {"calls": 7}
 
 
-def test_what_does_not_fit_into_memory_is_left_out_with_the_reason():
+def test_a_competitor_that_runs_out_of_memory_is_left_out_with_the_reason():
     def too_large() -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nand more lines")
 
@@ -78,7 +78,7 @@ def test_the_limit_is_the_longer_of_arithmetic_and_memory():
     assert arithmetic_limit(1e9).measure()["computation"] > 0
 
 
-def test_a_table_has_a_line_a_row_and_no_empty_column():
+def test_a_table_has_one_line_for_each_row_and_no_empty_column():
     rows = [competitor("a", {"run": 0.001}, facts=lambda: {"calls": 3, "bound": None}), competitor("b", {"run": 0.5})]
     case = Case({"phase": "train", "batch": 8}, 8, rows, "b")
     title, heading, first, second = format_comparison(case, compare(case, ONCE), "tree").splitlines()

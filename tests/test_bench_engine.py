@@ -96,7 +96,7 @@ def test_wrong_flags_are_usage_errors(arguments: list[str], words: str):
         (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
     ],
 )
-def test_what_cannot_be_measured_is_named_in_one_line(arguments: list[str], words: list[str]):
+def test_a_benchmark_that_cannot_run_is_an_error_of_one_line(arguments: list[str], words: list[str]):
     assert_one_error(iep_bench("engine", "--batch-sizes", "2", *arguments), *words)
 
 
@@ -108,7 +108,7 @@ def test_a_split_with_too_few_questions_or_no_programs_is_named(data: Path, tmp_
     assert_one_error(iep_bench("engine", "--data", tmp_path), "val_features.h5", "no such file")
 
 
-def test_made_programs_are_clevrs():
+def test_generated_programs_are_like_clevrs():
     workload = generated(100, 10, (3, 2, 2), largest=20, seed=3)
     tokens, lengths = workload.vocab.program, []
     assert len(tokens) == 44
@@ -125,7 +125,7 @@ def test_made_programs_are_clevrs():
     assert minibatch.features_NCHW.shape == (3, 3, 2, 2)
 
 
-def test_strategies_are_read_as_they_are_named():
+def test_strategies_are_parsed_from_their_names():
     text = "vanilla,improved+sharing+defer+families+bfloat16,improved+bfloat16"
     assert ",".join(strategy.name for strategy in parse_strategies(text)) == text
     assert parse_strategies("vanilla, vanilla+float32") == [Strategy("vanilla")]

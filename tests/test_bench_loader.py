@@ -10,7 +10,7 @@ from tiny_data import IMAGES, TRAIN, arrays, write_data
 from iep.bench.loader import made_data, order_rows
 
 
-def test_a_pass_in_image_order_hands_out_every_question_and_one_at_random_every_image_once():
+def test_image_order_reads_every_question_once_and_random_order_every_image_once():
     images = arrays(TRAIN)["image_idxs"]
     rows = order_rows(images, "image", [0])
     assert sorted(rows.tolist()) == list(range(TRAIN))
@@ -20,14 +20,14 @@ def test_a_pass_in_image_order_hands_out_every_question_and_one_at_random_every_
     assert rows.tolist() != order_rows(images, "random", [1]).tolist()
 
 
-def test_the_data_made_are_sound_and_random(tmp_path: Path):
+def test_generated_data_are_valid_and_random(tmp_path: Path):
     questions, features = made_data(tmp_path, 3, seed=1)
     assert (features.shape, features.dtype) == ((3, 1024, 14, 14), np.dtype("float16"))
     assert len({features.read(np.array([row])).numpy().tobytes() for row in range(3)}) == 3
     assert questions.image_idxs.tolist() == np.repeat([0, 1, 2], 10).tolist()
 
 
-def test_every_way_has_a_row_for_each_number_of_workers_and_the_data_made_are_removed(tmp_path: Path):
+def test_every_source_has_a_row_for_each_number_of_workers_and_generated_data_are_removed(tmp_path: Path):
     result = iep_bench("loader", "--images", 3, "--batch-size", 8, "--workers", "0,1", "--repeat", 2, "--out", tmp_path)
     comparisons = report_of(result, tmp_path, "loader")
     assert [each["workers"] for each in comparisons] == [0, 1]
@@ -37,7 +37,7 @@ def test_every_way_has_a_row_for_each_number_of_workers_and_the_data_made_are_re
         assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
 
 
-def test_data_of_ones_own_are_measured_and_left_alone(tmp_path: Path):
+def test_existing_data_are_measured_and_left_unchanged(tmp_path: Path):
     data = write_data(tmp_path / "data", "float16")
     before = {path: path.read_bytes() for path in data.iterdir()}
     flags = ("--batch-size", 4, "--workers", 0, "--repeat", 1, "--features", "warm")

@@ -23,7 +23,7 @@ def small_machine() -> Iterator[None]:
         yield
 
 
-def test_every_number_of_experts_is_measured_with_every_minibatch_in_every_way(tmp_path: Path):
+def test_every_number_of_experts_and_minibatch_size_is_measured(tmp_path: Path):
     given = ("--experts", "3,1", "--tokens", "2,7")
     comparisons = report_of(iep_bench("moe", *given, *QUICK, "--out", tmp_path), tmp_path, "moe")
     found = [(each["phase"], each["experts"], each["tokens"]) for each in comparisons]
@@ -34,7 +34,7 @@ def test_every_number_of_experts_is_measured_with_every_minibatch_in_every_way(t
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_every_way_gives_the_same_outputs_and_gradients(k: int):
+def test_every_execution_gives_the_same_outputs_and_gradients(k: int):
     torch.manual_seed(0)
     layer = Experts(*WIDTH, 5)
     chosen = uniform_experts(9, 5, k, seed=1)
@@ -51,7 +51,7 @@ def test_every_way_gives_the_same_outputs_and_gradients(k: int):
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_there_cannot_be_more_experts_of_a_token_than_experts():
+def test_more_experts_for_each_token_than_experts_are_an_error():
     result = iep_bench("moe", "--experts", "3,2", "--k", 3)
     assert result.exit_code == 2
     assert "3 different experts of 2" in result.output

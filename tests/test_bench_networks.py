@@ -50,7 +50,7 @@ def gradients(network: Network) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_way_computes_the_same_loss_and_gradients(name: str):
+def test_every_competitor_computes_the_same_loss_and_gradients(name: str):
     network, samples = made(name)
     for training in (True, False):
         for way in network.ways:
@@ -66,13 +66,13 @@ def test_every_way_computes_the_same_loss_and_gradients(name: str):
             torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_a_level_is_all_vertices_of_a_depth():
+def test_a_level_holds_all_vertices_of_one_depth():
     levels = levels_of([*complete_trees(3, 8, WORDS, np.random.default_rng(0)), LONE])
     assert levels.leaves == (24, 0, 0, 1)
     assert [order is None for order in levels.orders] == [True, True, True, False]
 
 
-def test_small_minibatches_are_made_of_many_samples_and_large_ones_of_all():
+def test_minibatches_of_each_size_are_drawn_from_all_samples():
     samples = list(range(70))
     made = {size["batch"]: minibatches for size, minibatches in minibatches_of(samples, (70, 1, 16, 64))}
     assert {size: len(minibatches) for size, minibatches in made.items()} == {1: 64, 16: 4, 64: 1, 70: 1}
@@ -87,9 +87,7 @@ def test_small_minibatches_are_made_of_many_samples_and_large_ones_of_all():
         ("tagger", ("--batch-sizes", "40,33"), PACKED, "batch"),
     ],
 )
-def test_every_way_is_measured_in_the_phases_that_it_is_for(
-    command: str, given: tuple, hand: str, unit: str, tmp_path: Path
-):
+def test_every_competitor_is_measured_in_its_phases(command: str, given: tuple, hand: str, unit: str, tmp_path: Path):
     result = iep_bench(command, *QUICK, *given, "--batching", "height,lookahead+defer", "--out", tmp_path)
     comparisons = report_of(result, tmp_path, command)
     assert [each["phase"] for each in comparisons] == ["train", "inference"] * 2

@@ -51,7 +51,7 @@ def test_every_node_is_named_once() -> None:
     assert_shown(result, programs, BATCHING)
 
 
-def test_what_is_shared_has_one_name() -> None:
+def test_shared_nodes_have_one_name() -> None:
     result = iep_bench(
         "plan", "--batching", "improved+sharing", "--questions-per-image", 2, "--program", COUNT, "--program", COMPARE
     )
@@ -61,7 +61,7 @@ def test_what_is_shared_has_one_name() -> None:
     assert sorted(nodes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.5", "1.6"]
 
 
-def test_programs_of_attention_modules_are_shown_as_what_runs() -> None:
+def test_programs_of_attention_modules_are_shown_as_they_run() -> None:
     programs = ["exist same_size unique filter_color[red] scene", "greater_than count scene count relate[left] scene"]
     given = ["--program", programs[0], "--program", programs[1], "--program", programs[1], "--questions-per-image", 3]
     result = iep_bench("plan", "--modules", "tbd", *given)
@@ -99,7 +99,7 @@ def test_a_call_of_a_family_has_several_functions() -> None:
     assert "filter_color[red] filter_shape[cube]  2" in result.stdout
 
 
-def test_text_calls_and_a_picture_are_written(tmp_path: Path) -> None:
+def test_a_plan_is_written_as_text_json_and_picture(tmp_path: Path) -> None:
     given = ["--program", COUNT, "--program", COMPARE, "--scene", "stem", "--batching", "vanilla,improved"]
     result = iep_bench("plan", *given, "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -122,5 +122,5 @@ def test_text_calls_and_a_picture_are_written(tmp_path: Path) -> None:
         (["--program", COUNT, "--modules", "tbd", "--scene", "stem"], ["scene is 'stem'", "modules iep"]),
     ],
 )
-def test_what_cannot_be_planned_is_named_in_one_line(arguments: list[str], words: list[str]) -> None:
+def test_a_program_that_cannot_be_planned_is_an_error_of_one_line(arguments: list[str], words: list[str]) -> None:
     assert_one_error(iep_bench("plan", *arguments), *words)

@@ -32,7 +32,7 @@ def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
     assert (row["name"], row["speedup"]) == ("1 process", 1.0)
 
 
-def test_a_run_that_fails_is_one_line(tmp_path: Path):
+def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path):
     (tmp_path / "lstm.yaml").write_text(CONFIG)
     result = iep_bench("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
     assert_one_error(result, "training with 1 process failed", "vocab.json: no such file")

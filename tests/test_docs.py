@@ -23,7 +23,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_links_lead_to_files_and_headings_that_there_are(document: Path):
+def test_links_lead_to_existing_files_and_headings(document: Path):
     links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", document.read_text())
     for link in links:
         name, _, part = link.partition("#")
@@ -33,7 +33,7 @@ def test_links_lead_to_files_and_headings_that_there_are(document: Path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_scripts_and_configs_that_are_named_are_there(document: Path):
+def test_scripts_and_configs_named_in_documents_exist(document: Path):
     named = re.findall(r"\b(?:scripts/\w+\.(?:sh|py)|configs/[\w/-]+\.yaml)", document.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
 

@@ -13,14 +13,14 @@ from iep.errors import InputError
 from iep.runtime.files import atomic_path, check_writable, read_json, write_bytes, write_json
 
 
-def test_a_file_is_written_into_a_directory_that_does_not_yet_stand(tmp_path: Path):
+def test_a_file_is_written_into_a_new_directory(tmp_path: Path):
     target = tmp_path / "a" / "b" / "file.bin"
     write_bytes(target, b"new")
     assert target.read_bytes() == b"new"
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_the_target_holds_its_old_content_until_the_block_ends(tmp_path: Path):
+def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
     target = tmp_path / "file.txt"
     target.write_text("old")
     with atomic_path(target) as temporary:
@@ -30,7 +30,7 @@ def test_the_target_holds_its_old_content_until_the_block_ends(tmp_path: Path):
     assert target.read_text() == "new"
 
 
-def test_a_file_is_on_disk_before_it_takes_its_name_and_then_its_name_too(tmp_path: Path, monkeypatch):
+def test_a_file_is_flushed_before_it_is_renamed_and_its_directory_afterwards(tmp_path: Path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(
         os, "fsync", lambda handle: done.append(stat.S_ISDIR(os.fstat(handle).st_mode)) or fsync(handle)
@@ -41,7 +41,7 @@ def test_a_file_is_on_disk_before_it_takes_its_name_and_then_its_name_too(tmp_pa
 
 
 @pytest.mark.parametrize(("error", "matters"), [(errno.EINVAL, False), (errno.EOPNOTSUPP, False), (errno.EIO, True)])
-def test_a_file_system_that_cannot_flush_directories_is_no_error(
+def test_a_file_system_that_cannot_flush_directories_is_not_an_error(
     tmp_path: Path, monkeypatch, error: int, matters: bool
 ):
     fsync = os.fsync
@@ -93,7 +93,7 @@ def test_a_device_without_space_names_the_target(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_json_survives_its_file(tmp_path: Path):
+def test_json_is_read_back_as_it_was_written(tmp_path: Path):
     value = {"a": [1, 2.5, None, "ü"], "b": {"c": True}}
     for indent in (None, 2):
         write_json(tmp_path / "value.json", value, indent)
@@ -133,7 +133,7 @@ def test_a_missing_json_file_or_a_directory_in_its_place_is_named(tmp_path: Path
         read_json(tmp_path)
 
 
-def test_what_cannot_be_written_is_named_before_the_work(tmp_path: Path):
+def test_a_path_that_cannot_be_written_is_named_before_the_work(tmp_path: Path):
     (tmp_path / "taken" / "report.json").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(IsADirectoryError, match=r"taken/report\.json"):

@@ -10,7 +10,7 @@ from iep.errors import InputError
 IMAGES = np.arange(22) // 4
 
 
-def test_every_epoch_sees_every_example_once_but_for_the_remainder():
+def test_every_epoch_sees_every_example_at_most_once():
     order = make_order(None, IMAGES, (), batch_size=5, seed=3)
     epochs = [[row for step in range(first, first + 4) for row in order.rows(step)] for first in (0, 4, 8)]
     for epoch in epochs:
@@ -30,12 +30,12 @@ def test_the_rows_of_a_step_depend_on_seed_and_step_alone():
     assert [other.rows(step).tolist() for step in steps] != expected
 
 
-def test_fewer_examples_than_a_batch_are_all_drawn_every_step():
+def test_all_examples_are_drawn_in_every_step_where_they_are_fewer_than_a_batch():
     order = make_order(None, np.zeros(3, int), (), batch_size=8, seed=0)
     assert [sorted(order.rows(step)) for step in range(3)] == [[0, 1, 2]] * 3
 
 
-def test_a_curriculum_draws_no_longer_program_than_its_stage_allows():
+def test_a_curriculum_draws_programs_no_longer_than_its_stage_allows():
     lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
     order = make_order(lengths, np.arange(8), ((0, 2), (3, 4), (6, 99)), batch_size=2, seed=0)
     longest = [lengths[order.rows(step)].max() for step in range(10)]
@@ -61,7 +61,7 @@ def test_a_programs_length_counts_its_functions_but_neither_scene_nor_special_to
         (None, ((0, 3),), "a curriculum needs programs"),
     ],
 )
-def test_a_curriculum_that_cannot_be_followed_is_refused(lengths, curriculum, problem: str):
+def test_an_invalid_curriculum_is_an_error(lengths, curriculum, problem: str):
     with pytest.raises(InputError) as caught:
         make_order(lengths, np.arange(2), curriculum, batch_size=2, seed=0)
     assert problem in str(caught.value)
@@ -79,7 +79,7 @@ def test_questions_about_one_image_are_drawn_together_where_asked():
     assert epochs[0].tolist() != epochs[1].tolist()
 
 
-def test_groups_of_one_image_leave_nothing_out_of_an_epoch():
+def test_grouping_by_image_keeps_every_example_of_an_epoch():
     image_idxs = np.array([0, 3, 3, 3, 9, 9, 0, 3])
     order = make_order(None, image_idxs, (), batch_size=8, seed=0, questions_per_image=3)
     assert all(sorted(order.rows(step)) == list(range(8)) for step in range(5))

@@ -116,7 +116,7 @@ def test_a_mistake_in_a_file_is_named(content: dict | str, devices: tuple, words
         ),
     ],
 )
-def test_options_that_do_not_fit_together_are_an_error(options: tuple, words: str) -> None:
+def test_options_that_contradict_each_other_are_an_error(options: tuple, words: str) -> None:
     with pytest.raises(InputError) as error:
         check_options(*options)
     assert words in str(error.value)

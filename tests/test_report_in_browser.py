@@ -177,7 +177,7 @@ def test_the_worst_come_first_and_buttons_change_the_order(shown: Opened, made):
     assert shares == pytest.approx(sorted(shares, reverse=True), abs=1e-4)
 
 
-def test_filters_leave_what_they_say(shown: Opened, made):
+def test_each_filter_lists_its_questions(shown: Opened, made):
     rows, page = made[1], shown.page
     page.locator("#order-index").click()
     page.select_option("#filter-answer", "wrong")
@@ -315,7 +315,7 @@ def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, dat
         assert len(shown.listed()) == VAL
 
 
-def test_a_run_without_metrics_and_an_image_that_is_missing_are_said(browser: Browser, data, run, tmp_path: Path):
+def test_missing_metrics_and_images_are_reported(browser: Browser, data, run, tmp_path: Path):
     alone = shutil.copy(run["lstm"], tmp_path / "alone.pt")
     paths = write_images(tmp_path / "CLEVR", "val", IMAGES)
     paths[3].unlink()

@@ -145,7 +145,7 @@ def test_the_gradients_of_several_processes_are_those_of_one(data: Path, dtype: 
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_three_processes_share_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
+def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
     settings = ("curriculum=[[0, 3], [3, 99]]", "batch_size=10", "iterations=5", "validate_every=5")
     config = tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *settings)
     assert train(config, tmp_path / "one", resume=False)
@@ -164,7 +164,7 @@ def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimi
         assert torch.equal(*(held["networks"]["engine"]["weights"][name] for held in (first, last)))
 
 
-def test_a_run_of_two_processes_goes_on_in_one_and_back(data: Path, tmp_path: Path):
+def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_path: Path):
     def config(iterations: int) -> Config:
         return tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *NORM, "sharing=true", f"iterations={iterations}")
 
@@ -197,7 +197,7 @@ def _load_where_one_process_sees_an_older_run(out: Path) -> int:
     return load_start(out).content["step"]
 
 
-def test_all_processes_go_on_from_the_checkpoint_that_the_first_has_found(data: Path, tmp_path: Path):
+def test_all_processes_resume_from_the_checkpoint_that_the_first_finds(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm", "keep=2"), tmp_path, resume=False)
     assert together(_load_where_one_process_sees_an_older_run, tmp_path) == [4, 4]
 
@@ -223,7 +223,7 @@ def _fail(config: Config, out: Path) -> str:
     return str(caught.value)
 
 
-def test_more_processes_than_questions_are_refused(data: Path, tmp_path: Path):
+def test_more_processes_than_questions_are_an_error(data: Path, tmp_path: Path):
     config = tiny_config(data, "lstm", "batch_size=1")
     for problem in together(_fail, config, tmp_path):
         assert problem == "a minibatch of 1 questions for 2 processes, expected one each at least"
@@ -251,7 +251,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     assert held["question_index"] == [position + 1000 for position in held["positions"]]
 
 
-def test_the_best_checkpoint_is_that_of_one_process(data: Path, tmp_path: Path):
+def test_two_processes_choose_the_best_checkpoint_of_one(data: Path, tmp_path: Path):
     config = tiny_config(data, "lstm", "iterations=6", "validate_every=1")
     assert train(config, tmp_path / "one", resume=False)
     assert all(together(_train, config, tmp_path / "two"))
