@@ -33,16 +33,13 @@ from tiny_data import TINY, write_data  # noqa: E402
 from iep.bench.report import machine_line  # noqa: E402
 
 KINDS = {"kill -9": (signal.SIGKILL,), "TERM, INT": (signal.SIGTERM, signal.SIGINT)}
-COLUMNS = ("kills", "writing", "early", "elsewhere", "resumes", "ends")
+COLUMNS = ("kills", "writing", "ends")
 LEGEND = """\
 kills      processes ended by the signal, each at a moment drawn evenly from the whole job's length
 writing    of these, while a file was written that is then renamed into place
-early      otherwise, before there was anything to go on from (no checkpoint, vocabulary, image, predictions)
-elsewhere  otherwise
-resumes    starts that found something to go on from
 ends       jobs that came to their end and were compared with the one that was never killed: weights and optimiser bit
            for bit, rows of metrics.jsonl but for speed and memory, best.pt; bytes of all files of the other jobs
-mismatch   differences, files left over or not whole, refusals, answers to a signal other than one line: must be 0"""
+mismatch   differences, files left over or not whole, errors, answers to a signal other than one line: must be 0"""
 
 
 @click.command()

@@ -1,7 +1,6 @@
 """Files are written whole or not at all, and JSON that cannot be read is named."""
 
 import errno
-import json
 import os
 import stat
 from contextlib import nullcontext
@@ -13,21 +12,15 @@ from iep.errors import InputError
 from iep.runtime.files import atomic_path, check_writable, read_json, write_bytes, write_json
 
 
-def test_a_file_is_written_into_a_new_directory(tmp_path: Path):
-    target = tmp_path / "a" / "b" / "file.bin"
-    write_bytes(target, b"new")
-    assert target.read_bytes() == b"new"
-    assert list(target.parent.iterdir()) == [target]
-
-
 def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
-    target = tmp_path / "file.txt"
-    target.write_text("old")
+    target = tmp_path / "new" / "directory" / "file.txt"
+    write_bytes(target, b"old")
     with atomic_path(target) as temporary:
         temporary.write_text("new")
         assert target.read_text() == "old"
         assert temporary.parent == target.parent
     assert target.read_text() == "new"
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_file_is_flushed_before_it_is_renamed_and_its_directory_afterwards(tmp_path: Path, monkeypatch):
@@ -57,7 +50,7 @@ def test_a_file_system_that_cannot_flush_directories_is_not_an_error(
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("failure", [ValueError("no"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize("failure", [TypeError("no JSON"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, failure: BaseException):
     target = tmp_path / "file.txt"
     target.write_text("old")
@@ -81,32 +74,12 @@ def test_a_failed_write_names_the_target_unless_it_knows_its_file(tmp_path: Path
     assert caught.value.filename == (known or str(target))
 
 
-def test_a_device_without_space_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def write_to_a_full_device(path: Path, content: bytes) -> None:
-        with open("/dev/full", "wb", 0) as full:
-            full.write(content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_to_a_full_device)
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_bytes(tmp_path / "file.bin", b"new")
-    assert caught.value.filename == str(tmp_path / "file.bin")
-    assert not list(tmp_path.iterdir())
-
-
 def test_json_is_read_back_as_it_was_written(tmp_path: Path):
     value = {"a": [1, 2.5, None, "ü"], "b": {"c": True}}
     for indent in (None, 2):
         write_json(tmp_path / "value.json", value, indent)
         assert read_json(tmp_path / "value.json") == value
         assert (tmp_path / "value.json").read_bytes().endswith(b"\n")
-
-
-def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path: Path):
-    write_json(tmp_path / "value.json", 1)
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "value.json", {"a": object()})
-    assert json.loads((tmp_path / "value.json").read_text()) == 1
-    assert len(os.listdir(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,19 +89,16 @@ def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path: Path):
         (b'{"a": 1,\n"b": }', r"not JSON \(line 2, column 6"),
         (b"1" * 5000, "not usable JSON"),
         (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
+        (None, "no such file"),
     ],
 )
-def test_a_file_that_is_not_json_is_named_with_the_place(tmp_path: Path, content: bytes, problem: str):
+def test_a_file_that_is_not_json_is_an_error_that_names_it(tmp_path: Path, content: bytes | None, problem: str):
     path = tmp_path / "value.json"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(InputError, match=problem) as caught:
         read_json(path)
     assert str(caught.value).startswith(f"{path}: ")
-
-
-def test_a_missing_json_file_or_a_directory_in_its_place_is_named(tmp_path: Path):
-    with pytest.raises(InputError, match=r"none\.json: no such file"):
-        read_json(tmp_path / "none.json")
     with pytest.raises(InputError, match=f"{tmp_path}: a directory"):
         read_json(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Training in two processes: the losses, weights and files of one, however its minibatches are dealt out."""
+"""Training in several processes gives the losses, weights and files of one, however its minibatches are split."""
 
 import json
 import math
@@ -28,13 +28,7 @@ from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Execution
 
 MEASURED = {"questions_per_second", "peak_memory_gb"}
-SMALL_BATCHES = (
-    "batch_size=12",
-    "iterations=6",
-    "validate_every=3",
-    "questions_per_image=2",
-    "learning_rate=0.002",
-)
+SMALL_BATCHES = ("batch_size=12", "iterations=6", "validate_every=3", "questions_per_image=2", "learning_rate=0.002")
 TORCHS_OWN = "engine.initialization=torch"  # Adam makes much of rounding where activations blow up
 IDLE = re.compile(
     r"cnn\.2\.(conv[12]\.bias|bn[12]\.running_mean)|classifier\.([01]\.bias|2\.running_mean)|stacked-attn-\d\.Wp\.bias"
@@ -42,6 +36,7 @@ IDLE = re.compile(
 """Of the baselines, biases that a batch norm or a softmax behind them cancels, and the means of what these shift: their
 gradients are rounding, of which Adam makes whole steps."""
 NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
+SHARED = (TORCHS_OWN, *NORM, "sharing=true")
 
 
 def _train(config: Config, out: Path, resume: bool = False) -> bool:
@@ -52,6 +47,10 @@ def rows(out: Path) -> list[dict[str, float]]:
     """The metrics, less what depends on the machine."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if name not in MEASURED} for line in lines]
+
+
+def weights(out: Path, step: int, network: str) -> dict[str, torch.Tensor]:
+    return load_checkpoint(out / step_name(step))["networks"][network]["weights"]
 
 
 def assert_same_run(one: Path, two: Path, iterations: int) -> None:
@@ -69,6 +68,7 @@ def assert_same_run(one: Path, two: Path, iterations: int) -> None:
     for number, state in theirs["optimizer"]["state"].items():
         assert ours["optimizer"]["state"][number]["step"] == state["step"]
     assert {path.name for path in two.iterdir()} == {path.name for path in one.iterdir()}
+    assert load_checkpoint(two / BEST)["step"] == load_checkpoint(one / BEST)["step"]
 
 
 CASES = {
@@ -78,13 +78,7 @@ CASES = {
     "cnn-lstm-sa": ("cnn_lstm_sa.classifier_norm=true",),
     "cnn-lstm-sa, partly frozen": ("freeze=rnn,cnn", "cnn_lstm_sa.classifier_norm=true"),
     "ee": (TORCHS_OWN,),
-    "ee, shared, deferred, clipped": (
-        TORCHS_OWN,
-        "sharing=true",
-        "defer_weight_grads=true",
-        "clip_gradients=0.5",
-        *NORM,
-    ),
+    "ee, shared, deferred, clipped": (*SHARED, "defer_weight_grads=true", "clip_gradients=0.5"),
     "ee, not shared": (TORCHS_OWN, "sharing=false", "questions_per_image=1", "workers=2", *NORM),
     "ee, attention modules, penalized": (TORCHS_OWN, "engine.modules=tbd", "attention_penalty=0.001"),
     "ee, predicted": (TORCHS_OWN, "programs=predicted"),
@@ -93,56 +87,53 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def pairs(data: Path, parts: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """For every case a run of one process and a run of two."""
-    root, configs = tmp_path_factory.mktemp("pairs"), {}
-    for case, settings in CASES.items():
-        model = case.split(",")[0]
-        starts = parts if model == "joint" else parts[:1] if case == "ee, predicted" else []
-        configs[case] = tiny_config(data, model, *SMALL_BATCHES, *starts, *settings)
-        assert train(configs[case], root / case / "one", resume=False)
-    together(_train_all, configs, root)
-    return {case: (root / case / "one", root / case / "two") for case in CASES}
-
-
 def _train_all(configs: dict[str, Config], root: Path) -> None:
     for case, config in configs.items():
         train(config, root / case / "two", resume=False)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one(pairs: dict[str, tuple[Path, Path]], case: str):
-    assert_same_run(*pairs[case], iterations=6)
+def test_two_processes_train_as_one(data: Path, parts: list[str], tmp_path: Path):
+    configs = {}
+    for case, settings in CASES.items():
+        model = case.split(",")[0]
+        starts = parts if model == "joint" else parts[:1] if case == "ee, predicted" else []
+        configs[case] = tiny_config(data, model, *SMALL_BATCHES, *starts, *settings)
+    together(_train_all, configs, tmp_path)
+    for case, config in configs.items():
+        assert train(config, tmp_path / case / "one", resume=False)
+        try:
+            assert_same_run(tmp_path / case / "one", tmp_path / case / "two", iterations=6)
+        except AssertionError as error:
+            error.add_note(f"in the case {case!r}")
+            raise
 
 
-def _gradients(dtype: torch.dtype, defer: bool, data: Path) -> list[torch.Tensor | None]:
-    """Of a minibatch, of which this process has a part; losses are always computed in float32."""
+def _gradients(defer: bool, data: Path) -> list[torch.Tensor | None]:
+    """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *NORM).engine
-    engine = build("engine", engine_kwargs(config, VOCAB, (CHANNELS, GRID, GRID))).to(dtype).train()
+    engine = build("engine", engine_kwargs(config, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     task = EngineTask(engine, Execution("lookahead", True, defer), None, 30)
     replicas = Replicas(task, list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(sharing=True, training=True))
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
     batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
-    batch = replace(batch, features=batch.features.to(dtype))
+    batch = replace(batch, features=batch.features.double())
     loss, _ = replicas.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
     return [parameter.grad for parameter in engine.parameters()]
 
 
 @pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-4)])
-def test_the_gradients_of_several_processes_are_those_of_one(data: Path, dtype: torch.dtype, tolerance: float, defer):
-    expected = _gradients(dtype, defer, data)
+def test_the_gradients_of_several_processes_are_those_of_one(data: Path, defer: bool):
+    expected = _gradients(defer, data)
     assert 0 < sum(gradient is None for gradient in expected) < len(expected)
-    for gradients in together(_gradients, dtype, defer, data, world_size=3 if defer else 2):
+    for gradients in together(_gradients, defer, data, world_size=3 if defer else 2):
         for ours, theirs in zip(gradients, expected, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
-                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
@@ -156,27 +147,24 @@ def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Pa
 def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimiser_state(data: Path, tmp_path: Path):
     config = tiny_config(data, "ee", "batch_size=2", "iterations=2", "validate_every=1", "weight_decay=0.1")
     assert all(together(_train, config, tmp_path))
-    first, last = (load_checkpoint(tmp_path / step_name(step)) for step in (1, 2))
-    names = list(last["networks"]["engine"]["weights"])  # of parameters alone: this engine has no buffers
-    unused = [name for number, name in enumerate(names) if number not in last["optimizer"]["state"]]
-    assert 0 < len(unused) < len(names)
-    for name in unused:
-        assert torch.equal(*(held["networks"]["engine"]["weights"][name] for held in (first, last)))
+    first, last = (weights(tmp_path, step, "engine") for step in (1, 2))  # parameters alone: it has no buffers
+    state = load_checkpoint(tmp_path / step_name(2))["optimizer"]["state"]
+    unused = [name for number, name in enumerate(last) if number not in state]
+    assert 0 < len(unused) < len(last)
+    assert all(torch.equal(first[name], last[name]) for name in unused)
 
 
 def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_path: Path):
     def config(iterations: int) -> Config:
-        return tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *NORM, "sharing=true", f"iterations={iterations}")
+        return tiny_config(data, "ee", *SMALL_BATCHES, *SHARED, f"iterations={iterations}")
 
     assert train(config(6), tmp_path / "one", resume=False)
     assert all(together(_train, config(2), tmp_path / "changing"))
     assert train(config(4), tmp_path / "changing", resume=True)
     assert all(together(_train, config(6), tmp_path / "changing", True))
-    weights = [
-        load_checkpoint(tmp_path / out / step_name(6))["networks"]["engine"]["weights"] for out in ("one", "changing")
-    ]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=2e-3, atol=2e-4)
+    one, changing = (weights(tmp_path / out, 6, "engine") for out in ("one", "changing"))
+    for name, weight in one.items():
+        torch.testing.assert_close(changing[name], weight, rtol=2e-3, atol=2e-4)
 
 
 def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
@@ -186,9 +174,8 @@ def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
     assert all(together(_train, config(4), tmp_path / "whole"))
     assert all(together(_train, config(3), tmp_path / "resumed"))
     assert all(together(_train, config(4), tmp_path / "resumed", True))
-    whole, resumed = (load_checkpoint(tmp_path / out / step_name(4)) for out in ("whole", "resumed"))
-    for name, weight in whole["networks"]["generator"]["weights"].items():
-        assert torch.equal(resumed["networks"]["generator"]["weights"][name], weight)
+    whole, resumed = (weights(tmp_path / out, 4, "generator") for out in ("whole", "resumed"))
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
 
 
 def _load_where_one_process_sees_an_older_run(out: Path) -> int:
@@ -249,11 +236,3 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     held = torch.load(tmp_path / "not-finite-1.pt", weights_only=True)
     assert len(set(held["positions"])) == 8
     assert held["question_index"] == [position + 1000 for position in held["positions"]]
-
-
-def test_two_processes_choose_the_best_checkpoint_of_one(data: Path, tmp_path: Path):
-    config = tiny_config(data, "lstm", "iterations=6", "validate_every=1")
-    assert train(config, tmp_path / "one", resume=False)
-    assert all(together(_train, config, tmp_path / "two"))
-    steps = [load_checkpoint(tmp_path / out / BEST)["step"] for out in ("one", "two")]
-    assert steps[0] == steps[1]
