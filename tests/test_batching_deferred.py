@@ -91,74 +91,62 @@ def test_gradients_of_the_inputs_alone_leave_nothing_for_a_later_backward_pass()
     torch.testing.assert_close([of_inputs, layer.weight.grad], list(expected))
 
 
-def test_a_call_without_gradients_leaves_those_of_later_calls():
-    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
-
-    def run(x):
-        with torch.no_grad():
-            shift = layer(x)
-        return layer(x) + shift
-
-    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-12)
-
-
-def test_calls_under_autocast_and_outside_it_keep_their_own_dtypes():
-    layer, inputs = nn.Linear(3, 3), torch.randn(2, 3)
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            inside = layer(x)
-        assert inside.dtype == torch.bfloat16
-        return layer(x) + inside.float()
-
-    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
-
-
 def test_one_layer_may_be_called_on_inputs_of_several_sizes():
     torch.manual_seed(0)
     layer, inputs = nn.Conv2d(**CONVOLUTION).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64)
 
     def run(x):
-        small = layer(layer(x[:, :, ::2, ::2]))
-        return layer(x).sum() + (small * small).sum()
+        return layer(x).sum() + (layer(layer(x[:, :, ::2, ::2])) ** 2).sum()
 
     assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-9)
 
 
-def test_a_module_may_ask_for_gradients_of_its_own():
-    torch.manual_seed(0)
-    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
-
-    def run(x):
-        (steepest,) = torch.autograd.grad(layer(x).pow(2).sum(), x, retain_graph=True)
-        return layer(x + steepest.detach())
-
-    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 1e-9)
+def partly_without_gradients(first, second, x):
+    with torch.no_grad():
+        shift = first(x)
+    return first(x) + shift
 
 
-def test_gradients_of_two_layers_with_one_weight_add_up():
-    torch.manual_seed(0)
-    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+def partly_under_autocast(first, second, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = first(x)
+    assert inside.dtype == torch.bfloat16
+    return first(x) + inside.float()
+
+
+def with_gradients_of_its_own(first, second, x):
+    (steepest,) = torch.autograd.grad(first(x).pow(2).sum(), x, retain_graph=True)
+    return first(x + steepest.detach())
+
+
+def with_a_shared_weight(first, second, x):
     second.weight = first.weight
-    both, inputs = nn.ModuleList([first, second]), torch.randn(4, 3).double()
-
-    def run(x):
-        return second(torch.tanh(first(torch.tanh(second(x)))))
-
-    assert_same(results(deferred(run), both, inputs), results(run, both, inputs), 1e-9)
+    return second(torch.tanh(first(torch.tanh(second(x)))))
 
 
-def test_weights_that_are_computed_for_every_call_have_gradients_of_their_own():
+def with_a_weight_computed_for_each_call(first, second, x):
+    with torch.autocast("cpu", torch.bfloat16):  # whose copies are what the tape keeps, not the weights made
+        for call in range(6):
+            x = torch.tanh(nn.functional.linear(x, first.weight * (call + 1), first.bias))
+        return x.float()
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "relative"),
+    [
+        (partly_without_gradients, torch.float64, 1e-9),
+        (partly_under_autocast, torch.float32, 0.03),
+        (with_gradients_of_its_own, torch.float64, 1e-9),
+        (with_a_shared_weight, torch.float64, 1e-9),
+        (with_a_weight_computed_for_each_call, torch.float32, 0.03),
+    ],
+)
+def test_deferred_gradients_equal_ordinary_ones_of_calls(run, dtype, relative):
     torch.manual_seed(0)
-    layer, inputs = nn.Linear(3, 3), torch.randn(4, 3)
-
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16):  # whose copies are what the tape keeps, not the weights made
-            for call in range(6):
-                x = torch.tanh(nn.functional.linear(x, layer.weight * (call + 1), layer.bias))
-            return x.float()
-
-    assert_same(results(deferred(run), layer, inputs), results(run, layer, inputs), 0.03)
+    layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).to(dtype)
+    inputs = torch.randn(4, 3, dtype=dtype)
+    expected = results(lambda x: run(*layers, x), layers, inputs)
+    assert_same(results(deferred(lambda x: run(*layers, x)), layers, inputs), expected, relative)
 
 
 def test_a_frozen_weight_gets_no_gradient_and_its_inputs_do():

@@ -12,7 +12,6 @@ from batching_cases import (
     MEANING,
     UNARY_A,
     UNARY_B,
-    ToyModule,
     assert_same,
     matrix,
     quick,
@@ -22,13 +21,12 @@ from batching_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import images_graph, random_dag, tree_graph
+from schedule_cases import images_graph, tree_graph
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from iep.batching.execute import execute
-from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import Read, Signature, Types, make_plan
 from iep.batching.reference import run_prefix
@@ -101,28 +99,6 @@ def test_the_comparison_notices_swapped_arguments():
     swapped = results(lambda x: one_by_one(matrix([[BINARY_A, LEAF, UNARY_A, LEAF]]), modules, x), modules, inputs)
     with pytest.raises(AssertionError, match="output differs"):
         assert_same(swapped, there, 1e-9)
-
-
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_any_graph_equals_a_walk_over_its_nodes(seed, defer):
-    """Nodes with several takers, and nodes that no root depends on, whose gradients may be zeros instead of None."""
-    graph = random_dag(seed, num_nodes=25)
-    modules = nn.ModuleList(ToyModule(1 + op % 2, 3) for op in range(5)).double()
-    inputs = torch.randn(graph.num_inputs, 3, dtype=torch.float64)
-
-    def walk(x):
-        values = list(x.split(1))
-        for op, args in zip(graph.op.tolist(), graph.args.tolist(), strict=True):
-            values.append(modules[op](*(values[slot] for slot in args if slot >= 0)))
-        return torch.cat([values[root] for root in graph.roots.tolist()])
-
-    expected = results(walk, modules, inputs)
-    for name in SCHEDULERS:
-        plan = make_plan(graph, make_schedule(graph, name))
-        actual = results(lambda x, p=plan: execute(p, modules, x, defer), modules, inputs)
-        missing = {key: torch.zeros_like(actual[key]) for key, value in expected.items() if value is None}
-        assert_same(actual, expected | missing, 1e-9)
 
 
 class Reaches(nn.Module):
@@ -224,14 +200,6 @@ def test_a_run_under_autocast_equals_the_reference_to_bfloat16s_precision():
     assert_same(results(lambda x: run(x, batched), modules, inputs), expected, 0.05)
 
 
-def test_binary_arguments_go_in_by_position_though_the_second_is_ready_first():
-    rows = [[BINARY_A, *[UNARY_A] * 4, LEAF, LEAF], [BINARY_A, LEAF, *[UNARY_A] * 4, LEAF]]
-    modules = {LEAF: lambda x: x, UNARY_A: lambda x: 10 * x, BINARY_A: lambda x, y: x - y}
-    for name in SCHEDULERS:
-        out = batched(matrix(rows), modules, torch.tensor([[1.0], [2.0]]), name)
-        assert out.tolist() == [[9999.0], [2.0 - 20000.0]]
-
-
 def test_a_family_of_functions_runs_in_one_call_with_its_rows_sorted_by_function():
     seen = []
 
@@ -306,11 +274,6 @@ def test_results_are_kept_in_the_inputs_dtype():
     assert out.dtype == torch.float32
 
 
-def test_programs_that_are_all_one_leaf_return_the_inputs_themselves():
-    inputs = torch.randn(3, 2)
-    assert execute(plan_of(images_graph([[LEAF]] * 3)), {}, inputs).equal(inputs)
-
-
 @pytest.mark.parametrize(
     ("rows", "modules", "inputs", "message"),
     [
@@ -373,14 +336,6 @@ def test_families_and_placements_that_do_not_fit_are_errors():
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1}, 0, 0))
     with pytest.raises(ValueError, match="op 7 is to run, but is placed on no device"):
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0}, 0, 0))
-
-
-def test_a_call_that_fills_a_column_by_itself_returns_one_row_for_each_node():
-    types = Types(np.array([0]), {0: Signature((Read(0),), (1,))}, ((np.array([1]), 0),))
-    graph = Graph(1, np.array([0]), np.array([[0]]), np.array([0]), np.array([1]))
-    plan = make_plan(graph, make_schedule(graph, "lookahead"), types)
-    with pytest.raises(ValueError, match=r"op 0 returned \(0, 3\), expected \(1, 3\)"):
-        execute(plan, {0: lambda x: x[:0]}, {0: torch.zeros(1, 3)})
 
 
 def test_a_placed_plan_prints_its_copies():
