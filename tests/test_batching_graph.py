@@ -5,7 +5,6 @@ from batching_cases import (
     ARITY_V,
     BINARY_A,
     LEAF,
-    OTHER_LEAF,
     PAD,
     SKIP,
     TERNARY,
@@ -66,19 +65,6 @@ def test_a_binary_tree_is_numbered_in_post_order_with_arguments_in_order():
     assert graph.args[:, 0].tolist() == [0, 1, 0, 3, 2]
     assert graph.args[:, 1].tolist() == [-1, -1, -1, -1, 4]
     assert graph.roots.tolist() == [5]
-
-
-def test_leaf_as_input_makes_no_nodes_and_points_at_the_example():
-    graph = make([[BINARY_A, LEAF, UNARY_A, LEAF], [LEAF], [UNARY_B, LEAF]], leaf_is_input=True)
-    assert graph.op.tolist() == [UNARY_A, BINARY_A, UNARY_B]
-    assert graph.args.tolist() == [[0, -1], [0, 3], [2, -1]]
-    assert graph.roots.tolist() == [4, 1, 5]
-
-
-def test_a_token_without_arguments_other_than_the_leaf_reads_the_input_too():
-    graph = make([[OTHER_LEAF]], leaf_is_input=True)
-    assert graph.op.tolist() == [OTHER_LEAF]
-    assert graph.args.tolist() == [[0]]
 
 
 @pytest.mark.parametrize(
