@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,35 +25,30 @@ from iep.runtime.locks import LOCK, alone_in
 from iep.training.loop import Trainer
 
 
-def holder(directory: Path) -> subprocess.Popen:
-    """A process that holds `directory` until it is killed."""
+@contextmanager
+def held(directory: Path) -> Iterator[int]:
+    """A process that holds the lock of `directory` until the block ends and it is killed; yields its number."""
     code = (
         "import pathlib, time\nfrom iep.runtime.locks import alone_in\n"
-        f"with alone_in(pathlib.Path({str(directory)!r})):\n"
-        "    print('held', flush=True)\n    time.sleep(60)"
+        f"with alone_in(pathlib.Path({str(directory)!r})):\n    print('held', flush=True)\n    time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"held\n"
-    return process
-
-
-def kill(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"held\n"
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path):
-    process = holder(tmp_path / "run")
-    with pytest.raises(InputError) as caught, alone_in(tmp_path / "run"):
-        pass
-    message = str(caught.value)
-    host, today = os.uname().nodename, time.strftime("%Y-%m-%d", time.gmtime())
-    assert message.startswith(f"{tmp_path / 'run'}: in use by process {process.pid} on {host}, since {today}")
-    assert "\n" not in message
-    with pytest.raises(InputError, match=f"process {process.pid}"), alone_in(tmp_path / "run"):
-        pass  # asking takes nothing from the first
-    kill(process)
+    with held(tmp_path / "run") as first:
+        host, today = os.uname().nodename, time.strftime("%Y-%m-%d", time.gmtime())
+        for _ in range(2):  # asking takes nothing from the first
+            with pytest.raises(InputError) as caught, alone_in(tmp_path / "run"):
+                pass
+            message = str(caught.value)
+            assert message.startswith(f"{tmp_path / 'run'}: in use by process {first} on {host}, since {today}")
+            assert "\n" not in message
     with alone_in(tmp_path / "run"):
         assert f"process {os.getpid()} " in (tmp_path / "run" / LOCK).read_text()
         (tmp_path / "run" / "file").touch()
@@ -108,44 +105,38 @@ def test_a_file_system_without_locks_is_an_error_of_one_line(data: Path, tmp_pat
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_every_command_that_writes_a_directory_locks_it(data: Path, runs: dict[str, Path], tmp_path: Path):
+def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[str, Path], tmp_path: Path):
     out = tmp_path / "out"
     (tmp_path / "clevr" / "questions").mkdir(parents=True)
     (tmp_path / "clevr" / "questions" / "CLEVR_train_questions.json").write_text('{"questions": []}')
-    process = holder(out)
-    for command, *arguments in (
+    commands = (
         (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *TINY),
         (iep_eval, "--baseline", runs["lstm"], "--data", data, "--out", out),
         (iep_synth, out, "--train", 1, "--val", 0, "--test", 0),
         (iep_preprocess, tmp_path / "clevr", "--out", out, "--only", "questions"),
-    ):
-        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
-        assert_one_error(result, f"{out}: in use by process {process.pid} on ")
-    kill(process)
+    )
+    with held(out) as first:
+        for command, *arguments in commands:
+            result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+            assert_one_error(result, f"{out}: in use by process {first} on ")
+        dry = CliRunner().invoke(iep_train, ["--resume", "--dry-run", "--out", str(out)])
+        assert dry.exit_code == 0, dry.output  # which writes nothing
     assert [path.name for path in out.iterdir()] == [LOCK]
-
-
-def test_a_dry_run_needs_no_lock(runs: dict[str, Path], tmp_path: Path):
-    process = holder(tmp_path / "run")
-    result = CliRunner().invoke(iep_train, ["--resume", "--dry-run", "--out", str(tmp_path / "run")])
-    assert result.exit_code == 0
-    kill(process)
 
 
 def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):
     arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *TINY, "model=lstm"]
-    seconds, train_step = [], Trainer.train_step
+    others, train_step = [], Trainer.train_step
 
     def watched(self: Trainer, batch: Batch) -> object:
-        seconds.append(run("train", arguments))
+        others.append(others[0] if others else run("train", arguments))
         return train_step(self, batch)
 
     monkeypatch.setattr(Trainer, "train_step", watched)
     assert CliRunner().invoke(iep_train, [str(argument) for argument in arguments]).exit_code == 0
-    assert len(seconds) == 4
-    for second in seconds:
-        assert second.returncode == 1
-        assert second.output.startswith(f"Error: {tmp_path / 'run'}: in use by process {os.getpid()} on ")
+    assert len(others) == 4
+    assert others[0].returncode == 1
+    assert others[0].output.startswith(f"Error: {tmp_path / 'run'}: in use by process {os.getpid()} on ")
     assert not list((tmp_path / "run").glob(".*"))
 
 
