@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 ROWS_OF_THEIR_OWN = 256
-"""A linear layer's call of so many rows has a product of its own: to concatenate calls of 256 to 2,048 rows was measured
-to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
+"""A linear layer's call of so many rows has a product of its own: to concatenate calls of 256 to 2,048 rows was
+measured to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
 
 
 class _Layer(NamedTuple):
@@ -48,8 +48,8 @@ class _Layer(NamedTuple):
 
 
 Kept = dict[int, list[tuple[Tensor, Tensor]]]
-"""The inputs and the outputs' gradients of a layer's calls, by backward pass: there may be one within another, or one for
-the inputs' gradients alone."""
+"""The inputs and the outputs' gradients of a layer's calls, by backward pass: there may be one within another, or one
+for the inputs' gradients alone."""
 
 
 def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -6,8 +6,8 @@ on subsequences and supersequences); this is a quick rule, and a local search th
 the strings come from, and which node runs in which call, is not its concern.
 
 Every op of every string is one bit of a Python integer, string after string with a bit left free between any two. A
-set of places is then one integer, and all strings go on by one op in a few integer operations. A call stands for its op
-as the set of all that op's places.
+set of places is then one integer, and all strings advance by one op in a few integer operations. A call stands for its
+op as the set of all that op's places.
 
 Shapes: P strings, L length of the longest.
 """
@@ -28,13 +28,13 @@ GOOD, LONGER = 1.35, 3
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
-    """A short string of ops that every row of `strings_PL` is a subsequence of; the same for the same rows.
+    """Return a short string of ops that every row of `strings_PL` is a subsequence of; the same for the same rows.
 
     Args:
         strings_PL: (P, L) ops, 0 or greater, every row followed by -1.
     """
     places = _places(strings_PL)
-    fewest = _lower_bound(strings_PL)
+    fewest = lower_bound(strings_PL)
     # The first rule suits strings that are much alike, as programs are; the second suits random ones.
     longest_first = _greedy(places.of_op, places.all, places.first, True, False)
     commonest_first = _greedy(places.of_op, places.all, places.last, False, True)
@@ -52,8 +52,8 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     return [op[call] for call in _needed(places, calls)]
 
 
-def _lower_bound(strings_PL: np.ndarray) -> int:
-    """No supersequence is shorter than this: for every op the most that any string has of it, summed over ops."""
+def lower_bound(strings_PL: np.ndarray) -> int:
+    """Return a length that no supersequence is below: for every op the most that any string has of it, summed."""
     string, _ = np.nonzero(strings_PL >= 0)
     op = strings_PL[strings_PL >= 0]
     width = op.max(initial=0) + 1
@@ -87,7 +87,7 @@ def _places(strings_PL: np.ndarray) -> _Places:
 
 
 def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: bool = False) -> list[int]:
-    """Calls, in the order of the strings, that run the places `rest`: of every string some that follow one another.
+    """Return calls, in the order of the strings, that run the places `rest`: of every string some adjacent ones.
 
     First an op whose places all stand in front: that call has to come at some time, and no time is better than now.
     Where there is none, the op in front of the longest string, or the `commonest` in front; of several, the first in
@@ -129,14 +129,14 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: boo
 
 
 def _run(call: int, rest: int, front: int, forward: bool) -> tuple[int, int]:
-    """The places that are left after a call, and those of them in front."""
+    """Return the places that are left after a call, and those of them in front."""
     run = front & call
     rest ^= run
     return rest, (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
 
 
 def _sweep(places: _Places, calls: list[int], turn: int) -> tuple[list[int], int]:
-    """As many calls or fewer, and the number of windows: each is planned anew, half of it being the last one's.
+    """Return as many calls or fewer, and the number of windows: each is planned anew, half of it being the last one's.
 
     What a window must run is what neither the calls before it nor those after it can. So that no two windows are alike,
     they are planned from either end in turn, with the ops in another order, and do not begin at the same calls in every
@@ -171,7 +171,7 @@ def _width(calls: list[int]) -> int:
 
 
 def _needed(places: _Places, calls: list[int]) -> list[int]:
-    """The calls without those that can be left out: what is left to run before such a call, those after it can run."""
+    """Return the calls without those that can be left out: what is left before such a call, those after it can run."""
     after = _rests(places, calls)
     rest, front = places.all, places.first
     needed = []
@@ -183,7 +183,7 @@ def _needed(places: _Places, calls: list[int]) -> list[int]:
 
 
 def _rests(places: _Places, calls: list[int]) -> list[tuple[int, int]]:
-    """By number of last calls: what these leave to run when they take as much as they can, and every string's last."""
+    """Return, by number of last calls, what these leave when they run as much as they can, and every string's last."""
     rest, back = places.all, places.last
     rests = [(rest, back)]
     for call in reversed(calls):
