@@ -81,7 +81,7 @@ def test_a_supersequence_holds_every_string_and_none_of_its_ops_can_be_left_out(
 def test_exactly_the_calls_that_can_be_left_out_are_found(seed):
     rng = np.random.default_rng(seed)
     strings = [rng.integers(0, 4, rng.integers(1, 8)).tolist() for _ in range(5)]
-    places = supersequence._places(as_matrix(strings))
+    places = supersequence._positions(as_matrix(strings))
     calls = [*rng.integers(0, 4, 20).tolist(), *[op for string in strings for op in string]]
     naive, left = [], calls.copy()
     while left:
@@ -215,7 +215,7 @@ def test_a_sweep_never_loses_a_string_nor_needs_more_calls(window, monkeypatch):
     monkeypatch.setattr(supersequence, "WINDOW", window)
     rng = np.random.default_rng(window)
     strings_PL = rng.integers(0, 6, (12, 15))
-    places = supersequence._places(strings_PL)
+    places = supersequence._positions(strings_PL)
     calls = places.of_op * 15
     op = {mask: op for op, mask in enumerate(places.of_op)}
     turn = 0

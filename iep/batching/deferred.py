@@ -125,7 +125,7 @@ ARGUMENTS = {functional.linear: _linear, functional.conv2d: _conv2d}
 
 
 class _Weights(Function):
-    """Weight and bias unchanged; in the backward pass, which comes here after all calls, their gradients."""
+    """Return weight and bias unchanged; the backward pass, which runs after all calls', returns their gradients."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _Weights(Function):
 
 
 class _Call(Function):
-    """The layer on one input; in the backward pass its input's gradient, and what its weight's needs is kept."""
+    """Run the layer on one input; the backward pass returns the input's gradient, and keeps what the weight's needs."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept, layer: _Layer) -> Tensor:

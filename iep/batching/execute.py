@@ -28,7 +28,7 @@ Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 def execute(
     plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
-    """Run a plan; returns the roots' values, (B, ...) in the order of the roots.
+    """Run a plan, and return the roots' values, (B, ...) in the order of the roots.
 
     Args:
         plan: its index tensors on the device of `inputs`; those of a placed plan on the devices of its columns.
@@ -142,7 +142,7 @@ class Buffers:
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
-        """Of each backward pass: there may be one within another, or one that ends before the inputs."""
+        """The gradients of each backward pass: there may be one within another, or one that ends before the inputs."""
 
     def write(self, call: Call, results: Sequence[Tensor]) -> None:
         """Write the results of a call.

@@ -26,10 +26,10 @@ class OpPlacement:
 
     devices: tuple[torch.device, ...]
     ops: Mapping[int, int]
-    """Of every op that may run."""
+    """The position of every op that may run."""
     inputs: int
     roots: int
-    """Where the results are wanted."""
+    """The position where the results are wanted."""
 
 
 def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, types: Types | None = None) -> Plan:

@@ -18,7 +18,7 @@ from iep.batching.graph import Graph
 from iep.batching.schedulers import Group, Schedule, Segment
 
 ROW_BITS = 40
-"""Enough for the number of any row."""
+"""The number of bits of a row in an address, enough for any row."""
 
 
 class Read(NamedTuple):
@@ -38,7 +38,7 @@ class Read(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The tensors that the module of an op takes and returns."""
+    """The tensors that the module of an op reads and returns."""
 
     reads: tuple[Read, ...]
     makes: tuple[int, ...] = (0,)
@@ -52,7 +52,7 @@ class Types:
     inputs: np.ndarray
     """(num_inputs,) column of each input, one tensor; the inputs of a column are given in the order of the slots."""
     signatures: Mapping[int, Signature]
-    """By op."""
+    """The signature of each op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
     """What a run returns, one tensor for each: slots, and which tensor of their values (all of one column)."""
     fields: np.ndarray | None = None
@@ -64,10 +64,10 @@ class Argument(NamedTuple):
 
     column: int
     rows: slice
-    """Of the column's buffer where the rows are adjacent, otherwise of the column's `index`."""
+    """The rows are those of the column's buffer if they are adjacent, otherwise those in the column's `index`."""
     is_adjacent: bool
     count: int | None = None
-    """As in `Read`: the rows are those of G nodes, `count` for each, one node after the other."""
+    """The count of the `Read`: the rows are those of G nodes, `count` for each, one node after the other."""
 
 
 class Result(NamedTuple):
@@ -82,11 +82,11 @@ class Call(NamedTuple):
 
     op: int
     size: int
-    """G."""
+    """The number of nodes, G."""
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     segments: tuple[Segment, ...] | None = None
-    """Of a call of a family: its functions and the nodes of each."""
+    """The functions of a family's call, and the rows of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Column:
     """The buffer of the values of one kind."""
 
     num_rows: int
-    """Of the inputs, which come first, and of all results."""
+    """The number of rows: those of the inputs, which come first, and of all results."""
     index: torch.Tensor
     """(U,) int64, the rows that calls read, except where they are adjacent."""
     device: torch.device | None = None
@@ -184,8 +184,8 @@ def make_plan(
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
-            signature, or reads an argument that its nodes lack, a tensor that an argument's value lacks, no value at
-            all, or tensors of several columns as one; the functions of a family have different signatures.
+            signature, or reads an argument that its nodes do not have, a tensor that an argument's value does not have,
+            no value at all, or tensors of several columns as one; the functions of a family have different signatures.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])

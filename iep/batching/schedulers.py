@@ -3,8 +3,8 @@
 A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of Suarez & Zhu
 (Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2); `height` and
 `agenda` those of dynamic neural network frameworks (Neubig et al. 2017, On-the-fly operation batching in dynamic
-computation graphs); `lookahead` is this package's own and needs the fewest calls. All of them take any directed acyclic
-graph whose nodes are numbered children first.
+computation graphs); `lookahead` is this package's own and needs the fewest calls. All of them accept any directed
+acyclic graph whose nodes are numbered children first.
 
 Shapes: N nodes, A greatest number of arguments, K calls.
 """
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
     op: int
     rows: slice
-    """Of the call's rows."""
+    """The rows of the call that are these nodes'."""
 
 
 class Group(NamedTuple):
@@ -35,7 +35,7 @@ class Group(NamedTuple):
     op: int
     nodes: np.ndarray
     segments: tuple[Segment, ...] | None = None
-    """Of a family's call: its functions, to which adjacent nodes belong; `op` is then the family's number."""
+    """The functions of a family's call, to which adjacent nodes belong; `op` is then the family's number."""
 
 
 Schedule = tuple[Group, ...]
