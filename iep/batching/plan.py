@@ -266,7 +266,7 @@ class _Layout:
         address = self.address_FS[np.minimum(fields, len(self.address_FS) - 1), slots]
         first = int(address[0])
         column, row = first >> ROW_BITS, first & (1 << ROW_BITS) - 1
-        is_adjacent = int(address[-1]) - first == size - 1 and (address[1:] - address[:-1] == 1).all()
+        is_adjacent = int(address[-1]) - first == size - 1 and (size < 3 or (address[1:] - address[:-1] == 1).all())
         if column < 0 or not (is_adjacent or (address >> ROW_BITS == column).all()):
             self._raise_unreadable(slots, np.broadcast_to(fields, slots.shape), address, what)
         if is_adjacent:
