@@ -14,7 +14,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from iep.batching.grouped import EXECUTIONS
 from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
 from iep.bench.report import Benchmark
 from iep.runtime.devices import resolve_device
@@ -54,13 +53,14 @@ def forwards(layer: Experts) -> dict[str, Forward]:
         results_RO = results_RO * gates_TK.flatten()[order_R, None]
         return results_RO.new_zeros(len(x_TI), results_RO.shape[1]).index_add(0, tokens_R, results_RO)
 
-    possible = [execution for execution in EXECUTIONS if execution != "grouped" or layer.grouped_refusal() is None]
-    return {ONE_BY_ONE: one_by_one, **{each: partial(executed, each) for each in possible}, HAND: by_hand}
+    executions = {each: partial(executed, each) for each in ("auto", "loop")}
+    return {ONE_BY_ONE: one_by_one, **executions, HAND: by_hand}
 
 
 def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case:
     """Return the ways to run one minibatch through a layer."""
-    device, (experts, inputs, hidden), outputs = layer.hidden_weights.device, layer.hidden_weights.shape, layer.sizes[2]
+    device, (experts, inputs, hidden) = layer.hidden_weights.device, layer.hidden_weights.shape
+    outputs = layer.output_weights.shape[2]
     training, generator = phase == "train", torch.Generator().manual_seed(seed)
     experts_TK = uniform_experts(tokens, experts, k, seed).to(device)
     sizes = ((tokens, inputs), (tokens, k), (tokens, outputs))
