@@ -35,8 +35,7 @@ def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = N
         if gates.shape != (count, (3 + children) * width):
             found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
             raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
-        if c_children.dtype != gates.dtype:
-            c_children = c_children.to(gates.dtype)
+        c_children = c_children.to(gates.dtype)
         if torch.is_grad_enabled():
             return _State.apply(gates, bias, c_children)
         return _states(gates, bias, c_children)[:2]
