@@ -154,16 +154,11 @@ class VertexNetwork:
         self._column = {name: column for column, name in enumerate(names)}
         self._kind = repr((names, [(function.gathers, function.pulls, function.pushes) for function in functions]))
 
-    def plan(
-        self,
-        samples: Sequence[Edges],
-        scheduler: str = "lookahead",
-        sharing: bool = False,
-    ) -> VertexPlan:
+    def plan(self, samples: Sequence[Edges], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """Return how to run a minibatch. Minibatches of the same shape are scheduled once.
 
         Args:
-            scheduler: a name in `SCHEDULERS`.
+            scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
             sharing: merge vertices that run the same function on the same rows and the same children's states.
 
         Raises:
