@@ -47,7 +47,7 @@ class Way:
     """One way to run a minibatch of samples.
 
     Attributes:
-        construct: samples -> what `compute` takes: graph, schedule, indices; no numbers are computed.
+        construct: samples -> the argument of `compute`: graph, schedule, indices; no numbers are computed.
         compute: the forward pass and, if the second argument is true, loss and backward pass; returns the loss.
         calls: what was constructed -> how many calls of the network's cells it makes.
     """
@@ -236,10 +236,8 @@ def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Ne
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
         return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
 
-    def loss_by_hand(levels: Levels, scores: Tensor) -> Tensor:
-        return cross_entropy(scores, levels.labels, reduction="sum")
-
-    compute = step(model, partial(tree_lstm_by_hand, model), loss_by_hand)
+    forward = partial(tree_lstm_by_hand, model)
+    compute = step(model, forward, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
     by_hand = Way(LEVELS, levels_of, compute, lambda levels: len(levels.orders))
     return Network(model, [*model_ways(model, strategies, loss), by_hand], model.one, len)
 
@@ -287,11 +285,9 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
     def loss(_: Any, roots: Tensor) -> Tensor:
         return roots.sum()
 
-    def inner(h: Tensor) -> States:
-        return (model.inner(h.view(-1, 2 * width)).relu(),)
-
     def forward(levels: Levels) -> Tensor:
-        return levels.run((model.embedding(levels.words),), inner)[0]
+        leaves = (model.embedding(levels.words),)
+        return levels.run(leaves, lambda h: (model.inner(h.view(-1, 2 * width)).relu(),))[0]
 
     by_hand = Way(LEVELS, levels_of, step(model, forward, loss), lambda levels: len(levels.orders) - 1)
     ways = [*model_ways(model, strategies, loss), by_hand]
@@ -300,11 +296,10 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
     """Return words and tags of sentences as `nn.LSTM` reads them, (P,) indices each in the same order."""
-    words, tags = (
+    return tuple(
         pack_sequence([torch.from_numpy(getattr(sentence, name)) for sentence in sentences], enforce_sorted=False)
         for name in ("words", "tags")
     )
-    return words, tags
 
 
 class PackedTagger(nn.Module):
@@ -332,8 +327,7 @@ def tagger_network(
 ) -> Network:
     """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare words if they
     are spelled. Its last way is the packed one, unless there are letters."""
-    # The other sizes are those of Qiao & Taura 2019, section 4.1.
-    model = Tagger(words, tags, letters, 128, width, 32, 64)
+    model = Tagger(words, tags, letters, width=width)
     hand = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
@@ -381,8 +375,7 @@ def tree_lstm_benchmark(
     torch.manual_seed(seed)
     network = (binary_network if binary else child_sum_network)(words, width, strategies)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
-    description = f"{cell} Tree-LSTM, width {width}, {words} words"
-    return Benchmark(description, cases, "batch", "tree" if binary else "pair")
+    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "batch", "tree" if binary else "pair")
 
 
 def tree_fc_benchmark(
