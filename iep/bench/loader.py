@@ -56,6 +56,7 @@ def loader_benchmark(
         description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
 
     def competitor(found: Split, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:
+        """Return one way of loading; a round is a pass."""
         questions, features = found.questions, found.features
         dataset = ClevrDataset(questions, in_memory if source == "memory" else features)
         loading, speeds = Loading(workers), []

@@ -61,6 +61,7 @@ def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case
     x_TI, gates_TK, gradient_TO = (torch.randn(size, generator=generator).to(device) for size in sizes)
 
     def competitor(name: str, forward: Forward) -> Competitor:
+        """Return one way to run the layer; a round is a forward pass and, in training, a backward pass."""
         count = min(tokens, ENOUGH_TOKENS) if name == ONE_BY_ONE else tokens
         x, gates = (each[:count].clone().requires_grad_(training) for each in (x_TI, gates_TK))
 

@@ -164,9 +164,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 def _plan(lowered: Lowered, scheduler: str) -> tuple[Plan, bool]:
     """Return the plan of a graph, and whether it was remembered."""
     graph, types = lowered.graph, lowered.types
-    roots = [part for root in types.roots for part in root]
     name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
-    key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *roots)
+    key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *sum(types.roots, ()))
     return remembered(key, graph.num_nodes, lambda: make_plan(graph, make_schedule(graph, scheduler), types))
 
 

@@ -248,6 +248,7 @@ class VertexNetwork:
         index, shapes = op % len(self.functions), list(self.shapes.items())
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
+            """Run the function on the rows that it pulls and the states that it gathers, in this order."""
             gathered = arguments[first:]
             if not num_children:
                 like = arguments[0]

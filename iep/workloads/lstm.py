@@ -47,10 +47,9 @@ def by_columns(weight: nn.Parameter) -> nn.Parameter:
 
 
 class _State(Function):
-    """One step of autograd from gates, bias and the children's c to h and c."""
-
     @staticmethod
     def forward(ctx: Any, gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h and c."""
         gates = gates.detach()  # autograd need not follow that its views are overwritten
         h, c, tanh_c = _states(gates, bias, c_children)
         ctx.save_for_backward(gates, tanh_c, c_children)
@@ -61,6 +60,7 @@ class _State(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_h: Tensor | None, of_c: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the gradients of gates, bias and the children's c."""
         gates, tanh_c, c_children = ctx.saved_tensors
         of_gates, of_children = torch.empty_like(gates), torch.empty_like(c_children)
         i, o, *forget, u = _by_gate(gates, c_children)
