@@ -175,7 +175,6 @@ def engine_benchmark(
         workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
     else:
         workload = read_workload(largest, data, split)
-    torch.manual_seed(seed)
     engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), first, memory_format)
     description = workload.description
     if placement != NONE:

@@ -257,6 +257,7 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
         return cross_entropy(scores, ratings, reduction="sum")
 
     def in_scope(strategy: Strategy, granularity: str) -> Way:
+        """Return the way to run pairs in a scope under a strategy."""
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
 
         def run(pairs: Sequence[TreePair]) -> tuple[Tensor, scope]:
@@ -372,7 +373,6 @@ def tree_lstm_benchmark(
     else:
         samples, vocabulary = _read(data, read_sst if binary else read_sick, max(batch_sizes), seed)
         words = len(vocabulary)
-    torch.manual_seed(seed)
     network = (binary_network if binary else child_sum_network)(words, width, strategies)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "batch", "tree" if binary else "pair")
@@ -389,7 +389,6 @@ def tree_fc_benchmark(
 ) -> Benchmark:
     """Return the comparison at every size of tree, the smallest first."""
     rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
     network = tree_fc_network(words, width, strategies)
     sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
     cases = network_cases(network, sized, phases)
@@ -414,7 +413,6 @@ def tagger_benchmark(
         samples, known = _read(data, read_wikiner, max(batch_sizes), seed)
         words, tags = len(known.words) + 1, len(known.tags)
         letters = len(known.characters) if characters else None
-    torch.manual_seed(seed)
     network = tagger_network(words, width, strategies, letters, tags)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"

@@ -79,6 +79,7 @@ def run(ctx: click.Context, module: str, **given: Any) -> None:
     files = result_files(given.pop("out"), ctx.info_name)
     if threads is not None:
         torch.set_num_threads(threads)
+    torch.manual_seed(given.get("seed", 0))  # of the weights
     make = getattr(import_module(f"iep.bench.{module}"), f"{ctx.info_name.replace('-', '_')}_benchmark")
     run_benchmark(make(**given), effort, ctx.meta["command"], files)
 
