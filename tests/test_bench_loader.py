@@ -21,7 +21,8 @@ def test_image_order_reads_every_question_once_and_random_order_every_image_once
 
 
 def test_generated_data_are_valid_and_random(tmp_path: Path):
-    questions, features = made_data(tmp_path, 3, seed=1)
+    made = made_data(tmp_path, 3, seed=1)
+    questions, features = made.questions, made.features
     assert (features.shape, features.dtype) == ((3, 1024, 14, 14), np.dtype("float16"))
     assert len({features.read(np.array([row])).numpy().tobytes() for row in range(3)}) == 3
     assert questions.image_idxs.tolist() == np.repeat([0, 1, 2], 10).tolist()
