@@ -80,26 +80,42 @@ def toy_modules(dim: int = 3, dtype: torch.dtype = torch.float64) -> nn.ModuleLi
 def results(
     run: Callable[[torch.Tensor], torch.Tensor], network: nn.Module, inputs: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
-    """The output of `run(inputs)` and the gradients of an uneven sum of it: of the inputs and every parameter."""
+    """Return the output of `run(inputs)`, and the gradients of the inputs and of every parameter."""
     inputs = inputs.clone().requires_grad_()
-    network.zero_grad(set_to_none=True)
-    output = run(inputs)
-    weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)
-    (output * weights).sum().backward()
-    gradients = {f"gradient of {name}": parameter.grad for name, parameter in network.named_parameters()}
-    return {"output": output.detach(), "gradient of the inputs": inputs.grad, **gradients}
+    return with_gradients({"output": run(inputs)}, {"the inputs": inputs, **dict(network.named_parameters())})
 
 
-def assert_same(actual: dict, expected: dict, relative: float) -> None:
-    """Every result within `relative` of the expected one's greatest element, None where None is expected."""
+def with_gradients(outputs: dict[str, torch.Tensor], leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Return the outputs, and the gradients of an uneven sum of them for every one of `leaves`."""
+    for leaf in leaves.values():
+        leaf.grad = None
+    learnt = [output for output in outputs.values() if output.requires_grad]
+    if learnt:
+        uneven = [torch.linspace(0.5, 1.5, each.numel(), device=each.device).to(each.dtype) for each in learnt]
+        sums = [(each.flatten() * weights).sum() for each, weights in zip(learnt, uneven, strict=True)]
+        sum(n * each for n, each in enumerate(sums, 1)).backward()
+    gradients = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+    return {name: output.detach() for name, output in outputs.items()} | {
+        name: grad.to_dense() if grad is not None and grad.is_sparse else grad for name, grad in gradients.items()
+    }
+
+
+def assert_same(actual: dict, expected: dict, relative: float, none_is_zero: bool = False) -> None:
+    """Assert that every result is within `relative` of the expected one's greatest element, or None like it.
+
+    With `none_is_zero`, a gradient of zeros equals None: a path that leads to no output may have either.
+    """
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
+        found = actual[name]
+        if none_is_zero:
+            found, value = (None if each is None or not each.any() else each for each in (found, value))
         if value is None:
-            assert actual[name] is None, f"{name} is {actual[name]}, expected None"
+            assert found is None, f"{name} is {found}, expected None"
         else:
-            assert actual[name] is not None, f"{name} is None"
-            assert actual[name].shape == value.shape, f"{name} has shape {actual[name].shape}, expected {value.shape}"
-            error, scale = (actual[name] - value).abs().max().item(), value.abs().max().item()
+            assert found is not None, f"{name} is None"
+            assert found.shape == value.shape, f"{name} has shape {found.shape}, expected {value.shape}"
+            error, scale = (found - value).abs().max().item(), value.abs().max().item()
             assert error <= relative * scale, f"{name} differs by {error}, its greatest element is {scale}"
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick
+from batching_cases import assert_same, quick, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -106,30 +106,9 @@ def walked(graph, types, modules, inputs):
     return tuple(torch.cat([values[s][f] for s, f in zip(*root, strict=True)]) for root in types.roots)
 
 
-def results(run, networks, inputs):
-    """What is returned, and the gradients of an uneven sum of it."""
-    networks.zero_grad(set_to_none=True)
-    for rows in inputs.values():
-        rows.grad = None
-    returned = run()
-    total = sum((rows * torch.arange(1, rows.numel() + 1).view_as(rows)).sum() for rows in returned[:2])
-    if total.requires_grad:
-        total.backward()
-    return {
-        **{f"root {place}": rows.detach().double() for place, rows in enumerate(returned)},
-        **{f"gradient of {name}": parameter.grad for name, parameter in networks.named_parameters()},
-        **{f"gradient of inputs {column}": inputs[column].grad for column in (WIDE, PAIR)},
-    }
-
-
-def assert_same_but_for_zeros(actual, expected, relative):
-    """As `assert_same`; where nothing leads to a root a gradient may be None or all zeros."""
-    for name in expected:
-        if expected[name] is None and actual[name] is not None and not actual[name].any():
-            expected = expected | {name: actual[name]}
-        if actual[name] is None and expected[name] is not None and not expected[name].any():
-            actual = actual | {name: expected[name]}
-    assert_same(actual, expected, relative)
+def results(returned, networks, inputs):
+    leaves = dict(networks.named_parameters()) | {f"inputs {column}": inputs[column] for column in (WIDE, PAIR)}
+    return with_gradients({f"root {n}": rows for n, rows in enumerate(returned)}, leaves)
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
@@ -140,7 +119,7 @@ def test_values_of_several_tensors_equal_a_walk_on_outputs_and_all_gradients(dty
     graph, types = case
     networks, inputs = Networks(dtype), inputs_of(types, dtype)
     modules = networks.modules_of_ops()
-    expected = results(lambda: walked(graph, types, modules, inputs), networks, inputs)
+    expected = results(walked(graph, types, modules, inputs), networks, inputs)
     for name, defer in itertools.product(SCHEDULERS, (False, True)):
         schedule = make_schedule(graph, name)
         if positions is None:
@@ -148,11 +127,11 @@ def test_values_of_several_tensors_equal_a_walk_on_outputs_and_all_gradients(dty
         else:
             places = OpPlacement((torch.device("cpu"),) * 2, dict(enumerate(positions[:4])), *positions[4:])
             plan = make_placed_plan(graph, schedule, places, types)
-        actual = results(lambda p=plan, d=defer: execute(p, modules, inputs, d), networks, inputs)
-        assert_same_but_for_zeros(actual, expected, relative)
+        actual = results(execute(plan, modules, inputs, defer), networks, inputs)
+        assert_same(actual, expected, relative, none_is_zero=True)
         with torch.no_grad():
             free = execute(plan, modules, inputs)
-        assert all(torch.equal(actual[f"root {n}"], rows.double()) for n, rows in enumerate(free))
+        assert all(torch.equal(actual[f"root {n}"], rows) for n, rows in enumerate(free))
 
 
 ONE = Graph(1, np.array([LIFT]), np.array([[0]]), np.array([0]), np.array([1]))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from batching_cases import Twice, assert_same, quick
+from batching_cases import Twice, assert_same, quick, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -74,21 +74,12 @@ def batches(draw):
 
 
 def outputs_and_gradients(network, batch, opened=None):
-    """Every sample's output, and the gradients of an uneven sum of them; None counts as zeros."""
-    network.zero_grad(set_to_none=True)
     inputs = [[(x.clone().requires_grad_(), *rest) for x, *rest in sample] for sample in batch]
-    if opened is None:
+    with opened or nullcontext():
         outputs = [network.one(sample) for sample in inputs]
-    else:
-        with opened:
-            outputs = [network.one(sample) for sample in inputs]
-        outputs = [output.value for output in outputs]
-    found = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
-    if outputs:
-        sum((n + 1) * output for n, output in enumerate(outputs)).backward()
     leaves = {f"input {n} {m}": x for n, sample in enumerate(inputs) for m, (x, *_) in enumerate(sample)}
-    leaves |= dict(network.named_parameters())
-    return found | {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    values = {f"output {n}": getattr(output, "value", output) for n, output in enumerate(outputs)}
+    return with_gradients(values, leaves | dict(network.named_parameters()))
 
 
 @settings(quick, max_examples=30)
@@ -104,7 +95,8 @@ def test_a_scope_equals_the_same_code_without_it(batch, granularity, listed, sha
     network = Network().double()
     modules = [network.cell, network.head] if listed else []
     opened = scope(*modules, granularity=granularity, share=share, defer_weight_grads=defer, scheduler=scheduler)
-    assert_same(outputs_and_gradients(network, batch, opened), outputs_and_gradients(network, batch), 1e-9)
+    expected = outputs_and_gradients(network, batch)
+    assert_same(outputs_and_gradients(network, batch, opened), expected, 1e-9, none_is_zero=True)
 
 
 @GRANULARITIES
@@ -113,13 +105,9 @@ def test_child_sum_tree_lstms_equal_one_tree_after_the_other(granularity):
     model = ChildSumTreeLSTM(words=20, word_width=6, width=4).double()
     pairs = sick_like(12, 20, np.random.default_rng(0))
 
-    def found(scores):
-        model.zero_grad(set_to_none=True)
-        (scores * torch.arange(1.0, 6.0)).sum().backward()
-        return {"scores": scores.detach()} | {name: p.grad for name, p in model.named_parameters()}
-
-    expected = found(torch.stack([model.one(pair) for pair in pairs]))
-    assert_same(found(model(pairs, granularity=granularity)), expected, 1e-9)
+    parameters = dict(model.named_parameters())
+    expected = with_gradients({"scores": torch.stack([model.one(pair) for pair in pairs])}, parameters)
+    assert_same(with_gradients({"scores": model(pairs, granularity=granularity)}, parameters), expected, 1e-9)
 
 
 def layer_and_samples(count=6):

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick
+from batching_cases import assert_same, quick, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -58,13 +58,8 @@ def case_of(name, sizes, seed=0):
     return construct().double(), make(sizes, np.random.default_rng(seed))
 
 
-def results(model, run):
-    model.zero_grad(set_to_none=True)
-    output = run()
-    (output * torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    dense = {name: grad.to_dense() if grad is not None and grad.is_sparse else grad for name, grad in gradients.items()}
-    return {"output": output.detach(), **dense}
+def results(model, output):
+    return with_gradients({"output": output}, dict(model.named_parameters()))
 
 
 def one_by_one(model, samples):
@@ -72,22 +67,15 @@ def one_by_one(model, samples):
     return torch.cat(found) if isinstance(model, Tagger) else torch.stack(found)
 
 
-def assert_same_gradients(actual, expected, relative):
-    """As `assert_same`; a part that nothing ran through has no gradient, or one of zeros."""
-    unused = {name for name, value in expected.items() if value is None or not value.any()}
-    assert not any(actual[name] is not None and actual[name].any() for name in unused)
-    assert_same(*({name: each[name] for name in expected.keys() - unused} for each in (actual, expected)), relative)
-
-
 @pytest.mark.parametrize("case", CASES)
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 @settings(quick, max_examples=6)
 def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(case, sizes, seed):
     model, samples = case_of(case, sizes, seed)
-    expected = results(model, lambda: one_by_one(model, samples))
+    expected = results(model, one_by_one(model, samples))
     for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
         plan = model.plan(samples, name, sharing)
-        assert_same_gradients(results(model, lambda p=plan, d=defer: model(p, d)), expected, 1e-9)
+        assert_same(results(model, model(plan, defer)), expected, 1e-9, none_is_zero=True)
         with torch.inference_mode():
             assert_same({"output": model(plan)}, {"output": expected["output"]}, 1e-9)
 
@@ -96,10 +84,11 @@ def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(case, 
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_on_a_gpu_are_those_of_the_cpu(case):
     model, samples = case_of(case, [7, 3, 5])
-    expected = results(model, lambda: model(model.plan(samples)))
+    expected = results(model, model(model.plan(samples)))
     there = copy.deepcopy(model).cuda()
-    actual = results(there, lambda: there(there.plan(samples).to("cuda")))
-    assert_same_gradients({name: None if v is None else v.cpu() for name, v in actual.items()}, expected, 1e-9)
+    actual = results(there, there(there.plan(samples).to("cuda")))
+    actual = {name: None if value is None else value.cpu() for name, value in actual.items()}
+    assert_same(actual, expected, 1e-9, none_is_zero=True)
 
 
 def test_sharing_computes_equal_subtrees_and_beginnings_once():
@@ -134,8 +123,9 @@ def test_calls_do_not_grow_with_the_minibatch(case):
 def test_a_checkpointed_network_and_a_kept_graph_have_the_same_gradients(case):
     model, samples = case_of(case, [4, 5])
     plan = model.plan(samples)
-    expected = results(model, lambda: model(plan, False))
-    assert_same_gradients(results(model, lambda: checkpoint(model, plan, False, use_reentrant=False)), expected, 1e-12)
+    expected = results(model, model(plan, False))
+    actual = results(model, checkpoint(model, plan, False, use_reentrant=False))
+    assert_same(actual, expected, 1e-12, none_is_zero=True)
     for defer in (False, True):
         output = model(plan, defer).sum()
         found = []
@@ -153,11 +143,10 @@ def test_under_autocast_gradients_are_about_the_same(case, defer):
     torch.manual_seed(0)
     model, samples = construct(), make([4, 5], np.random.default_rng(0))
     plan = model.plan(samples)
-    expected = results(model, lambda: model(plan, defer))
+    expected = results(model, model(plan, defer))
     with torch.autocast("cpu", torch.bfloat16):
         output = model(plan, defer)
-    actual = results(model, lambda: output.float())
-    assert_same_gradients(actual, expected, 0.1)
+    assert_same(results(model, output.float()), expected, 0.1, none_is_zero=True)
 
 
 def test_a_layer_that_is_replaced_is_used():
