@@ -128,7 +128,7 @@ def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
 
 
 def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):
-    with pytest.raises(EOFError):
+    with pytest.raises(AssertionError, match="process 0 ended without an answer"):
         together(load_and_die, data, tmp_path / "note", world_size=1)
     workers = [int(number) for number in (tmp_path / "note").read_text().split()]
     assert len(workers) == 2
