@@ -1,5 +1,6 @@
 """`iep-bench processes`: a row for each number of processes, from real runs; a run that fails is one line."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,12 @@ def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
     assert (row["name"], row["speedup"]) == ("1 process", 1.0)
 
 
-def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path):
+def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What fails here stands in for torchrun, whose start takes seconds."""
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho 'Error: vocab.json: no such file' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
     (tmp_path / "lstm.yaml").write_text(CONFIG)
     result = iep_bench("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
     assert_one_error(result, "training with 1 process failed", "vocab.json: no such file")
