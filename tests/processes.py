@@ -129,6 +129,7 @@ def run(
         given = (command, [*map(str, arguments)], setup, cwd or Path.cwd(), log.name, sender)
         process = _context.Process(target=_become, args=given)
         process.start()
+        sender.close()  # so that a process that dies at once is noticed
         ready.recv()
         start, signalled = time.monotonic(), False
         for moment in after:

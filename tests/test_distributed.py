@@ -2,14 +2,12 @@
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from processes import together
 from torch import nn
 from torch.nn import functional
 
-from iep.data.ordering import deal, step_numbers, step_seed
 from iep.runtime import distributed
 from iep.training.joined_norms import synchronize_norms
 
@@ -120,45 +118,3 @@ def test_batch_norm_without_the_group_is_torchs_own():
     norm = _norm(torch.float32)
     expected = functional.batch_norm(x_BCHW, None, None, norm[0][0].weight, norm[0][0].bias, training=True)
     torch.testing.assert_close(norm[0](x_BCHW), expected)
-
-
-# Who gets which examples
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_minibatch_is_split_evenly_and_each_image_stays_on_one_process(parts: int, seed: int):
-    draw = np.random.default_rng(seed)
-    images = draw.integers(0, 40, size=64)
-    dealt = deal(images, parts)
-    assert len(dealt) == parts
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(64))
-    assert all((np.diff(part) > 0).all() for part in dealt)
-    owners = [{int(images[n]) for n in part} for part in dealt]
-    assert sum(map(len, owners)) == len(set().union(*owners))
-    most = np.bincount(images).max()
-    assert all(abs(len(part) - 64 / parts) <= most for part in dealt)
-
-
-def test_the_questions_of_an_image_are_split_where_it_has_most_of_them():
-    assert [len(part) for part in deal(np.zeros(9, int), 3)] == [3, 3, 3]
-    assert [len(part) for part in deal(np.array([0, 1, 1, 1, 1, 1, 1, 1]), 4)] == [2, 2, 2, 2]
-    assert [part.tolist() for part in deal(np.array([5, 4, 5]), 3)] == [[0], [2], [1]]
-
-
-def test_a_minibatch_of_fewer_examples_than_processes_is_an_error():
-    with pytest.raises(ValueError, match="2 examples for 3 processes"):
-        deal(np.array([0, 1]), 3)
-
-
-def test_random_numbers_are_a_function_of_seed_step_and_process():
-    seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(10) for rank in range(3)}
-    assert len(seeds) == 90
-    assert step_seed(1, 2, 0) == step_seed(1, 2)
-    numbers = step_numbers(1, 2, (4, 5))
-    assert numbers.shape == (4, 5)
-    assert numbers.dtype == np.float32
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    assert np.array_equal(numbers, step_numbers(1, 2, (4, 5)))
-    assert not np.array_equal(numbers, step_numbers(1, 3, (4, 5)))
-    assert not np.array_equal(numbers, step_numbers(2, 2, (4, 5)))

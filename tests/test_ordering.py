@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from batching_cases import quick
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_data import VOCAB
 
-from iep.data.ordering import make_order, program_lengths
+from iep.data.ordering import deal, make_order, program_lengths, step_numbers, step_seed
 from iep.errors import InputError
 
 IMAGES = np.arange(22) // 4
@@ -83,3 +86,40 @@ def test_grouping_by_image_keeps_every_example_of_an_epoch():
     image_idxs = np.array([0, 3, 3, 3, 9, 9, 0, 3])
     order = make_order(None, image_idxs, (), batch_size=8, seed=0, questions_per_image=3)
     assert all(sorted(order.rows(step)) == list(range(8)) for step in range(5))
+
+
+@given(images=st.lists(st.integers(0, 40), min_size=1, max_size=64), parts=st.integers(1, 5))
+@settings(quick)
+def test_a_minibatch_is_split_evenly_and_at_images_unless_one_has_most_questions(images: list[int], parts: int):
+    images = np.array(images)
+    if len(images) < parts:
+        with pytest.raises(ValueError, match=f"{len(images)} examples for {parts} processes"):
+            deal(images, parts)
+        return
+    dealt = deal(images, parts)
+    assert len(dealt) == parts
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(images)))
+    assert all((np.diff(part) > 0).all() for part in dealt)
+    sizes, most = [len(part) for part in dealt], np.bincount(images).max()
+    assert all(size > 0 and abs(size - len(images) / parts) <= most for size in sizes)
+    images_of_parts = [set(images[part].tolist()) for part in dealt]
+    assert sum(map(len, images_of_parts)) == len(set(images.tolist())) or max(sizes) - min(sizes) <= 1
+
+
+def test_the_questions_of_an_image_are_split_where_it_has_most_of_them():
+    assert [len(part) for part in deal(np.zeros(9, int), 3)] == [3, 3, 3]
+    assert [len(part) for part in deal(np.array([0, 1, 1, 1, 1, 1, 1, 1]), 4)] == [2, 2, 2, 2]
+    assert [part.tolist() for part in deal(np.array([5, 4, 5]), 3)] == [[0], [2], [1]]
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_process():
+    seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(10) for rank in range(3)}
+    assert len(seeds) == 90
+    assert step_seed(1, 2, 0) == step_seed(1, 2)
+    numbers = step_numbers(1, 2, (4, 5))
+    assert numbers.shape == (4, 5)
+    assert numbers.dtype == np.float32
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert np.array_equal(numbers, step_numbers(1, 2, (4, 5)))
+    assert not np.array_equal(numbers, step_numbers(1, 3, (4, 5)))
+    assert not np.array_equal(numbers, step_numbers(2, 2, (4, 5)))
