@@ -24,12 +24,12 @@ def iep_bench(*arguments: object) -> Result:
 
 
 def measure(*arguments: object) -> Result:
-    """`iep-bench engine` on the tiny engine and made data, one round unless `arguments` say otherwise."""
+    """Run `iep-bench engine` on the tiny engine and generated data, one round unless `arguments` say otherwise."""
     return iep_bench("engine", "--device", "cpu", "--repeat", 1, *TINY_DATA, *TINY_ENGINE, *arguments)
 
 
 def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
-    """The comparisons of a benchmark's JSON, once all its files are found to be whole and its figures consistent."""
+    """Return the comparisons of a benchmark's JSON, whose files must be whole and whose figures consistent."""
     assert result.exit_code == 0, result.output
     assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.txt", f"{name}.png"}
     report, table = json.loads((out / f"{name}.json").read_text()), (out / f"{name}.txt").read_text()

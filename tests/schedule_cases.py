@@ -1,4 +1,4 @@
-"""Graphs to schedule, what makes a schedule valid, and slow twins of what the schedulers measure."""
+"""Graphs to schedule, the check of a schedule, and naive twins of what the schedulers measure."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from iep.synth.synthesize import make_image
 
 
 def tree_graph(rows, leaf_is_input=False, input_B=None) -> Graph:
-    """The graph of toy programs."""
+    """Return the graph of toy programs."""
     tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
     return graph_from_prefix(tokens_BL, ARITY_V, **MEANING, leaf_is_input=leaf_is_input, input_B=input_B)
 
 
 def images_graph(rows, input_B=None) -> Graph:
-    """The same where leaves are inputs, `input_B` says which."""
+    """Return the graph of toy programs whose leaves are inputs; `input_B` says which."""
     return tree_graph(rows, leaf_is_input=True, input_B=input_B)
 
 
 def random_dag(seed: int, num_inputs: int = 4, num_nodes: int = 40, num_ops: int = 5) -> Graph:
-    """Nodes that take any earlier slots, of any example: shared results, several inputs, nodes that nothing uses."""
+    """Return nodes that read any earlier slots: shared results, several inputs, and nodes that nothing reads."""
     rng = np.random.default_rng(seed)
     op = rng.integers(0, num_ops, num_nodes)
     args = np.full((num_nodes, 2), -1)
@@ -46,7 +46,7 @@ graphs = st.one_of(
 
 
 def ladder(rungs: int, width: int, num_ops: int, seed: int = 0) -> Graph:
-    """Layers of nodes of random ops that take two nodes of the layer before: 2 ** rungs paths to every last node."""
+    """Return layers of nodes that read two nodes of the layer before: 2 ** rungs paths to each last node."""
     rng = np.random.default_rng(seed)
     below = np.arange(rungs * width) // width * width - width
     args = 1 + below[:, None] + rng.integers(0, width, (rungs * width, 2))
@@ -56,7 +56,7 @@ def ladder(rungs: int, width: int, num_ops: int, seed: int = 0) -> Graph:
 
 
 def clevr_graph(questions: int, seed: int, scene_is_input: bool = False) -> Graph:
-    """The programs of some of the questions that iep-synth asks about images like CLEVR's, ten an image."""
+    """Return the graph of programs of some questions that iep-synth asks about images like CLEVR's, ten an image."""
     options, balance = PRESETS["clevr"], Counter()
     first = 1000 * seed
     images = range(first, first + questions // 10 + 1)
@@ -71,7 +71,7 @@ def clevr_graph(questions: int, seed: int, scene_is_input: bool = False) -> Grap
 
 
 def assert_valid(graph: Graph, schedule: Schedule) -> None:
-    """Every node runs once, after its arguments; a group is of one op, or of one family and sorted by op; ids rise."""
+    """Assert that every node runs once, after its arguments, and that a group has one op, or a family's in order."""
     done = set(range(graph.num_inputs))
     for op, nodes, segments in schedule:
         functions = graph.op[nodes].tolist()
@@ -90,48 +90,48 @@ def assert_valid(graph: Graph, schedule: Schedule) -> None:
     assert len(done) == graph.num_inputs + graph.num_nodes
 
 
-def takes_of(graph: Graph) -> list[list[int]]:
-    """For every node the nodes whose results it takes."""
+def arguments_of(graph: Graph) -> list[list[int]]:
+    """Return for every node the nodes whose results it reads."""
     return [[slot - graph.num_inputs for slot in slots if slot >= graph.num_inputs] for slots in graph.args.tolist()]
 
 
-def takers_of(graph: Graph) -> list[list[int]]:
-    """For every node the nodes that take its result."""
-    takers: list[list[int]] = [[] for _ in range(graph.num_nodes)]
-    for taker, taken in enumerate(takes_of(graph)):
+def readers_of(graph: Graph) -> list[list[int]]:
+    """Return for every node the nodes that read its result."""
+    readers: list[list[int]] = [[] for _ in range(graph.num_nodes)]
+    for reader, taken in enumerate(arguments_of(graph)):
         for node in set(taken):
-            takers[node].append(taker)
-    return takers
+            readers[node].append(reader)
+    return readers
 
 
 def naive_distance(graph: Graph) -> list[int]:
-    """Longest path up from every node, by looking through all its takers."""
-    takers, distance = takers_of(graph), {}
+    """Return the length of the longest path up from every node, by looking through all its readers."""
+    readers, distance = readers_of(graph), {}
     for node in reversed(range(graph.num_nodes)):
-        distance[node] = max((distance[taker] + 1 for taker in takers[node]), default=0)
+        distance[node] = max((distance[reader] + 1 for reader in readers[node]), default=0)
     return [distance[node] for node in range(graph.num_nodes)]
 
 
 def naive_height(graph: Graph) -> list[int]:
-    """Longest path down from every node."""
+    """Return the length of the longest path down from every node."""
     height: list[int] = []
-    for taken in takes_of(graph):
+    for taken in arguments_of(graph):
         height.append(max((height[node] + 1 for node in taken), default=0))
     return height
 
 
 def naive_paths(graph: Graph) -> set[tuple[int, ...]]:
-    """The ops along every path from a node that takes no other to one that no other takes."""
-    takes, takers, ops = takes_of(graph), takers_of(graph), graph.op.tolist()
+    """Return the ops along every path from a node that reads no other to one that no other reads."""
+    arguments, readers, ops = arguments_of(graph), readers_of(graph), graph.op.tolist()
 
     def up(node: int) -> Iterator[tuple[int, ...]]:
-        if not takers[node]:
+        if not readers[node]:
             yield (ops[node],)
-        for taker in takers[node]:
-            for rest in up(taker):
+        for reader in readers[node]:
+            for rest in up(reader):
                 yield (ops[node], *rest)
 
-    return {path for node in range(graph.num_nodes) if not takes[node] for path in up(node)}
+    return {path for node in range(graph.num_nodes) if not arguments[node] for path in up(node)}
 
 
 def is_subsequence(short, long) -> bool:

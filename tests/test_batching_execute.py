@@ -41,13 +41,13 @@ FAMILY = 100
 
 def plan_of(graph, scheduler="lookahead", families=False, seed=None):
     """The plan of a graph of toy programs; with a seed, its ops are placed on two devices at random."""
-    home = [0] * len(ARITY_V) if seed is None else np.random.default_rng(seed).integers(0, 2, len(ARITY_V)).tolist()
+    position = [0] * len(ARITY_V) if seed is None else np.random.default_rng(seed).integers(0, 2, len(ARITY_V)).tolist()
     # Functions of one arity are a family, on each device.
-    family = {op: FAMILY + 2 * int(ARITY_V[op]) + home[op] for op in range(len(ARITY_V))} if families else None
+    family = {op: FAMILY + 2 * int(ARITY_V[op]) + position[op] for op in range(len(ARITY_V))} if families else None
     schedule = make_schedule(graph, scheduler, family)
     if seed is None:
         return make_plan(graph, schedule)
-    return make_placed_plan(graph, schedule, OpPlacement(CPUS, dict(enumerate(home)), seed % 2, seed // 2 % 2))
+    return make_placed_plan(graph, schedule, OpPlacement(CPUS, dict(enumerate(position)), seed % 2, seed // 2 % 2))
 
 
 def batched(tokens_BL, modules, inputs, scheduler="lookahead"):

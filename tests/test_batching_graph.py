@@ -78,7 +78,15 @@ def test_a_binary_tree_is_numbered_in_post_order_with_arguments_in_order():
         ([UNARY_END, UNARY_A], [UNARY_END, UNARY_A, LEAF]),
         ([], [LEAF]),
     ],
-    ids=["skipped anywhere", "pad is leaf", "pad goes on", "end is leaf", "rest ignored", "special is unary", "empty"],
+    ids=[
+        "skipped",
+        "pad is leaf",
+        "pad ends nothing",
+        "end is leaf",
+        "rest ignored",
+        "special is unary",
+        "empty",
+    ],
 )
 def test_an_ill_formed_program_means_the_same_as_a_well_formed_one(tokens, same_as):
     actual, expected = make([tokens]), make([same_as])

@@ -9,6 +9,7 @@ import pytest
 from batching_cases import quick
 from hypothesis import given, settings
 from schedule_cases import (
+    arguments_of,
     assert_valid,
     clevr_graph,
     graphs,
@@ -16,7 +17,6 @@ from schedule_cases import (
     ladder,
     naive_paths,
     random_dag,
-    takes_of,
     tree_graph,
 )
 
@@ -144,7 +144,7 @@ def test_the_order_of_programs_and_nodes_does_not_change_the_calls():
     rng = np.random.default_rng(0)
     # Children first still: nodes sorted by height, those of a height in any order.
     height = np.zeros(graph.num_nodes, dtype=np.int64)
-    for node, taken in enumerate(takes_of(graph)):
+    for node, taken in enumerate(arguments_of(graph)):
         height[node] = max((height[n] + 1 for n in taken), default=0)
     order = np.lexsort((rng.random(graph.num_nodes), height))
     new_id = np.argsort(order)
@@ -164,11 +164,11 @@ def test_lookahead_runs_every_node_in_the_last_call_before_its_result_is_read():
     call = np.zeros(graph.num_nodes, dtype=np.int64)
     for number, group in enumerate(schedule):
         call[group.nodes] = number
-    first_taker = np.full(graph.num_nodes, len(schedule))
-    for node, taken in enumerate(takes_of(graph)):
-        first_taker[taken] = np.minimum(first_taker[taken], call[node])
+    first_reader = np.full(graph.num_nodes, len(schedule))
+    for node, taken in enumerate(arguments_of(graph)):
+        first_reader[taken] = np.minimum(first_reader[taken], call[node])
     for node in range(graph.num_nodes):
-        between = schedule[call[node] + 1 : first_taker[node]]
+        between = schedule[call[node] + 1 : first_reader[node]]
         assert graph.op[node] not in [group.op for group in between]
 
 

@@ -4,13 +4,13 @@ from batching_cases import BINARY_A, LEAF, UNARY_A, UNARY_B, quick, toy_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import (
+    arguments_of,
     assert_valid,
     clevr_graph,
     graphs,
     naive_distance,
     naive_height,
     naive_paths,
-    takes_of,
     tree_graph,
 )
 
@@ -90,10 +90,10 @@ def test_improved_runs_the_nodes_farthest_from_the_root_first():
 
 def naive_agenda(graph):
     """One call after another, every average anew."""
-    takes, height, ops = takes_of(graph), naive_height(graph), graph.op.tolist()
+    arguments, height, ops = arguments_of(graph), naive_height(graph), graph.op.tolist()
     left, schedule = set(range(graph.num_nodes)), []
     while left:
-        ready = [node for node in sorted(left) if not left & set(takes[node])]
+        ready = [node for node in sorted(left) if not left & set(arguments[node])]
         heights = {op: [height[node] for node in left if ops[node] == op] for op in {ops[node] for node in ready}}
         best = min(heights, key=lambda op: (sum(heights[op]) / len(heights[op]), op))
         schedule.append((best, [node for node in ready if ops[node] == best]))

@@ -1,4 +1,4 @@
-"""`iep-bench engine`: every strategy has its row, parts are those of the step, mistakes are one line."""
+"""`iep-bench engine`: every strategy has its row, parts run what the step runs, and errors are one line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`iep-bench loader`: what a pass hands out, and its files."""
+"""`iep-bench loader`: what a pass over the data reads, and the files of the comparison."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`iep-bench moe`: every way to run a layer of experts gives the same numbers; rows of small layers add up."""
+"""`iep-bench moe`: every execution of a layer of experts gives the same results, and each has its row."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`iep-bench tree-lstm`, `tree-fc` and `tagger`: networks by hand equal one sample after the other; figures add up."""
+"""`iep-bench tree-lstm`, `tree-fc` and `tagger`: networks batched by hand equal one sample after the other."""
 
 from collections.abc import Callable
 from pathlib import Path

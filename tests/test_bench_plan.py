@@ -1,4 +1,4 @@
-"""`iep-bench plan`: every node is named once; pictures are pictures; mistakes are one line."""
+"""`iep-bench plan`: every node is named once, files are written, and errors are one line."""
 
 import json
 import re

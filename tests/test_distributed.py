@@ -1,4 +1,4 @@
-"""Processes of one group: what they tell each other, batch norm over all of them, gradients as of one process."""
+"""Processes of one group: their collectives, and batch norm over all of them."""
 
 import os
 
@@ -23,10 +23,10 @@ def test_collectives_of_one_process_return_at_once():
         assert distributed.total(torch.tensor([1, 2])).tolist() == [1, 2]
 
 
-def _tell() -> tuple:
+def _exchange() -> tuple:
     rank = distributed.rank()
     values = torch.tensor([rank, 10.0])
-    told = (
+    found = (
         distributed.world_size(),
         distributed.is_main(),
         distributed.any_rank(rank == 1),
@@ -37,11 +37,11 @@ def _tell() -> tuple:
     )
     assert values.tolist() == [rank, 10.0]
     distributed.barrier()
-    return told
+    return found
 
 
 def test_collectives_exchange_values_between_processes():
-    first, second = together(_tell)
+    first, second = together(_exchange)
     assert first == (2, True, True, False, [{"rank": 0}, {"rank": 1}], "from 0", [1.0, 20.0])
     assert second == (2, False, True, False, None, "from 0", [1.0, 20.0])
 

@@ -1,4 +1,4 @@
-"""A placement is dealt in turn, balanced by work, or read from a file; mistakes are one line."""
+"""A placement is dealt in turn, balanced by work, or read from a file; an invalid one is an error of one line."""
 
 import pickle
 from pathlib import Path
@@ -93,7 +93,9 @@ def test_a_file_names_devices_or_their_positions(tmp_path: Path) -> None:
         ("{", TWO, ["not YAML"]),
     ],
 )
-def test_a_mistake_in_a_file_is_named(content: dict | str, devices: tuple, words: list[str], tmp_path: Path) -> None:
+def test_an_invalid_placement_file_is_an_error_of_one_line(
+    content: dict | str, devices: tuple, words: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "place.yaml"
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(dict.fromkeys(PARTS, 0) | content))
     with pytest.raises(InputError) as error:
@@ -123,7 +125,7 @@ def test_options_that_contradict_each_other_are_an_error(options: tuple, words: 
 
 
 def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that_programs_make() -> None:
-    programs_BL = matrix([*PROGRAMS_BL.tolist(), program("union", "count")], pad=NULL)  # the last one lacks two scenes
+    programs_BL = matrix([*PROGRAMS_BL.tolist(), program("union", "count")], pad=NULL)  # without two scenes
     engine = make_engine((1024, 14, 14), EngineConfig())
     costs = costs_of(engine, Sample(programs_BL, np.arange(5), "here"))
     assert costs.sizes == (128 * 14 * 14, 14 * 14)
@@ -134,7 +136,7 @@ def test_costs_are_those_of_the_convolutions_and_linear_layers_of_the_calls_that
     linear = 2 * 512 * 49 * 1024 + 2 * 1024 * engine.kwargs["num_answers"]
     assert costs.flops["classifier"] == 2 * 128 * 512 * places + linear
     runs = {"scene": 1 + 2 + 2 + 1 + 2, "count": 5, "filter_color[red]": 3, "union": 2, "relate[left]": 2}
-    runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # what is missing begins after that <END>
+    runs |= {"greater_than": 1, "<END>": 1, "stem": 5, "classifier": 5}  # the missing ones begin after that <END>
     assert costs.work == pytest.approx({part: runs.get(part, 0) / 5 * costs.flops[part] for part in engine.parts})
 
 

@@ -1,4 +1,4 @@
-"""The recipes in `scripts/`, each run whole on small data: what stands at the end, and that a killed one goes on."""
+"""The recipes in `scripts/` run whole on small data, leave their files, and resume where they were killed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`iep-eval --report`: the page read and clicked through in a browser says what the evaluation's other files say."""
+"""`iep-eval --report`: the page in a browser shows what the evaluation's other files hold, and its controls work."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def program_right(row: dict[str, Any]) -> bool:
     return row["program"] == row["predicted_program"]
 
 
-# What it says
+# What the page shows
 
 
 def test_the_header_says_what_was_evaluated(shown: Opened, made, run):
@@ -140,7 +140,7 @@ def test_training_curves_are_those_of_the_runs_given_as_file_or_as_directory(sho
         assert loss.locator(".when").inner_text() != f"at step {len(recorded) - 1}"
 
 
-# What clicking does
+# What its controls do
 
 
 def test_a_heading_sorts_downwards_upwards_and_back(shown: Opened):
@@ -278,7 +278,7 @@ def test_every_image_is_in_the_file_once(made):
     assert len({row["image_index"] for row in rows}) == text.count("data:image/jpeg;base64,") == IMAGES
 
 
-# Where something lacks
+# Where something is missing
 
 
 def test_a_split_without_answers_gets_a_report_of_what_is_known(browser: Browser, data, run, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""One process at a time writes a directory: the second is refused and told who is the first."""
+"""One process at a time writes a directory; a second one ends with an error that names the first."""
 
 import errno
 import fcntl

@@ -157,7 +157,7 @@ def test_shapes_are_arguments_and_named_results_are_returned():
 
 
 @pytest.mark.parametrize("function", [torch.mul, lambda x, y: torch.where(y > 0, x, y)])
-def test_a_number_counts_for_as_little_in_a_results_dtype_as_in_one_sample(function):
+def test_scalars_promote_dtypes_as_in_one_sample(function):
     number, vector = torch.tensor(2.0, dtype=torch.float64), torch.ones(3)
     with scope() as batch:
         found = [batch.wrap(function)(number, vector) for _ in range(2)]
@@ -167,7 +167,7 @@ def test_a_number_counts_for_as_little_in_a_results_dtype_as_in_one_sample(funct
 
 @GRANULARITIES
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_scopes_without_gradients(granularity, mode):
+def test_values_without_gradients_are_the_same(granularity, mode):
     layer, samples = layer_and_samples()
     with mode(), scope(layer, granularity=granularity):
         found = [torch.tanh(layer(x)) for x in samples]
@@ -265,7 +265,7 @@ def test_a_wrapped_function_follows_the_modules_that_it_calls(wrapped):
 
 
 @GRANULARITIES
-def test_hooks_see_one_sample_and_count_as_long_as_they_are_there(granularity):
+def test_hooks_see_one_sample_and_run_until_they_are_removed(granularity):
     layer, samples = layer_and_samples()
     layer = nn.Sequential(layer, nn.Tanh())
     assert_equal_to_plain(layer, samples, granularity=granularity)
@@ -315,7 +315,7 @@ def test_wrapped_functions_with_gradients_of_their_own_keep_them(granularity):
     assert {op.name: op.how for op in batch.report().ops}["Twice.apply"] == "singly"
 
 
-def test_a_step_of_the_optimizer_between_calls_counts_for_those_after_it():
+def test_an_optimizer_step_between_calls_changes_those_after_it():
     layer, x = nn.Linear(3, 1), torch.ones(3)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     with scope(layer):
@@ -326,7 +326,7 @@ def test_a_step_of_the_optimizer_between_calls_counts_for_those_after_it():
     torch.testing.assert_close(second.value, first.value - 0.5 * 4)
 
 
-def test_a_scope_within_a_scope_takes_the_outer_ones_futures():
+def test_a_nested_scope_reads_futures_of_the_outer_one():
     layer, samples = layer_and_samples()
     with scope(layer) as outer:
         first = [layer(x) for x in samples]
@@ -359,7 +359,7 @@ def test_every_thread_records_its_own_calls():
     torch.testing.assert_close(torch.stack(found[1][0]), torch.stack(found[0][0]))
 
 
-def test_a_future_behaves_as_its_tensor():
+def test_a_future_behaves_like_its_tensor():
     layer, samples = layer_and_samples()
     with scope(layer):
         kept = [layer(x) for x in samples]
@@ -381,7 +381,7 @@ def test_a_future_behaves_as_its_tensor():
 
 
 @GRANULARITIES
-def test_modules_are_freed(granularity):
+def test_modules_are_freed_after_the_scope(granularity):
     module, x = Cell(), [torch.ones(3)]
     dead = weakref.ref(module)
     with scope(module, granularity=granularity) as batch:

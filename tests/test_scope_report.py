@@ -1,4 +1,4 @@
-"""What the lazy scope refuses, and what it reports: what was batched, what was not, and why."""
+"""Errors of the lazy scope, and its report: what was batched, what was not, and why."""
 
 import re
 import subprocess
@@ -76,7 +76,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("granularity", ["module", "op"])
 @pytest.mark.parametrize("what", IN_PLACE)
-def test_changes_in_place_are_refused_in_one_line(what, granularity):
+def test_changes_in_place_are_errors_of_one_line(what, granularity):
     layer, x = nn.Linear(2, 2), torch.ones(2)
     with scope(granularity=granularity) as batch:
         h, change = layer(x), batch.wrap(IN_PLACE[what]) if "argument" in what else IN_PLACE[what]
@@ -96,7 +96,7 @@ REFUSED_INSIDE = {
 
 
 @pytest.mark.parametrize("what", REFUSED_INSIDE)
-def test_what_needs_a_computed_tensor_is_refused_inside_the_scope(what):
+def test_functions_that_need_a_computed_tensor_are_errors_inside_the_scope(what):
     function, message = REFUSED_INSIDE[what]
     layer = nn.Linear(2, 2)
     with scope(layer):
@@ -125,7 +125,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_module_changed_before_its_calls_run_is_refused(change):
+def test_a_module_that_changes_before_its_calls_run_is_an_error(change):
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"Linear was changed .* after a call of it was recorded and before it ran"):
         run(layer, torch.ones(2), change=lambda: CHANGES[change](layer))
@@ -135,7 +135,7 @@ def test_a_module_changed_before_its_calls_run_is_refused(change):
         CHANGES[change](layer)  # what was recorded has run
 
 
-def test_a_weight_or_an_input_changed_before_its_function_runs_is_refused():
+def test_a_weight_or_input_that_changes_before_its_function_runs_is_an_error():
     layer, x = nn.Linear(2, 2), torch.ones(2)
     with pytest.raises(ValueError, match="linear was changed"):
         run(layer, x, change=lambda: halve(layer), granularity="op")
@@ -143,7 +143,7 @@ def test_a_weight_or_an_input_changed_before_its_function_runs_is_refused():
         run(layer, x, change=x.zero_)
 
 
-def test_tensors_of_several_devices_are_refused():
+def test_tensors_of_several_devices_are_an_error():
     with pytest.raises(ValueError, match="a scope's tensors are on cpu and meta, expected one device"):
         run([nn.Linear(3, 3), nn.Linear(3, 3, device="meta")], torch.ones(3), torch.ones(3, device="meta"))
 
@@ -156,7 +156,7 @@ def test_tensors_of_several_devices_are_refused():
         ((torch.tanh,), {}, "is not a module; the scope's wrap records the calls of a function"),
     ],
 )
-def test_unknown_arguments_are_named(arguments, options, message):
+def test_unknown_arguments_are_errors_that_name_the_known_ones(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         scope(*arguments, **options)
 
@@ -180,7 +180,7 @@ def test_an_exception_in_nested_scopes_restores_everything():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_mistakes_are_raised_at_their_call_or_name_it(capfd):
+def test_errors_are_raised_at_their_call_or_name_it(capfd):
     with pytest.raises(RuntimeError, match="shape"), scope() as batch:
         batch.wrap(nn.Linear(2, 2))(torch.ones(3))
     assert capfd.readouterr().err == "", "PyTorch logs what is also raised"
@@ -196,7 +196,7 @@ class First(nn.Module):
         return x[: self.count]
 
 
-def test_a_module_that_returns_another_shape_than_before_is_refused_once():
+def test_a_module_that_returns_another_shape_than_before_is_an_error_once():
     first, x = First(), torch.ones(4)
     assert run(first, x).shape == (2,)
     first.count = 3
@@ -205,7 +205,7 @@ def test_a_module_that_returns_another_shape_than_before_is_refused_once():
     assert run(first, x).shape == (3,)
 
 
-def test_what_nobody_holds_does_not_run():
+def test_calls_whose_results_are_dropped_do_not_run():
     layer = nn.Linear(2, 2)
     with scope(layer) as batch:
         kept = layer(torch.ones(2))

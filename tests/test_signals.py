@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: one line and 130 or 143, at once or between two steps; what was going on when is not lost."""
+"""Ctrl-C and SIGTERM end a command with one line and 130 or 143, at once or between two steps, and lose no work."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ def ask(number: int = signal.SIGTERM) -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Signals mean afterwards what they meant before."""
+    """Assert that the test leaves the signals' handlers as they were."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
@@ -123,7 +123,7 @@ def test_a_stop_that_is_lost_in_a_destructor_is_raised_again(handlers, capfd):
 
 
 def test_a_signal_during_an_import_waits_for_its_end(handlers, tmp_path: Path, monkeypatch):
-    """Many a library tries an import, and goes on without it whatever that raises."""
+    """Many libraries try an import, and continue without it whatever it raises."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "outer_module.py").write_text(
         "try:\n    import inner_module\nexcept BaseException:\n    inner_module = None\n"
@@ -155,7 +155,7 @@ def test_only_the_main_thread_has_handlers(handlers):
 
 
 def in_a_child(body: str) -> int:
-    """Minus the signal that ended a process which ran `body`, or its exit code."""
+    """Run `body` in a process; return its exit code, or minus the signal that ended it."""
     code = (
         f"import os, signal, time\nfrom iep.runtime.signals import *\nask = lambda n: os.kill(os.getpid(), n)\n{body}"
     )
@@ -221,7 +221,7 @@ def test_no_second_stop_is_raised_while_the_first_is_answered(handlers, monkeypa
 @BOTH
 @pytest.mark.parametrize("after", [0.1, 0.5])
 def test_a_signal_during_startup_ends_a_command_with_one_line(tmp_path: Path, number: int, code: int, after: float):
-    """0.1 s is among the first imports."""
+    """After 0.1 s the command is at its first imports."""
     waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
     waits += "import iep.training.run_training as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
     arguments = ["--model", "ee", "--data", str(tmp_path), "--out", str(tmp_path / "run")]
@@ -238,7 +238,7 @@ def test_a_signal_during_startup_ends_a_command_with_one_line(tmp_path: Path, nu
 
 
 def _handles(pid: int) -> bool:
-    """Has the process `pid` a handler for SIGTERM? Python has none of its own."""
+    """Return whether the process `pid` has a handler for SIGTERM; Python has none of its own."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)

@@ -116,7 +116,7 @@ def changed(**fields):
     return Edges(**{"children": CHAIN.children, "function": CHAIN.function, "pulls": CHAIN.pulls, **fields})
 
 
-def test_samples_of_the_same_shape_run_by_the_same_plan_on_rows_of_their_own():
+def test_samples_of_one_shape_share_a_plan_and_have_their_own_rows():
     model = Model()
     other = changed(pulls={"x": np.array([4, 3, 0]), "y": np.ones(3, int)})
     first, second = model.network.plan([CHAIN, CHAIN]), model.network.plan([other, CHAIN])
@@ -129,7 +129,7 @@ def test_samples_of_the_same_shape_run_by_the_same_plan_on_rows_of_their_own():
     assert model.network.plan([CHAIN, CHAIN], "agenda").plan is not first.plan
 
 
-def test_sharing_runs_equal_vertices_once_and_brings_each_row_once():
+def test_sharing_runs_equal_vertices_and_reads_equal_rows_once():
     plan = Model().network.plan([CHAIN] * 4, sharing=True)
     assert [len(group.nodes) for group in plan.schedule] == [1, 1, 1]
     assert plan.rows["x"].tolist() == [0, 1, 2]
@@ -217,6 +217,6 @@ X, BARE = CHAIN.pulls["x"], VertexFunction(print, gathers=("h",))
         (lambda: VertexNetwork([BARE], {"h": 3}), r"state 'h' has shape 3, expected a tuple of sizes, such as \(3,\)"),
     ],
 )
-def test_what_does_not_fit_is_named(make, message):
+def test_samples_functions_and_inputs_that_do_not_fit_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -124,7 +124,7 @@ def test_tagged_lines_become_words_and_tags_and_rare_words_are_spelled(tmp_path)
         ("wiki", b"\xff|O", ["not UTF-8 text", "position 0"]),
     ],
 )
-def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(sick, name, content, words):
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line_with_its_place(sick, name, content, words):
     path = sick / name
     if content is None:
         path.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(sick,
 
 
 @pytest.mark.parametrize("children", [[[-1, -1], [-1, -1]], [[1, -1], [-1, -1]], [[-1, -1], [0, 0]], [[-1], [-1], [1]]])
-def test_what_is_no_tree_is_an_error(children):
+def test_children_that_do_not_form_a_tree_are_an_error(children):
     with pytest.raises(ValueError, match="child of one, later vertex"):
         Tree(np.array(children), np.zeros(len(children), dtype=int))
 

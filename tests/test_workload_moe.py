@@ -239,7 +239,7 @@ def ran(x=(1, 3), experts=((1,),), gates=(1, 1), integers=torch.int64):
         (lambda: Experts(3, 3, 3, 2).double()(torch.zeros(1, 3), torch.tensor([[1]]), torch.ones(1, 1)), "float64"),
     ],
 )
-def test_what_does_not_fit_is_named(make, words):
+def test_invalid_sizes_and_inputs_are_errors(make, words):
     with pytest.raises(InputError, match=words):
         make()
 
