@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from clevr_files import write_images
 from evaluate_cases import evaluate
 from pages import Opened, chromium, opened
@@ -338,7 +339,7 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
         tokens = vocab[f"{kind}_token_to_idx"]
         vocab[f"{kind}_token_to_idx"] = {evil if name == token else name: index for name, index in tokens.items()}
     checkpoint = tmp_path / "evil.pt"
-    _change_vocab(run["lstm"], checkpoint, vocab)
+    torch.save(torch.load(run["lstm"], weights_only=True) | {"vocab": vocab}, checkpoint)
     (other / "vocab.json").write_text(json.dumps(vocab))
     arguments = ["--baseline", checkpoint, "--data", other, "--report", tmp_path, "--name", f"<b>{evil}"]
     evaluate(tmp_path, *arguments)
@@ -350,13 +351,6 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
         assert evil in shown.texts("table.programs code")
         assert shown.page.locator("img, h1 *, article h3 *").count() == 0
         assert shown.page.locator("script").count() == 2
-
-
-def _change_vocab(checkpoint: Path, target: Path, vocab: dict[str, Any]) -> None:
-    import torch
-
-    content = torch.load(checkpoint, weights_only=True)
-    torch.save(content | {"vocab": vocab}, target)
 
 
 def test_without_a_browser_the_tests_are_skipped_and_say_what_to_install(monkeypatch):

@@ -218,8 +218,7 @@ def test_no_second_stop_is_raised_while_the_first_is_answered(handlers, monkeypa
 # Real processes of the commands
 
 
-@BOTH
-@pytest.mark.parametrize("after", [0.1, 0.5])
+@pytest.mark.parametrize(("number", "code", "after"), [(signal.SIGINT, 130, 0.1), (signal.SIGTERM, 143, 0.5)])
 def test_a_signal_during_startup_ends_a_command_with_one_line(tmp_path: Path, number: int, code: int, after: float):
     """After 0.1 s the command is at its first imports."""
     waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
