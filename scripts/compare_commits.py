@@ -30,7 +30,7 @@ from iep.workloads.tagger import Tagger
 
 try:
     from iep.runtime.allocator import keep_freed_memory
-except ImportError:  # of the earlier checkout
+except ModuleNotFoundError:  # a checkout from before iep/runtime
     from iep.allocator import keep_freed_memory
 
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
