@@ -8,7 +8,10 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
+from iep.bench import compare
 from iep.cli.bench import main
+
+compare.PROBE_BYTES = 1 << 20  # little is copied to measure memory
 
 TINY_ENGINE = (
     "engine.module_dim=2",

@@ -109,12 +109,16 @@ def results(returned, networks, inputs):
     return with_gradients({f"root {n}": rows for n, rows in enumerate(returned)}, leaves)
 
 
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-@given(case=typed_graphs(), positions=st.none() | st.tuples(*[st.integers(0, 1)] * 6), defer=st.booleans())
-@settings(quick, max_examples=30)
-def test_values_of_several_tensors_equal_a_walk_on_outputs_and_all_gradients(dtype, relative, case, positions, defer):
+@given(
+    case=typed_graphs(),
+    precision=st.sampled_from([(torch.float64, 1e-9), (torch.float32, 1e-4)]),
+    positions=st.none() | st.tuples(*[st.integers(0, 1)] * 6),
+    defer=st.booleans(),
+)
+@settings(quick, max_examples=40)
+def test_values_of_several_tensors_equal_a_walk_on_outputs_and_all_gradients(case, precision, positions, defer):
     """On one device, or with ops, inputs and roots at positions of two."""
-    graph, types = case
+    (graph, types), (dtype, relative) = case, precision
     networks, inputs = Networks(dtype), inputs_of(types, dtype)
     modules = networks.modules_of_ops()
     expected = results(walked(graph, types, modules, inputs), networks, inputs)

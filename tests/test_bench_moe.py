@@ -16,9 +16,8 @@ QUICK = ("--width", *WIDTH, "--repeat", 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_machine() -> Iterator[None]:
-    """Little is copied to measure memory; one token after the other for a few alone."""
+    """One token after the other is measured for a few alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("iep.bench.compare.PROBE_BYTES", 1000)
         patch.setattr("iep.bench.moe.ENOUGH_TOKENS", 5)
         yield
 
