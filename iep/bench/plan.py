@@ -35,7 +35,7 @@ from iep.vocab import Vocab
 
 FULL_SIZE = (1024, 14, 14)
 """The features for which the engine's defaults are meant."""
-LEAF, ROW = 1.4, 0.4
+LEAF, ROW = 1.6, 0.4
 """Inches of a picture for each leaf across, and for each call down."""
 
 
