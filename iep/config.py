@@ -1,7 +1,8 @@
-"""The one home of every training default: frozen dataclasses; YAML overrides them, `key=value` overrides YAML.
+"""The one home of every default of training and evaluation, in frozen dataclasses.
 
-Turns a YAML file and a list of `key=value` strings into a checked `Config`. An unknown key, a value of the wrong
-type or out of range is an `InputError` that names the key and where it was given.
+YAML overrides them, `key=value` overrides YAML. Turns a YAML file and a list of `key=value` strings into a checked
+`Config`. An unknown key, a value of the wrong type or out of range is an `InputError` that names the key and where it
+was given.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ MODULES = ("iep", "tbd")
 BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
+EVALUATED = ("pg", "ee", "baseline")
+"""The settings of an evaluation that name checkpoints."""
 REPORT_QUESTIONS = 1000
 """How many questions the HTML report of an evaluation lists at most."""
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -33,6 +36,12 @@ RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
 """As in Johnson et al. 2017, section 4.1."""
 PATCH_SIZE = 8
 """Of features that are patches."""
+LOOKS = {
+    "norm": "norm over channels of each module's output",
+    "gradient": "norm over channels of the gradient of the answer's score by each module's output",
+}
+"""What a map in the picture of an answer can show, by the name that `--look` takes."""
+DEFAULT_LOOK = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
@@ -146,7 +155,7 @@ class Config:
     """CLEVR-CoGenT's splits are trainA, valA and valB."""
     families: str | None = None
     """Train and validate on the questions of these families only: a JSON or YAML file that lists them, or short or long
-    (see `iep/question_families.py`). What follows counts the questions that these leave."""
+    (see `iep/data/question_families.py`). What follows counts the questions that these leave."""
     num_train_samples: int | None = setting(None, minimum=1)
     """Train on the first so many questions."""
     skip_val_samples: int = setting(0, minimum=0)
@@ -209,6 +218,37 @@ class Config:
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the published one of the model."""
         return LEARNING_RATES[self.model] if self.learning_rate is None else self.learning_rate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate and how; `pg`, `ee` and `baseline` are checkpoints or run directories."""
+
+    data: Path
+    split: str = "val"
+    pg: Path | None = None
+    ee: Path | None = None
+    baseline: Path | None = None
+    programs: str | None = None
+    """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
+    batching: str = Config.batching
+    sharing: bool | None = Config.sharing
+    beam_size: int = 1
+    max_program_length: int = Config.max_program_length
+    precision: str = Config.precision
+    batch_size: int = 256
+    order_by_image: bool = False
+    families: str | None = None
+    """Evaluate on the questions of these families only, as `Config.families`."""
+    skip_samples: int = 0
+    """How many of these to skip at the start."""
+    num_samples: int | None = None
+    """How many of what is left to evaluate on, from the start."""
+    workers: int = Config.workers
+    features_in_memory: bool = Config.features_in_memory
+    device: str = Config.device
+    placement: str = Config.placement
+    devices: tuple[str, ...] = Config.devices
 
 
 def read_config(

@@ -1,7 +1,7 @@
 """Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
 
 Covers tokenising a question and reading and writing the file. Building a vocabulary from question files is
-`preprocess/questions.py`.
+`preprocess/encode_questions.py`.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import read_json, write_json
+from iep.runtime.files import read_json, write_json
 
 NULL, START, END, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")
@@ -106,3 +106,9 @@ def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
     if tokens[: len(SPECIAL_TOKENS)] != SPECIAL_TOKENS:
         raise InputError(f"{source}: {key}: expected {', '.join(SPECIAL_TOKENS)} at indices 0 to 3")
     return tokens
+
+
+def count_new_words(trained: Vocab, given: Vocab) -> int:
+    """N, the number of question words that `given` has after all those of `trained`; 0 where it is not so made."""
+    known = len(trained.question)
+    return len(given.question) - known if given.question[:known] == trained.question else 0

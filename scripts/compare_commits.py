@@ -24,8 +24,8 @@ import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from iep.allocator import keep_freed_memory
 from iep.execution_engine.engine import ExecutionEngine
+from iep.runtime.allocator import keep_freed_memory
 from iep.workloads.sentences import wikiner_like
 from iep.workloads.tagger import Tagger
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 import numpy as np
 
-from iep.allocator import keep_freed_memory
 from iep.bench import compare, networks, report, strategy
 from iep.cli.options import CommaList
+from iep.runtime.allocator import keep_freed_memory
 from iep.workloads import sentences, trees
 
 try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from iep.bench.plan import draw_plans, walk
 from iep.bench.workload import clevr_vocab, encode
 from iep.execution_engine.program_plan import plan_programs
-from iep.pictures import save
+from iep.runtime.pictures import save
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUESTIONS = {

@@ -9,7 +9,7 @@ from tiny_data import TINY
 from iep.cli.ask import main
 from iep.cli.preprocess import main as preprocess
 from iep.cli.train import main as train
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 IMAGE = SAMPLE / "images" / "val" / "CLEVR_val_000002.png"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from iep.errors import InputError
-from iep.training.checkpoint import load_checkpoint
+from iep.models.checkpoint import load_checkpoint
 
 
 def refusal(path: Path) -> str:

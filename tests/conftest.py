@@ -13,7 +13,7 @@ from fork_server import Server
 from tiny_data import TINY, newest, tiny_config, write_data
 
 from iep.cli.train import main as train_main
-from iep.training.run import train
+from iep.training.run_training import train
 
 
 @pytest.fixture(scope="session")

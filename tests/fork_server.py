@@ -21,7 +21,13 @@ from types import TracebackType
 from typing import NoReturn
 
 COMMANDS = ("train", "evaluate", "preprocess", "synth")
-MODULES = ("training.run", "evaluation.run", "evaluation.report", "preprocess.features", "preprocess.backbones")
+MODULES = (
+    "iep.training.run_training",
+    "iep.evaluation.run_evaluation",
+    "iep.evaluation.json_report",
+    "iep.preprocess.compute_features",
+    "iep.preprocess.backbones",
+)
 PATIENCE = 60.0
 
 
@@ -84,7 +90,7 @@ class Server:
 
 
 def _serve() -> None:
-    for name in (*(f"iep.cli.{name}" for name in COMMANDS), *(f"iep.{name}" for name in MODULES), "torch._dynamo"):
+    for name in (*(f"iep.cli.{name}" for name in COMMANDS), *MODULES, "torch._dynamo"):
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
@@ -118,7 +124,7 @@ def _watch(pid: int, start: float, request: dict) -> dict:
 
 def _become(request: dict) -> NoReturn:
     """Run the command in this process, which ends with it; without the seconds in which Python clears everything up."""
-    from iep.signals import quit_on_signals
+    from iep.runtime.signals import quit_on_signals
 
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -143,7 +149,7 @@ def _become(request: dict) -> NoReturn:
 
 def _flush_often() -> None:
     """Features are recorded after every batch, so that kills meet the recording."""
-    from iep.preprocess import features
+    from iep.preprocess import compute_features as features
 
     preprocess = features.preprocess_features
     features.preprocess_features = lambda *args, **kwargs: preprocess(*args, **kwargs, flush_seconds=0)
@@ -164,7 +170,7 @@ def _be_killed() -> None:
 
 def _write_in_place() -> None:
     """A mistake: checkpoints are written where they stand, a little at a time."""
-    from iep.training import checkpoint
+    from iep.models import checkpoint
 
     def write_bytes(target: Path, content: bytes) -> None:
         with open(target, "wb", buffering=0) as file:
@@ -204,12 +210,12 @@ def _leave_a_temporary_file() -> None:
 
 def _answer_with_a_traceback() -> None:
     """A mistake: a stop that is an error among others."""
-    import iep.signals
+    import iep.runtime.signals
 
     def answer(number: int, frame: object) -> None:
         raise RuntimeError("asked to stop")
 
-    iep.signals._answer = answer
+    iep.runtime.signals._answer = answer
 
 
 SETUPS = {

@@ -18,8 +18,8 @@ import torch
 from fork_server import Ended, Server
 
 from iep.errors import InputError
-from iep.training.checkpoint import BEST, checkpoints, load_checkpoint, step_checkpoints
-from iep.training.records import METRICS
+from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, step_checkpoints
+from iep.runtime.records import METRICS
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
 KILLED = (-signal.SIGKILL, 143, 130, -signal.SIGTERM, -signal.SIGINT)

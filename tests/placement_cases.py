@@ -8,7 +8,7 @@ import torch
 
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement, round_robin
-from iep.networks import place_parts
+from iep.models.build import place_parts
 
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -15,7 +15,9 @@ from typing import Any
 PATIENCE_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["iep.training.run", "iep.evaluation.run", "iep.preprocess.features"])
+_context.set_forkserver_preload(
+    ["iep.training.run_training", "iep.evaluation.run_evaluation", "iep.preprocess.compute_features"]
+)
 
 
 def together(function: Callable[..., Any], *arguments: Any, world_size: int = 2) -> list[Any]:
@@ -68,7 +70,7 @@ def _work(
 ) -> None:
     import torch
 
-    from iep.distributed import joined
+    from iep.runtime.distributed import joined
 
     torch.set_num_threads(1)
     os.environ.update(environment(rank, world_size, port))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fork_server import Server
 
-from iep.synth.dataset import synthesize
-from iep.synth.options import resolve
+from iep.synth.presets import resolve
+from iep.synth.synthesize import synthesize
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 QUESTIONS_PER_IMAGE = 20

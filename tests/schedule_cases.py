@@ -10,8 +10,8 @@ from batching_cases import ARITY_V, MEANING, matrix
 from iep.batching.graph import Graph, graph_from_prefix
 from iep.batching.schedulers import Schedule
 from iep.programs import SCENE, arity, json_to_prefix
-from iep.synth.dataset import make_image
-from iep.synth.options import PRESETS
+from iep.synth.presets import PRESETS
+from iep.synth.synthesize import make_image
 
 
 def tree_graph(rows, leaf_is_input=False, input_B=None) -> Graph:

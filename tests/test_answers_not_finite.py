@@ -11,8 +11,8 @@ from tiny_data import CHANNELS, GRID, VOCAB, arrays, assert_one_error, features,
 
 from iep.errors import InputError
 from iep.evaluation.predict import ranked
-from iep.networks import load_network
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.build import load_network
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 
 def spoilt(checkpoint: Path, out: Path, network: str, weight: str, value: float) -> Path:

@@ -1,8 +1,9 @@
-"""How the files of the core depend on each other."""
+"""How the files of `iep/` depend on each other, and how many there are."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import pytest
 import iep
 
 ROOT = Path(iep.__file__).parents[1]
-FOLDERS = ("batching", "dynamic", "workloads", "execution_engine", "bench")
+ORDER = (
+    *("iep", "errors", "config", "runtime", "vocab", "programs"),
+    *("batching", "dynamic", "program_generator", "execution_engine", "baselines"),
+    *("data", "models", "synth", "preprocess", "evaluation", "training", "asking"),
+    *("workloads", "bench", "cli"),
+)
+"""The folders and loose files of `iep/`; each imports only itself and what stands before it."""
+WITH_CODE = {"iep", "iep.cli", "iep.dynamic"}
+"""Packages that are more than a docstring: the version, signals answered from the first moment, names to import."""
+NAMESAKES = {"__init__", "placement"}
+"""Placement is one concept, in the core and in the engine."""
 
 
 def module_name(path: Path) -> str:
@@ -29,30 +40,56 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-FILES = {module_name(path): path for folder in FOLDERS for path in (ROOT / "iep" / folder).rglob("*.py")}
-IMPORTS = {name: imported(path) for name, path in FILES.items()}
+def part(module: str) -> str:
+    """The folder, or the loose file, that a module of `iep` belongs to."""
+    return module.split(".")[1] if "." in module else module
 
 
-def test_no_file_of_the_core_imports_itself_by_way_of_others() -> None:
-    graph = {
-        name: {other for other in imports if other in FILES and other != name} for name, imports in IMPORTS.items()
-    }
+FILES = {module_name(path): path for path in (ROOT / "iep").rglob("*.py")}
+IMPORTS = {name: {other for other in imported(path) if other in FILES} for name, path in FILES.items()}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    graph = {name: imports - {name} for name, imports in IMPORTS.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # a circle would be a CycleError
+
+
+def test_every_file_imports_only_what_stands_before_its_folder() -> None:
+    assert {part(name) for name in FILES} == set(ORDER)
+    for name, imports in IMPORTS.items():
+        allowed = ORDER[: ORDER.index(part(name)) + 1]
+        assert {part(other) for other in imports} <= set(allowed), f"{name} imports {sorted(imports)}"
 
 
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("batching", ["batching"]),
-        ("dynamic", ["batching", "dynamic"]),
-        ("workloads", ["batching", "dynamic", "workloads", "errors", "files"]),
+        ("batching", {"batching"}),
+        ("dynamic", {"batching", "dynamic"}),
+        ("workloads", {"batching", "dynamic", "workloads", "errors", "runtime"}),
     ],
 )
-def test_a_folder_imports_only_what_is_below_it(folder: str, allowed: list[str]) -> None:
+def test_the_core_and_what_stands_on_it_know_nothing_of_clevr(folder: str, allowed: set[str]) -> None:
     for name, imports in IMPORTS.items():
-        if name.startswith(f"iep.{folder}"):
-            ours = {other.split(".")[1] for other in imports if other.startswith("iep.")}
-            assert ours <= set(allowed), f"{name} imports {ours - set(allowed)}"
+        if part(name) == folder:
+            assert {part(other) for other in imports} <= allowed, f"{name} imports {sorted(imports)}"
+
+
+def test_there_are_few_files_and_fewer_loose_ones() -> None:
+    assert len(FILES) <= 150
+    assert len(list((ROOT / "iep").glob("*.py"))) <= 6
+
+
+def test_a_package_is_a_docstring_and_its_files() -> None:
+    for name, path in FILES.items():
+        if path.name == "__init__.py" and name not in WITH_CODE:
+            assert ast.get_docstring(module := ast.parse(path.read_text())), name
+            assert len(module.body) == 1, name
+
+
+def test_files_of_the_same_name_mean_the_same() -> None:
+    counts = Counter(path.stem for path in FILES.values() if path.parent.name != "bench")  # named as what it measures
+    assert {name for name, count in counts.items() if count > 1} <= NAMESAKES
 
 
 def test_the_graph_can_be_imported_without_torch_and_the_front_ends() -> None:

@@ -4,9 +4,8 @@ import hypothesis.strategies as st
 from batching_cases import quick
 from hypothesis import example, given, settings
 
-from iep.asking.arrangement import LEFT, arrange, wrapped
-from iep.asking.layout import tidy_columns
-from iep.program_tree import program_tree
+from iep.asking.arrangement import LEFT, arrange, tidy_columns, wrapped
+from iep.programs import program_tree
 
 TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
 programs = st.lists(st.sampled_from(TOKENS), max_size=60)

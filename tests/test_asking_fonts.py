@@ -8,7 +8,7 @@ from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from iep.asking.fonts import USUAL, fonts_for
+from iep.asking.picture import USUAL, fonts_for
 
 RARE, NOWHERE = "\u24b6", "\U0010abcd"
 """A character that the usual font lacks and another of matplotlib's has; one for private use."""

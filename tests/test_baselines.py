@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.lstm import LSTMBaseline
 from iep.baselines.parts import QuestionEncoder
+from iep.baselines.question_lstm import LSTMBaseline
 from iep.baselines.stacked_attention import StackedAttention, StackedAttentionBaseline
 from iep.execution_engine.modules import UnaryModule
-from iep.networks import BASELINES, build
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.build import BASELINES, build
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 from iep.vocab import NULL
 
 C, H, W, IMAGES, ANSWERS = 3, 5, 4, 3, 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.reference import run_prefix
-from iep.evaluation.breakdown import answer_groups, confusion, groups, program_lengths
+from iep.evaluation.metrics import answer_groups, confusion, groups, program_lengths
 from iep.programs import arity
 from iep.synth.world import VALUES
 

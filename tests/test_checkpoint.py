@@ -16,9 +16,9 @@ from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 
 from iep.config import PLACES, to_dict
 from iep.errors import InputError
-from iep.networks import build, check_features, check_vocab, load_network, pack, unpack
-from iep.training.checkpoint import BEST, FORMAT, load_checkpoint, save_checkpoint, step_name
-from iep.training.run import train
+from iep.models.build import build, check_features, check_vocab, load_network, pack, unpack
+from iep.models.checkpoint import BEST, FORMAT, load_checkpoint, save_checkpoint, step_name
+from iep.training.run_training import train
 from iep.vocab import Vocab
 
 CPU = torch.device("cpu")

@@ -12,12 +12,11 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
-from iep.asking import sight
+from iep.asking import loading
+from iep.asking.answers import describe, nearest_word
 from iep.asking.loading import Asking, make_asker
-from iep.asking.telling import describe
-from iep.asking.words import nearest_word
 from iep.evaluation.predict import Predictor
-from iep.training.checkpoint import load_checkpoint
+from iep.models.checkpoint import load_checkpoint
 
 QUESTION = "How many small things are there?"
 
@@ -89,11 +88,11 @@ def test_questions_asked_together_are_answered_as_one_by_one(parts):
 def test_the_image_is_looked_at_once_for_all_questions(parts, monkeypatch):
     seen = []
 
-    def counted(*arguments: object, look=sight.image_features) -> torch.Tensor:
+    def counted(*arguments: object, look=loading.image_features) -> torch.Tensor:
         seen.append(arguments)
         return look(*arguments)
 
-    monkeypatch.setattr(sight, "image_features", counted)
+    monkeypatch.setattr(loading, "image_features", counted)
     answered(*parts, typed=f"{QUESTION}\n{QUESTION}\nAre there any blue cubes?\n")
     assert len(seen) == 1
 

@@ -9,9 +9,9 @@ from ask_cases import COUNT, IMAGE, answered, changed, iep_ask, sample_data, tra
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error
 
+from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import ResNet
 from iep.preprocess.recipe import file_digest
-from iep.training.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from tiny_data import (
 
 from iep.cli.train import main as train_main
 from iep.config import BASELINES
-from iep.networks import NETWORKS, load_baseline
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.build import NETWORKS, load_baseline
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 LOOKING = ("cnn-lstm", "cnn-lstm-sa")
 

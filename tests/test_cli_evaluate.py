@@ -23,7 +23,7 @@ from tiny_data import (
 )
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.networks import load_network
+from iep.models.build import load_network
 from iep.programs import QUESTION_TYPES
 from iep.vocab import tokenize
 

@@ -11,7 +11,7 @@ import pytest
 from evaluate_cases import evaluate, iep_eval
 from tiny_data import TEST, VAL, arrays, assert_one_error, files_no_larger_than, write_h5
 
-from iep.evaluation.outputs import OUTPUTS
+from iep.evaluation.outcome import OUTPUTS
 
 
 def answers(out: Path) -> tuple[list[str], list[dict]]:

@@ -7,7 +7,7 @@ import pytest
 from evaluate_cases import evaluate, iep_eval
 from tiny_data import VAL, VOCAB, assert_one_error, features, files_no_larger_than, write_h5
 
-from iep.files import write_json
+from iep.runtime.files import write_json
 
 
 def test_where_nothing_can_be_written_nothing_is_evaluated(data, run, tmp_path: Path):

@@ -14,8 +14,8 @@ from tiny_data import TINY, VOCAB, assert_one_error, newest
 from iep.cli.evaluate import main as evaluate_main
 from iep.cli.train import main as train_main
 from iep.config import read_config
-from iep.training.checkpoint import load_checkpoint
-from iep.training.records import METRICS
+from iep.models.checkpoint import load_checkpoint
+from iep.runtime.records import METRICS
 
 PLACED = ("--placement", "balanced", "--devices", "cpu,cpu")
 SETTINGS = [each for each in TINY if each != "device=cpu"]

@@ -28,11 +28,11 @@ from tiny_data import (
 from iep.cli.train import main
 from iep.config import Config, read_config
 from iep.errors import InputError
-from iep.files import write_json
-from iep.training.checkpoint import BEST, load_checkpoint
+from iep.models.checkpoint import BEST, load_checkpoint
+from iep.runtime.files import write_json
+from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
-from iep.training.records import METRICS, Records
-from iep.training.run import TORCHRUN
+from iep.training.run_training import TORCHRUN
 
 
 @pytest.fixture

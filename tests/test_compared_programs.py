@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import VOCAB
 
-from iep.evaluation.compared_programs import Kind, Line, program_lines, side_by_side
+from iep.evaluation.page_questions import Kind, Line, program_lines, side_by_side
 from iep.execution_engine.families import family
 from iep.vocab import END, NULL, START
 

@@ -15,7 +15,7 @@ from iep.execution_engine.families import FAMILIES
 from iep.execution_engine.modules import SCENES
 from iep.execution_engine.norms import NORMS
 from iep.execution_engine.program_plan import DEFAULT_SCHEDULER
-from iep.networks import NETWORKS
+from iep.models.build import NETWORKS
 
 
 def write(path: Path, text: str) -> Path:

@@ -11,11 +11,11 @@ from clevr_files import write_clevr
 from click.testing import CliRunner
 from tiny_data import assert_one_error
 
-import iep.features
+import iep.data.features
 from iep.cli.preprocess import main
-from iep.data_files import Questions, read_questions
+from iep.data.features import Features
+from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
-from iep.features import Features
 from iep.vocab import Vocab
 
 
@@ -116,8 +116,8 @@ def test_verify_finds_damage_in_a_finished_file_and_overwrite_makes_it_anew(clev
 
 def test_a_row_is_checked_once_by_all_processes_that_share_its_features(out: Path, monkeypatch: pytest.MonkeyPatch):
     checked = []
-    original = iep.features.row_checksums
-    monkeypatch.setattr(iep.features, "row_checksums", lambda rows: checked.append(rows.copy()) or original(rows))
+    original = iep.data.features.row_checksums
+    monkeypatch.setattr(iep.data.features, "row_checksums", lambda rows: checked.append(rows.copy()) or original(rows))
     features = Features(out / "train_features.h5")
     values = features.read(np.array([0, 2]))
     elsewhere = pickle.loads(pickle.dumps(features))  # as a worker process gets it

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, write_data, write_h5
 
-from iep.data_files import read_questions, split_files
-from iep.datasets import Batch, ClevrDataset, sequential_batches, training_batches
+from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
+from iep.data.features import Features
+from iep.data.loader import Loading
+from iep.data.ordering import Order, make_order
+from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
 from iep.execution_engine.program_plan import ProgramPlan, plan_programs
-from iep.features import Features
-from iep.loader import Loading
-from iep.ordering import Order, make_order
 from iep.vocab import Vocab
 
 plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")

@@ -12,9 +12,9 @@ from processes import environment, free_port, together
 from torch import nn
 from torch.nn import functional
 
-from iep import distributed
-from iep.ordering import deal, step_numbers, step_seed
-from iep.training.sync_norm import synchronize_norms
+from iep.data.ordering import deal, step_numbers, step_seed
+from iep.runtime import distributed
+from iep.training.joined_norms import synchronize_norms
 
 
 def test_one_process_is_alone_and_waits_for_nobody():

@@ -15,7 +15,7 @@ from placement_cases import DEVICE_LISTS, ONE_GPU, placed_copy
 from test_engine import PROGRAMS_BL, small_engine
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import rows_copied
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from iep.errors import InputError
+from iep.evaluation.json_report import Report, format_table, mean_accuracy, read_report, write_report
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
-from iep.evaluation.prediction_file import prediction_rows, question_text, words, write_predictions
-from iep.evaluation.report import Report, format_table, mean_accuracy, read_report, write_report
+from iep.evaluation.outcome import prediction_rows, question_text, words, write_predictions
 from iep.programs import QUESTION_TYPES
 from iep.vocab import SPECIAL_TOKENS, Vocab
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from processes import together
 
+from iep.config import Evaluation
 from iep.evaluation.html_report import PAGE, Page
-from iep.evaluation.outputs import ANSWERS, ANSWERS_JSON, PREDICTIONS, REPORT
-from iep.evaluation.run import evaluate
-from iep.evaluation.settings import Evaluation
+from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, PREDICTIONS, REPORT
+from iep.evaluation.run_evaluation import evaluate
 
 MEASURED = ("questions_per_second", "peak_memory_gb")
 

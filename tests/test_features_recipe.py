@@ -14,12 +14,12 @@ from evaluate_cases import iep_eval
 from features_cases import PATCHES, RESNET, features, run
 from tiny_data import arrays, newest, tiny_config, write_data, write_h5
 
+from iep.data.features import Features
 from iep.errors import InputError
-from iep.features import Features
+from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches, ResNet, backbone_of
-from iep.preprocess.features import image_features
-from iep.training.checkpoint import load_checkpoint
-from iep.training.run import train
+from iep.preprocess.compute_features import image_features
+from iep.training.run_training import train
 
 PATCHES_OF_2 = {
     "backbone": "patches",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from iep.errors import InputError
-from iep.files import atomic_path, check_writable, read_json, write_bytes, write_json
+from iep.runtime.files import atomic_path, check_writable, read_json, write_bytes, write_json
 
 
 def test_a_file_is_written_into_a_directory_that_does_not_yet_stand(tmp_path: Path):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from iep.cli.train import main
 from iep.config import BASELINES, MODELS, Config
 from iep.errors import InputError
-from iep.networks import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.build import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 from iep.training.freezing import freeze, modules_of, parts_of, train_mode
-from iep.training.run import train
+from iep.training.run_training import train
 
 SETTINGS = {
     "pg": ("generator.dropout=0.5", "generator.num_layers=2"),

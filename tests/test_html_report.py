@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_than
 
-from iep.data_files import Questions
+from iep.data.question_file import Questions
 from iep.errors import InputError
-from iep.evaluation.curves import CHARTS, MOST_POINTS, thinned, training_runs
-from iep.evaluation.html_report import PAGE, SCRIPTS, STYLES, render
+from iep.evaluation.html_report import CHARTS, MOST_POINTS, PAGE, SCRIPTS, STYLES, render, thinned, training_runs
 from iep.evaluation.outcome import Outcome
-from iep.evaluation.page_images import WIDTH, Pictures, data_uri
-from iep.evaluation.page_questions import choose, question_objects
+from iep.evaluation.page_questions import WIDTH, Pictures, choose, data_uri, question_objects
 from iep.evaluation.predict import Predictions
 
 

@@ -27,18 +27,18 @@ from tiny_data import (
 )
 from torch.utils.data import get_worker_info
 
-import iep.features
+import iep.data.features
 from iep.cli.evaluate import main as evaluate
 from iep.cli.train import main as train_main
-from iep.data_files import read_questions
-from iep.datasets import ClevrDataset, sequential_batches
+from iep.data.datasets import ClevrDataset, sequential_batches
+from iep.data.features import Features
+from iep.data.loader import Loading, Slots, _Held, on_device
+from iep.data.question_file import read_questions
 from iep.errors import InputError
-from iep.features import Features
-from iep.loader import Loading, Slots, _Held, on_device
-from iep.memory import SharedMemory, _left_in_groups, attach
-from iep.signals import handled
-from iep.training.checkpoint import load_checkpoint
-from iep.training.run import train
+from iep.models.checkpoint import load_checkpoint
+from iep.runtime.memory import SharedMemory, _left_in_groups, attach
+from iep.runtime.signals import handled
+from iep.training.run_training import train
 
 SHAPE = (IMAGES, CHANNELS, GRID, GRID)
 
@@ -78,7 +78,7 @@ def test_shared_memory_is_the_same_after_pickling_and_takes_room_only_where_writ
     memory.array(2**39, (3,), np.dtype(np.int64))[:] = [1, 2, 3]
     assert attach(memory.path, memory.size) is memory
     script = (
-        "import sys, numpy as np; from iep.memory import attach; "
+        "import sys, numpy as np; from iep.runtime.memory import attach; "
         "memory = attach(sys.argv[1], 2**40); print(memory.array(2**39, (3,), np.dtype(np.int64)).tolist())"
     )
     assert subprocess.check_output([sys.executable, "-c", script, memory.path], text=True).strip() == "[1, 2, 3]"
@@ -201,12 +201,12 @@ def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_pat
 
 
 def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, monkeypatch):
-    monkeypatch.setattr(iep.features, "available_memory", lambda: 959)
+    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 959)
     path = data / "train_features.h5"
     with pytest.raises(InputError) as caught:
         Features(path).in_memory()
     assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
-    monkeypatch.setattr(iep.features, "available_memory", lambda: 960)
+    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 960)
     assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
 
 

@@ -11,9 +11,9 @@ from evaluate_cases import iep_eval
 from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, write_data, write_h5
 
 from iep.cli.train import main as train_main
-from iep.networks import build
-from iep.new_words import STD, add_words, count_new_words
-from iep.training.checkpoint import load_checkpoint
+from iep.models.build import NEW_WORDS_STD, add_words, build
+from iep.models.checkpoint import load_checkpoint
+from iep.vocab import count_new_words
 
 NEW = ("hello", "world", "Ünï")
 EXPANDED = replace(VOCAB, question=(*VOCAB.question, *NEW))
@@ -60,8 +60,8 @@ def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
     one, again, other = (network.encoder_embed.weight[9:].detach() for network in networks)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert one.std().item() == pytest.approx(STD, rel=0.02)
-    assert abs(one.mean().item()) < STD / 20
+    assert one.std().item() == pytest.approx(NEW_WORDS_STD, rel=0.02)
+    assert abs(one.mean().item()) < NEW_WORDS_STD / 20
 
 
 def test_questions_in_old_words_are_read_as_before():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tiny_data import VOCAB
 
+from iep.data.ordering import make_order, program_lengths
 from iep.errors import InputError
-from iep.ordering import make_order, program_lengths
 
 IMAGES = np.arange(22) // 4
 

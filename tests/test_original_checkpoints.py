@@ -23,7 +23,7 @@ from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, 
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import BATCHING, Config
-from iep.networks import load_baseline, load_network
+from iep.models.build import load_baseline, load_network
 from iep.program_generator.decode import greedy
 from iep.vocab import END
 

@@ -19,9 +19,9 @@ from tiny_data import CHANNELS, GRID, TEST, TINY, TRAIN, VAL, VOCAB, arrays, fea
 
 from iep.cli.preprocess import main as preprocess_main
 from iep.cli.train import main as train_main
-from iep.preprocess.questions import build_vocab, encode, expand_vocab, load_questions
-from iep.training.checkpoint import load_checkpoint
-from iep.training.run import train
+from iep.models.checkpoint import load_checkpoint
+from iep.preprocess.encode_questions import build_vocab, encode, expand_vocab, load_questions
+from iep.training.run_training import train
 from iep.vocab import Vocab
 
 # Its files, read by us

@@ -20,9 +20,9 @@ from original_cases import baseline_file, engine_file, generator_file, vocab, wr
 from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny_config
 
 from iep.errors import InputError
-from iep.networks import load_network
-from iep.training.checkpoint import load_checkpoint
-from iep.training.run import train
+from iep.models.build import load_network
+from iep.models.checkpoint import load_checkpoint
+from iep.training.run_training import train
 
 CPU = torch.device("cpu")
 SMALL = {"feature_dim": (CHANNELS, GRID, GRID)}

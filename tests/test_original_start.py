@@ -15,10 +15,10 @@ from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, newest
 
 from iep.cli.train import main
 from iep.config import read_config
-from iep.networks import load_baseline, load_network
+from iep.models.build import load_baseline, load_network
+from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches
-from iep.preprocess.features import image_features
-from iep.training.checkpoint import load_checkpoint
+from iep.preprocess.compute_features import image_features
 
 CPU = torch.device("cpu")
 SIDES = {"feature_dim": (CHANNELS, GRID, GRID)}

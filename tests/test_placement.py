@@ -25,7 +25,7 @@ from iep.execution_engine.placement import (
     round_robin,
     rows_copied,
 )
-from iep.networks import build, engine_kwargs, place_engine
+from iep.models.build import build, engine_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
 
 PARTS = ("stem", "<END>", "count", "union", "classifier")

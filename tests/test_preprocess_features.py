@@ -16,9 +16,9 @@ from features_cases import PATCHES, RESNET, features, run
 from PIL import Image
 from torch.nn import functional
 
-import iep.preprocess.features as features_module
+import iep.preprocess.compute_features as features_module
 from iep.cli.preprocess import main
-from iep.hdf5 import read_attributes
+from iep.data.hdf5 import read_attributes
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
 from iep.preprocess.images import read_image

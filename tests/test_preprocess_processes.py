@@ -9,14 +9,14 @@ from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
 from processes import together
 
-import iep.preprocess.features as features_module
+import iep.preprocess.compute_features as features_module
 from iep.cli.preprocess import main
+from iep.data.features import Features
 from iep.errors import InputError
-from iep.features import Features
-from iep.files import read_json
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
-from iep.preprocess.features import preprocess_features
+from iep.preprocess.compute_features import preprocess_features
+from iep.runtime.files import read_json
 
 IMAGES = 31
 FILE, JOURNAL = "val_features.h5", "val_features.h5.progress"

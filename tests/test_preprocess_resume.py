@@ -14,12 +14,12 @@ import numpy as np
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
-from iep.files import read_json
+from iep.runtime.files import read_json
 
 KILLED_RUN = """
 import sys, time
 from pathlib import Path
-import iep.preprocess.features as features
+import iep.preprocess.compute_features as features
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 

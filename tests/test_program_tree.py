@@ -5,8 +5,7 @@ from batching_cases import quick
 from hypothesis import example, given, settings
 
 from iep.batching.reference import run_prefix
-from iep.program_tree import named, program_tree, tokens_run, tree_lines, without
-from iep.programs import arity
+from iep.programs import arity, named, program_tree, tokens_run, tree_lines, without
 from iep.vocab import NULL, SPECIAL_TOKENS, START
 
 TOKENS = (*SPECIAL_TOKENS, "scene", "count", "filter_color[red]", "union", "equal_size")

@@ -11,10 +11,10 @@ from evaluate_cases import evaluate, iep_eval
 from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, write_data, write_h5
 
 from iep.cli.train import main as train_main
-from iep.data_files import Questions, read_questions
+from iep.data.question_families import family_filter, mean_lengths, read_families
+from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
-from iep.question_families import family_filter, mean_lengths, read_families
-from iep.training.checkpoint import load_checkpoint, save_checkpoint
+from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 FAMILIES = 13
 """Of the tiny data set; a question's family is its row modulo this."""

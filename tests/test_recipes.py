@@ -26,9 +26,9 @@ from recipe_cases import (
 from tiny_data import TINY
 
 from iep.config import Config, read_config
-from iep.evaluation.report import Report, read_report
+from iep.evaluation.json_report import Report, read_report
+from iep.models.checkpoint import BEST, load_checkpoint
 from iep.programs import json_to_prefix
-from iep.training.checkpoint import BEST, load_checkpoint
 from iep.vocab import Vocab
 
 LEARNING = "learning_rate=0.01"  # of which the recipes have their own

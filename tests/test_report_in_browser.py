@@ -15,7 +15,7 @@ from playwright.sync_api import Browser
 from tiny_data import IMAGES, TEST, VAL, VOCAB, arrays
 
 from iep.programs import QUESTION_TYPES
-from iep.training.records import read_rows
+from iep.runtime.records import read_rows
 
 
 @pytest.fixture(scope="module")

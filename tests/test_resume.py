@@ -13,10 +13,10 @@ from tiny_data import TINY, assert_one_error, newest, tiny_config
 from torch import Tensor
 
 from iep.cli.train import main
-from iep.datasets import Batch
-from iep.training.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
+from iep.data.datasets import Batch
+from iep.models.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
 from iep.training.loop import Trainer, step_seed
-from iep.training.run import train
+from iep.training.run_training import train
 
 LENGTH = 5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -117,7 +117,9 @@ def test_a_run_stopped_in_its_last_validation_is_not_complete(data: Path, tmp_pa
 
 
 def test_a_signal_before_the_first_step_leaves_no_checkpoint(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("iep.training.run.open_split", lambda *arguments, **more: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "iep.training.run_training.open_split", lambda *arguments, **more: os.kill(os.getpid(), signal.SIGTERM)
+    )
     result = go(tmp_path / "run", data, "model=lstm")
     assert (result.exit_code, result.output) == (143, "Stopped by SIGTERM\n")
     assert not (tmp_path / "run").exists()

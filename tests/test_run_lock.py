@@ -17,16 +17,17 @@ from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main as iep_preprocess
 from iep.cli.synth import main as iep_synth
 from iep.cli.train import main as iep_train
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.locks import LOCK, alone_in
+from iep.runtime.locks import LOCK, alone_in
 from iep.training.loop import Trainer
 
 
 def holder(directory: Path) -> subprocess.Popen:
     """A process that holds `directory` until it is killed."""
     code = (
-        f"import pathlib, time\nfrom iep.locks import alone_in\nwith alone_in(pathlib.Path({str(directory)!r})):\n"
+        "import pathlib, time\nfrom iep.runtime.locks import alone_in\n"
+        f"with alone_in(pathlib.Path({str(directory)!r})):\n"
         "    print('held', flush=True)\n    time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from fork_server import Server
 from tiny_data import TINY
 
-from iep import signals
-from iep.cli.common import Command
-from iep.signals import Stopped, answering, deferred, handled, waited_for
+from iep.cli.command import Command
+from iep.runtime import signals
+from iep.runtime.signals import Stopped, answering, deferred, handled, waited_for
 
 BOTH = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -94,7 +94,7 @@ def test_a_signal_lets_the_item_come_that_is_waited_for_but_not_the_next(handler
 
 
 def test_an_item_that_does_not_come_is_not_waited_for(handlers, monkeypatch):
-    monkeypatch.setattr("iep.signals.PATIENCE", 0.05)
+    monkeypatch.setattr("iep.runtime.signals.PATIENCE", 0.05)
 
     def stuck() -> Iterator[int]:
         ask()
@@ -156,7 +156,9 @@ def test_only_the_main_thread_has_handlers(handlers):
 
 def in_a_child(body: str) -> int:
     """Minus the signal that ended a process which ran `body`, or its exit code."""
-    code = f"import os, signal, time\nfrom iep.signals import *\nask = lambda n: os.kill(os.getpid(), n)\n{body}"
+    code = (
+        f"import os, signal, time\nfrom iep.runtime.signals import *\nask = lambda n: os.kill(os.getpid(), n)\n{body}"
+    )
     return subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode
 
 
@@ -221,7 +223,7 @@ def test_nothing_raises_a_second_stop_while_the_first_is_answered(handlers, monk
 def test_a_command_that_is_only_starting_ends_with_a_line(tmp_path: Path, number: int, code: int, after: float):
     """0.1 s is among the first imports."""
     waits = "import time; sleep = time.sleep\nimport iep.cli.train\nfrom iep.cli.train import main\n"
-    waits += "import iep.training.run as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
+    waits += "import iep.training.run_training as run\nrun.train_from = lambda *a: sleep(30)\nmain()"
     arguments = ["--model", "ee", "--data", str(tmp_path), "--out", str(tmp_path / "run")]
     starts = {0.1: ["-m", "iep.cli.train"], 0.5: ["-c", f"import sys; sys.argv[0] = 'iep-train'\n{waits}"]}
     process = subprocess.Popen([sys.executable, *starts[after], *arguments], stderr=subprocess.PIPE, text=True)

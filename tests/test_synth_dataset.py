@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
-from iep.files import read_json
-from iep.synth.balance import main as balance_main
+from iep.runtime.files import read_json
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "sample"

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from iep.files import read_json
 from iep.programs import prefix_to_json
-from iep.synth.dataset import make_image
+from iep.runtime.files import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of
-from iep.synth.options import PRESETS
+from iep.synth.presets import PRESETS
+from iep.synth.synthesize import make_image
 
 # Seen from the front: a big red rubber cube at the left, a small red metal ball in the middle and behind, a small
 # blue metal cube at the right and in front.

@@ -7,10 +7,10 @@ import pytest
 from test_synth_executor import naive_answer, spelled
 
 from iep.programs import arity, json_to_prefix, prefix_to_json
-from iep.synth.balance import Tally, commonest_shares, guessing_accuracy
-from iep.synth.dataset import BLOCK, make_image
-from iep.synth.options import PRESETS
-from iep.synth.questions import Question
+from iep.synth.presets import PRESETS
+from iep.synth.question_generator import Question
+from iep.synth.synthesize import BLOCK, make_image
+from iep.synth.tally import Tally, commonest_shares, guessing_accuracy
 from iep.synth.templates import FAMILIES, GROUPS
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 from iep.vocab import tokenize

@@ -12,8 +12,8 @@ from tiny_data import TINY, assert_one_error, newest
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.cli.train import main
-from iep.networks import unpack
-from iep.training.checkpoint import load_checkpoint
+from iep.models.build import unpack
+from iep.models.checkpoint import load_checkpoint
 
 
 def iep_train(*arguments: object) -> Result:

@@ -15,7 +15,7 @@ from tiny_data import assert_one_error
 
 from iep.asking import picture
 from iep.evaluation.predict import Predictor
-from iep.training.checkpoint import load_checkpoint
+from iep.models.checkpoint import load_checkpoint
 
 SVG = "{http://www.w3.org/2000/svg}"
 

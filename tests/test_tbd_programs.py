@@ -7,7 +7,7 @@ from batching_cases import PUBLISHED_LAYERS, quick
 from hypothesis import example, given, settings
 from tbd_cases import INDEX, PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
-from iep.asking.looks import look_maps
+from iep.asking.picture import look_maps
 from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.family import ATTENTION, MAP, misfits
@@ -15,7 +15,7 @@ from iep.execution_engine.modules import IEP
 from iep.execution_engine.program_plan import plan_programs
 from iep.execution_engine.tbd import TBD
 from iep.execution_engine.trace import trace
-from iep.program_tree import program_tree, tokens_run, without
+from iep.programs import program_tree, tokens_run, without
 
 
 def plan_of(*texts, **kwargs):

@@ -15,8 +15,8 @@ from processes import free_port, together
 from tiny_data import TINY, tiny_config
 
 from iep.config import Config
-from iep.training.checkpoint import load_checkpoint, step_checkpoints, step_name
-from iep.training.run import train
+from iep.models.checkpoint import load_checkpoint, step_checkpoints, step_name
+from iep.training.run_training import train
 
 SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
 ITERATIONS = 150

@@ -11,7 +11,7 @@ from tbd_cases import programs as attention_programs
 from tbd_cases import tbd_engine
 from test_engine import PROGRAMS_BL, any_programs, program, small_engine
 
-from iep.asking.looks import look_maps, to_unit
+from iep.asking.picture import look_maps, to_unit
 from iep.execution_engine.trace import trace
 
 FEATURES = torch.randn(1, 5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -14,12 +14,12 @@ from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny_config, w
 from torch import Tensor
 
 from iep.config import read_config, to_dict
-from iep.datasets import Batch
-from iep.networks import build, engine_kwargs, load_network
-from iep.training.checkpoint import BEST, load_checkpoint
+from iep.data.datasets import Batch
+from iep.models.build import build, engine_kwargs, load_network
+from iep.models.checkpoint import BEST, load_checkpoint
+from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer, learning_rate
-from iep.training.records import METRICS, Records
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.vocab import END
 
 CPU = torch.device("cpu")

@@ -12,19 +12,19 @@ import torch
 from processes import together
 from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 
-import iep.training.checkpoint
-import iep.training.run
+import iep.models.checkpoint
+import iep.training.run_training
 from iep.config import Config
-from iep.data_files import read_questions
-from iep.datasets import ClevrDataset
-from iep.distributed import rank, world_size
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.ordering import deal
+from iep.data.question_file import read_questions
 from iep.errors import InputError
-from iep.features import Features
-from iep.networks import build, engine_kwargs
-from iep.ordering import deal
-from iep.training.checkpoint import BEST, load_checkpoint, step_name
+from iep.models.build import build, engine_kwargs
+from iep.models.checkpoint import BEST, load_checkpoint, step_name
+from iep.runtime.distributed import rank, world_size
 from iep.training.parallel import Replicas
-from iep.training.run import load_start, train
+from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Execution
 
 MEASURED = {"questions_per_second", "peak_memory_gb"}
@@ -193,7 +193,7 @@ def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
 
 def _load_where_one_process_sees_an_older_run(out: Path) -> int:
     if rank() == 1:
-        iep.training.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
+        iep.models.checkpoint.step_checkpoints = lambda out: [out / step_name(2)]
     return load_start(out).content["step"]
 
 
@@ -204,7 +204,7 @@ def test_all_processes_go_on_from_the_checkpoint_that_the_first_has_found(data: 
 
 def _load_what_is_missing_for_one_process(out: Path) -> str:
     if rank() == 1:
-        iep.training.run.load_checkpoint = lambda path, parts: load_checkpoint(out / "elsewhere.pt")
+        iep.training.run_training.load_checkpoint = lambda path, parts: load_checkpoint(out / "elsewhere.pt")
     with pytest.raises((InputError, SystemExit)) as caught:
         load_start(out)
     return str(caught.value)

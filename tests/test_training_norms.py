@@ -13,19 +13,19 @@ from torch import nn
 
 from iep.cli.train import main
 from iep.config import Config
-from iep.data_files import read_questions
-from iep.datasets import ClevrDataset
-from iep.distributed import rank, world_size
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.ordering import deal
+from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
-from iep.features import Features
-from iep.networks import build, engine_kwargs
-from iep.ordering import deal
-from iep.training.checkpoint import load_checkpoint, step_name
-from iep.training.module_norms import JoinedStatistics
+from iep.models.build import build, engine_kwargs
+from iep.models.checkpoint import load_checkpoint, step_name
+from iep.runtime.distributed import rank, world_size
+from iep.training.joined_norms import JoinedStatistics
 from iep.training.parallel import Replicas
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.training.tasks import EngineTask, Execution
 from iep.vocab import index_tokens
 

@@ -21,11 +21,11 @@ from tiny_data import (
 from torch import Tensor
 
 from iep.cli.train import main
-from iep.datasets import Batch
+from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.training.checkpoint import load_checkpoint, load_newest
+from iep.models.checkpoint import load_checkpoint, load_newest
 from iep.training.loop import Trainer
-from iep.training.run import train
+from iep.training.run_training import train
 from iep.training.tasks import BaselineTask
 
 

@@ -8,7 +8,7 @@ from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VAL, arrays, features, newe
 
 from iep.config import Config
 from iep.errors import InputError
-from iep.training.run import train
+from iep.training.run_training import train
 
 
 def refusal(config: Config, out: Path, resume: bool = False) -> str:

@@ -12,9 +12,9 @@ from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 from torch import nn
 
 from iep.config import read_config
-from iep.data_files import Split, open_split
-from iep.datasets import Batch, ClevrDataset
-from iep.networks import build, engine_kwargs, generator_kwargs
+from iep.data.datasets import Batch, ClevrDataset
+from iep.data.question_file import Split, open_split
+from iep.models.build import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
 from iep.training.loop import Trainer, learning_rate

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batching_cases import quick
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
@@ -109,6 +110,37 @@ def test_a_family_of_linear_layers_is_one_call_of_the_executor(execution):
     torch.testing.assert_close(gradient, *torch.autograd.grad(expected.square().sum(), weight_EIO))
     with pytest.raises(ValueError, match="execution 'fast', expected one of auto, grouped, loop"):
         grouped_linear(x, weight_EIO, torch.tensor([4, 4, 4], dtype=torch.int32), "fast")
+
+
+@pytest.mark.parametrize("execution", ["loop", "auto"])
+def test_no_rows_have_an_empty_result_and_gradients_of_zero(execution):
+    weight_EIO, x = torch.randn(2, 4, 8, requires_grad=True), torch.randn(0, 4, requires_grad=True)
+    found = grouped_linear(x, weight_EIO, torch.zeros(2, dtype=torch.int32), execution)
+    assert found.shape == (0, 8)
+    of_x, of_weight = torch.autograd.grad(found.sum(), [x, weight_EIO])
+    assert of_x.shape == (0, 4)
+    assert of_weight.equal(torch.zeros(2, 4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whether_there_is_a_grouped_product_does_not_depend_on_where_it_is_first_asked(dtype):
+    expected = grouped_refusal(torch.device("cpu"), dtype)
+    grouped_refusal.cache_clear()
+    with FakeTensorMode():
+        assert grouped_refusal(torch.device("cpu"), dtype) == expected
+    assert grouped_refusal(torch.device("cpu"), dtype) == expected
+
+
+def test_being_out_of_memory_is_not_taken_for_a_missing_product(monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    grouped_refusal.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            grouped_refusal(torch.device("cpu"), torch.float32)
+    assert (grouped_refusal(torch.device("cpu"), torch.float32) is None) == HAS_GROUPED
 
 
 @pytest.mark.parametrize("execution", ["loop", "auto"])

@@ -16,7 +16,7 @@ import torch
 from click.testing import Result
 
 from iep.config import Config, read_config
-from iep.training.checkpoint import step_checkpoints
+from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
 # Networks this small gain nothing from threads, and lose much where the cores are busy.

@@ -2,13 +2,16 @@
 and beside each function's name the image with what it looked at lit up.
 
 As figure 3 of Johnson et al. 2017 and figure 1 of Mascharka et al. 2018 (Transparency by Design). Where things lie is
-`arrangement.py`; the maps are `looks.py`.
+`arrangement.py`. Texts are drawn in installed fonts that together have their characters; whether a font suits the
+language is not looked at.
 
-Shapes: H W pixels of an image or places of a map.
+Shapes: C H W maps, A answers; H W pixels of an image or places of a map.
 """
 
+import logging
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,24 +19,25 @@ import torch
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextToPath
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional
 
-from iep.asking import LOOKS, MOST_WORDS
-from iep.asking.answers import Answer, Asker
+from iep.asking.answers import MOST_WORDS, Answer, Asker, some
 from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
-from iep.asking.fonts import fonts_for
-from iep.asking.looks import look_maps, to_unit
-from iep.asking.words import some
+from iep.config import LOOKS
 from iep.errors import InputError
-from iep.execution_engine.trace import trace
-from iep.pictures import DPI, save
+from iep.execution_engine.trace import Trace, trace
 from iep.preprocess.images import open_image
-from iep.program_tree import NOT_USED, Node, ProgramTree
+from iep.programs import NOT_USED, Node, ProgramTree
+from iep.runtime.pictures import DPI, save
 
+USUAL = "sans-serif"
+_NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
+"""How names of matplotlib's own fonts begin that hold other shapes than those of the characters."""
 MOST_NODES = 200
 """Functions of a program that is drawn: more is nothing that can be looked at."""
 PIXELS = 2**25
@@ -44,6 +48,61 @@ HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
+
+# It warns of a font without bold letters, in whose place others are drawn.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
+
+def fonts_for(text: str) -> tuple[list[str], str]:
+    """Names of fonts, the usual one first, then those that have what it lacks; and the characters that none has."""
+    names, missing = [USUAL], {letter for letter in text if not letter.isspace()} - _letters(USUAL)
+    others = sorted({entry.name for entry in fontManager.ttflist if not entry.name.startswith(_NO_TEXT)})
+    for name in others if missing else ():
+        if found := missing & _letters(name):
+            names.append(name)
+            missing -= found
+    return names, "".join(sorted(missing))
+
+
+@cache
+def _letters(name: str) -> frozenset[str]:
+    """The characters that a font has, normal and bold."""
+    fonts = (get_font(findfont(FontProperties(family=[name], weight=weight))) for weight in ("normal", "bold"))
+    return frozenset.intersection(*(frozenset(map(chr, font.get_charmap())) for font in fonts))
+
+
+def look_maps(trace: Trace, look: str) -> list[Tensor]:
+    """(H, W) numbers from 0 up for every node of the tree, in its order.
+
+    Args:
+        trace: made with autograd on, for `gradient`.
+        look: `norm`, the norm over the channels of what a module put out, which for an attention is the attention
+            itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, that of the gradient of
+            the likeliest answer's score (its logit) by it (Johnson et al. 2017, section 4.2 and figure 3, which take
+            all answers' sum and the last map alone), and 0 for what no module put out, or has no part in the score.
+    """
+    values = trace.outputs
+    if look == "gradient":
+        learnt = {
+            id(output): output for output in trace.outputs if output.requires_grad
+        }  # each once; not a scene of ones
+        found = torch.autograd.grad(trace.logits.max(), [*learnt.values()], allow_unused=True) if learnt else ()
+        by_output = dict(zip(learnt, found, strict=True))
+        gradients = [by_output.get(id(output)) for output in values]
+        values = [
+            torch.zeros_like(output) if gradient is None else gradient
+            for output, gradient in zip(values, gradients, strict=True)
+        ]
+    return [value[0].detach().float().norm(dim=0).cpu() for value in values]
+
+
+def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
+    """A map scaled to 0 to 1: an attention as it is, another from its least value to its greatest; 0 where all are
+    the same."""
+    if is_attention:
+        return map_HW.clamp(0, 1)
+    low, high = map_HW.aminmax()
+    return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)
 
 
 def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str, top: int) -> str:

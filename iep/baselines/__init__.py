@@ -1,1 +1,1 @@
-"""Models to stand beside the product's own in a report: the commonest answer, and networks without programs."""
+"""Questions, with or without features -> answers without programs, to stand beside the product's own in a report."""

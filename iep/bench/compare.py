@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from iep.devices import is_out_of_memory
 from iep.errors import InputError
+from iep.runtime.devices import is_out_of_memory
 
 LIMIT, TOTAL = "limit", "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64

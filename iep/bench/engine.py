@@ -27,11 +27,11 @@ from iep.bench.report import Benchmark
 from iep.bench.strategy import BEST, Strategy
 from iep.bench.workload import Minibatch, generated, read_workload
 from iep.config import PRECISIONS, EngineConfig
-from iep.devices import autocast
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.networks import build, engine_kwargs, place, place_engine
+from iep.models.build import build, engine_kwargs, place, place_engine
+from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
 """A module, its arguments and its result."""

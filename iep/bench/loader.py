@@ -19,10 +19,10 @@ import numpy as np
 
 from iep.bench.compare import Case, Competitor, seconds
 from iep.bench.report import Benchmark
-from iep.data_files import Questions, open_split
-from iep.datasets import ClevrDataset
-from iep.features import Features
-from iep.loader import Batches, Loading
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.loader import Batches, Loading
+from iep.data.question_file import Questions, open_split
 from iep.vocab import Vocab
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH = (1024, 14, 14), 10, 46

@@ -17,7 +17,7 @@ from torch import Tensor
 from iep.batching.grouped import EXECUTIONS
 from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
 from iep.bench.report import Benchmark
-from iep.devices import resolve_device
+from iep.runtime.devices import resolve_device
 from iep.workloads.experts import Experts
 
 ONE_BY_ONE, HAND = "token by token", "by hand: sort and loop"

@@ -22,15 +22,15 @@ from iep.bench.report import format_table, result_files
 from iep.bench.strategy import Strategy
 from iep.bench.workload import clevr_vocab, encode, programs_of
 from iep.config import EngineConfig
-from iep.data_files import open_split
+from iep.data.question_file import open_split
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.files import write_bytes, write_json
-from iep.networks import build, engine_kwargs
-from iep.pictures import save
+from iep.models.build import build, engine_kwargs
 from iep.programs import SCENE, arity
+from iep.runtime.files import write_bytes, write_json
+from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
 FULL_SIZE = (1024, 14, 14)

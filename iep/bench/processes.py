@@ -15,8 +15,8 @@ from statistics import median
 
 from iep.bench.compare import Case, Competitor
 from iep.bench.report import Benchmark
-from iep.devices import resolve_device
 from iep.errors import InputError
+from iep.runtime.devices import resolve_device
 
 
 def processes_benchmark(

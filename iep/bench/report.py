@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 import iep
 from iep.bench.compare import CPU, LIMIT, TOTAL, Case, Effort, Fact, Row, compare
-from iep.files import check_writable, write_bytes, write_json
-from iep.pictures import save
+from iep.runtime.files import check_writable, write_bytes, write_json
+from iep.runtime.pictures import save
 
 Comparison = tuple[Case, Sequence[Row]]
 MARKERS, ENDS = "osv^D<>pX*hP", ("median", "lower", "upper")

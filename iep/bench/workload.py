@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from iep.bench.compare import MIN_SAMPLES
-from iep.data_files import Questions, open_split
-from iep.datasets import ClevrDataset
+from iep.data.datasets import ClevrDataset
+from iep.data.question_file import Questions, open_split
 from iep.errors import InputError
 from iep.programs import json_to_prefix
-from iep.synth.dataset import make_image
-from iep.synth.options import PRESETS
+from iep.synth.presets import PRESETS
+from iep.synth.synthesize import make_image
 from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 from iep.vocab import END, NULL, START, Vocab, index_tokens
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from iep.signals import quit_on_signals
+from iep.runtime.signals import quit_on_signals
 
 # While `python -m` looks for a module of this package, sys.argv[0] is "-m"; worker processes have their parent's.
 if sys.argv[0] == "-m" or (sys.argv[0].rpartition("/")[2].startswith("iep-") and "multiprocessing" not in sys.modules):

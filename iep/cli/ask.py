@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.asking import DEFAULT_LOOK, LOOKS
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
+from iep.config import DEFAULT_LOOK, LOOKS, Evaluation
 from iep.errors import InputError
-from iep.evaluation.settings import Evaluation
-from iep.files import check_writable
+from iep.runtime.files import check_writable
 
 if TYPE_CHECKING:
     from iep.asking.answers import Answer, Asker
@@ -132,7 +131,7 @@ class _Shown:
         Raises:
             InputError, OSError: it cannot be drawn; it is printed before.
         """
-        from iep.asking.telling import describe, to_json
+        from iep.asking.answers import describe, to_json
 
         failure, missing = None, ""
         picture = next(self.pictures)

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
-from iep.cli.common import Command, Group
+from iep.cli.command import Command, Group
 from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, read_config
 from iep.errors import InputError

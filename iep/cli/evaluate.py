@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS
-from iep.evaluation.settings import Evaluation
-from iep.locks import alone_in
+from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
+from iep.runtime.locks import alone_in
 
 
 @click.command(cls=Command)
@@ -114,11 +113,11 @@ def main(
         if label.encode(errors="replace").decode() != label:
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
-    from iep.distributed import is_main, joined
     from iep.evaluation.html_report import PAGE, Page
-    from iep.evaluation.outputs import OUTPUTS, REPORT
-    from iep.evaluation.report import Report, format_table, read_report
-    from iep.evaluation.run import evaluate
+    from iep.evaluation.json_report import Report, format_table, read_report
+    from iep.evaluation.outcome import OUTPUTS, REPORT
+    from iep.evaluation.run_evaluation import evaluate
+    from iep.runtime.distributed import is_main, joined
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= where(options)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.common import Command
-from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
+from iep.cli.command import Command
+from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS, Evaluation
 from iep.errors import InputError
-from iep.evaluation.settings import Evaluation
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Patches, ResNet

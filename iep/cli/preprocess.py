@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import backbone_options, chosen_backbone
 from iep.config import RESNET
 from iep.errors import InputError
-from iep.locks import alone_in
+from iep.runtime.locks import alone_in
 
 
 @click.command(cls=Command)
@@ -92,11 +92,10 @@ def main(
     if expand_vocab and not vocab:
         raise click.UsageError("--expand-vocab goes with --vocab FILE")
     # Imported late: `--help` should not wait for torch.
-    from iep.devices import resolve_device
-    from iep.distributed import is_main, joined
-    from iep.preprocess.features import preprocess_features
-    from iep.preprocess.questions_file import QuestionOptions, preprocess_questions
-    from iep.together import by_main, main_first
+    from iep.preprocess.compute_features import preprocess_features
+    from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
+    from iep.runtime.devices import resolve_device
+    from iep.runtime.distributed import by_main, is_main, joined, main_first
 
     model = chosen_backbone(of_backbone)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from iep.cli.common import Command
-from iep.locks import alone_in
-from iep.synth.balance import table
-from iep.synth.dataset import RECORD, synthesize
-from iep.synth.options import PRESETS, SPLITS, resolve
+from iep.cli.command import Command
+from iep.runtime.locks import alone_in
+from iep.synth.presets import PRESETS, SPLITS, resolve
+from iep.synth.synthesize import RECORD, synthesize
+from iep.synth.tally import table
 
 COUNT = click.IntRange(min=0)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.common import Command
+from iep.cli.command import Command
 from iep.cli.options import CommaList, families_option, placement_options, where
 from iep.config import (
     BATCHING,
@@ -28,10 +28,10 @@ from iep.config import (
     update,
 )
 from iep.errors import InputError
-from iep.locks import alone_in
+from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
-    from iep.training.checkpoint import Saved
+    from iep.models.checkpoint import Saved
 
 
 @click.command(cls=Command)
@@ -123,8 +123,8 @@ def main(
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
-    from iep.distributed import is_main, joined
-    from iep.training.run import train_from, was_restarted
+    from iep.runtime.distributed import is_main, joined
+    from iep.training.run_training import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
         config, start = _resolve(out, resume or was_restarted(out), given)
@@ -166,7 +166,7 @@ def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
 
 
 def _start(out: Path) -> "Saved | None":
-    from iep.training.run import load_start
+    from iep.training.run_training import load_start
 
     return load_start(out)
 

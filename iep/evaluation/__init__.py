@@ -1,1 +1,1 @@
-"""Scores of answers and programs, and the files that an evaluation leaves."""
+"""Checkpoints and a preprocessed split -> scores of answers and programs, in files, a table and an HTML page."""

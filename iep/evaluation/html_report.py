@@ -2,7 +2,8 @@
 
 The page is `html/report.html` with its style sheets and scripts, which draw what the data in it say; here those data
 are put together and laid in. Nothing of the data is ever read as HTML: they are JSON with every `<` escaped, which the
-scripts show as text, and a content security policy lets no other script run and no address be fetched.
+scripts show as text, and a content security policy lets no other script run and no address be fetched. The training
+curves are what the runs of the checkpoints recorded, short enough to be drawn.
 
 Shapes: N questions, R of them listed.
 """
@@ -12,6 +13,7 @@ import hashlib
 import html
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -23,19 +25,30 @@ import numpy as np
 
 from iep import __version__
 from iep.config import REPORT_QUESTIONS
-from iep.evaluation.breakdown import Group, answer_groups, confusion, groups, program_lengths
-from iep.evaluation.curves import training_runs
-from iep.evaluation.outcome import Outcome
-from iep.evaluation.page_images import Pictures
-from iep.evaluation.page_questions import choose, question_objects
-from iep.evaluation.prediction_file import question_text
-from iep.evaluation.report import ROWS, Report, mean_accuracy, with_baselines
-from iep.files import write_bytes
+from iep.evaluation.json_report import ROWS, Report, mean_accuracy, with_baselines
+from iep.evaluation.metrics import Group, answer_groups, confusion, groups, program_lengths
+from iep.evaluation.outcome import Outcome, question_text
+from iep.evaluation.page_questions import Pictures, choose, question_objects
 from iep.programs import QUESTION_TYPES
+from iep.runtime.files import write_bytes
+from iep.runtime.records import METRICS, read_rows
 
 PAGE = "report.html"
 STYLES = ("page.css", "statistics.css", "questions.css", "curves.css", "narrow.css")
 SCRIPTS = ("page.js", "statistics.js", "confusion.js", "programs.js", "questions.js", "curves.js", "start.js")
+
+
+MOST_POINTS = 500
+"""Of one curve; of a longer one, neighbouring points are averaged."""
+CHARTS = {
+    "Loss": ("loss",),
+    "Accuracy": ("accuracy", "validation_accuracy", "reward", "reward_baseline"),
+    "Loss of the generator (REINFORCE)": ("generator_loss",),
+}
+"""What is drawn together: a chart's title, and the names in metrics.jsonl."""
+
+Curve = list[tuple[float, float]]
+"""Points (step, value)."""
 
 
 @dataclass(frozen=True)
@@ -239,3 +252,70 @@ def _images(page: Page, pictures: Pictures | None) -> dict[str, Any]:
     if pictures is None:
         return {"given": False, "pictures": {}, "problems": []}
     return {"given": True, "pictures": pictures.by_key, "problems": list(pictures.problems.values())}
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What one run recorded.
+
+    Attributes:
+        parts: what the evaluation took from it, such as `("pg", "ee")`.
+        path: the run directory.
+        charts: title -> name -> curve; charts and curves without points are left out.
+        averaged: how many recorded points one point stands for at most.
+    """
+
+    parts: tuple[str, ...]
+    path: Path
+    charts: Mapping[str, Mapping[str, Curve]]
+    averaged: int
+
+
+def training_runs(checkpoints: Mapping[str, str]) -> list[TrainingRun]:
+    """The runs that checkpoints (files in a run directory, or run directories) belong to, each once.
+
+    A run without metrics.jsonl has no charts.
+
+    Args:
+        checkpoints: paths by part, as in a report.
+
+    Raises:
+        OSError: a metrics.jsonl cannot be read.
+    """
+    runs: dict[Path, tuple[Path, list[str]]] = {}
+    for part, path in checkpoints.items():
+        directory = Path(path) if Path(path).is_dir() else Path(path).parent
+        runs.setdefault(directory.resolve(), (directory, []))[1].append(part)
+    return [_read_run(tuple(parts), directory) for directory, parts in runs.values()]
+
+
+def _read_run(parts: tuple[str, ...], directory: Path) -> TrainingRun:
+    path = directory / METRICS
+    rows = read_rows(path) if path.is_file() else []
+    charts, averaged = {}, 1
+    for title, names in CHARTS.items():
+        curves = {name: _points(rows, name) for name in names}
+        longest = max(map(len, curves.values()))
+        averaged = max(averaged, -(-longest // MOST_POINTS))
+        if longest:
+            charts[title] = {name: thinned(curve) for name, curve in curves.items() if curve}
+    return TrainingRun(parts, directory, charts, averaged)
+
+
+def _points(rows: list[dict[str, float]], name: str) -> Curve:
+    """The finite values of one name; a row may hold anything, for the file may have been edited."""
+    return [(row["step"], float(row[name])) for row in rows if _is_finite(row["step"]) and _is_finite(row.get(name))]
+
+
+def _is_finite(value: object) -> bool:
+    """A number that a float holds; Python reads whole ones from JSON that none does."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """At most `most` points: as many neighbours as that takes become one, their mean in step and value."""
+    size = -(-len(curve) // most)
+    if size <= 1:
+        return curve
+    parts = [curve[start : start + size] for start in range(0, len(curve), size)]
+    return [(sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)) for part in parts]

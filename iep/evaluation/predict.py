@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from iep.datasets import Batch, ClevrDataset, sequential_batches
-from iep.devices import autocast
-from iep.distributed import barrier, gather, is_main, rank, world_size
+from iep.data.datasets import Batch, ClevrDataset, sequential_batches
+from iep.data.loader import Loading, on_device
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.program_plan import DEFAULT_SCHEDULER
-from iep.loader import Loading, on_device
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.runtime.devices import autocast
+from iep.runtime.distributed import barrier, gather, is_main, rank, world_size
 from iep.vocab import NULL
 
 RANKED = 3

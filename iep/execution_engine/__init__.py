@@ -1,1 +1,1 @@
-"""The execution engine: programs' modules over images' features, batched over a minibatch of programs."""
+"""Programs and images' features -> answers: the modules of a minibatch's programs, run batched."""

@@ -113,7 +113,7 @@ class ExecutionEngine(nn.Module):
             (module_dim, height, width), classifier_projection, classifier_hidden, num_answers, **pool, **regular
         )
         self.placement: Placement | None = None
-        """The device of each part; None where they are all on one. `iep.networks.place_parts` sets it."""
+        """The device of each part; None where they are all on one. `iep.models.build.place_parts` sets it."""
         self._runs = family(modules).runs(self.program_tokens, scene)
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):

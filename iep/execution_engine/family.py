@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Types
-from iep.program_tree import NOT_USED, ProgramTree, program_tree, without
-from iep.programs import SCENE, arity
+from iep.programs import NOT_USED, SCENE, ProgramTree, arity, program_tree, without
 
 MAP, ATTENTION = 0, 1
 """Columns of values: (C, H, W), as stems are, and (1, H, W)."""

@@ -2,8 +2,8 @@
 
 This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
 made before the run: from the parts' names, from how much work programs give them, or from a YAML file. Its devices need
-not be available then. `iep.networks.place_engine` moves the parts, `program_plan.py` plans the copies between devices,
-and `engine.py` runs them.
+not be available then. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the copies between
+devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
@@ -21,11 +21,11 @@ from torch import nn
 
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Call, Plan
-from iep.devices import resolve_device
-from iep.distributed import world_size
 from iep.errors import InputError, nearest
 from iep.execution_engine.families import family
 from iep.execution_engine.family import ATTENTION, MAP, as_column
+from iep.runtime.devices import resolve_device
+from iep.runtime.distributed import world_size
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
@@ -215,7 +215,7 @@ def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> i
 
 
 def costs_of(engine: nn.Module, sample: Sample) -> Costs:
-    """Return the costs of an `ExecutionEngine` that `iep.networks.build` made, for the programs of `sample`."""
+    """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`."""
     flops, sizes = _flops_of_parts(engine)
     tokens = engine.program_tokens
     flops_of_op = {op: flops[token] for op, token in enumerate(tokens) if token in flops}

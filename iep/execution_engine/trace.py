@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.families import family
-from iep.program_tree import ProgramTree, program_tree
+from iep.programs import ProgramTree, program_tree
 
 
 @dataclass(frozen=True)

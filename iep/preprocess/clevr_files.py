@@ -1,7 +1,7 @@
 """Where a CLEVR directory keeps its images and questions: directory -> splits, image paths by index, question objects.
 
 Covers CLEVR v1.0 (and directories of the same layout, such as CLEVR-CoGenT) and CLEVR-Humans' question files. What
-the questions mean is `questions.py`; decoding images, `images.py`.
+the questions mean is `encode_questions.py`; decoding images, `images.py`.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.files import not_json, read_json_text
+from iep.runtime.files import not_json, read_json_text
 
 _ORDER = ("train", "val", "test")
 _IMAGE_NUMBER = re.compile(r"_(\d+)\.png$")

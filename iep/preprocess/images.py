@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
+from iep.data.loader import worker_options
 from iep.errors import InputError
-from iep.loader import worker_options
-from iep.signals import waited_for
+from iep.runtime.signals import waited_for
 
 _OF_16_BITS = ("PNG", "PPM")
 """Kinds of files whose grey has 16 bits at most, though Pillow may hold it in 32 (mode I)."""

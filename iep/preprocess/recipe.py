@@ -13,8 +13,8 @@ from typing import BinaryIO
 import h5py
 import numpy as np
 
+from iep.data.hdf5 import HDF5_ERRORS
 from iep.errors import InputError
-from iep.hdf5 import HDF5_ERRORS
 
 Recipe = Mapping[str, str | int]
 _DIGITS = 16

@@ -1,1 +1,1 @@
-"""The program generator: question tokens to program tokens."""
+"""Question tokens -> program tokens: an LSTM encoder and decoder, greedy, sampled and beam decoding."""

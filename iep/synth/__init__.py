@@ -1,1 +1,1 @@
-"""Synthetic CLEVR: scenes, pictures and questions in the layout of CLEVR v1.0, from Python packages alone."""
+"""A seed -> synthetic CLEVR: scenes, pictures and questions in the layout of CLEVR v1.0, from Python packages alone."""

@@ -2,7 +2,7 @@
 
 Ninety families in nine groups, numbered as CLEVR numbers its own (Johnson et al. 2017, CLEVR, supplement B), with our
 own sentences in CLEVR's words. A *phrase* names a set of objects ("big red cubes left of the ball"); how it is found on
-a scene is `questions.py`, how it is worded `language.py`.
+a scene is `question_generator.py`, how it is worded `phrases.py`.
 
 In a sentence `{a}`, `{b}` are the phrases in the plural, `{the_a}`, `{the_b}` in the singular after "the", `{an_a}`
 after an article; `{are_a}` is a statement ("cubes are left of the ball"); `{an_o}` the object that the last relation

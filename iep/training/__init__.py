@@ -1,1 +1,1 @@
-"""Training: one loop, one task per model, checkpoints."""
+"""Settings and preprocessed data -> checkpoints and records of a run: one loop, one task per model."""

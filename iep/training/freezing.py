@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from iep.errors import InputError, nearest
-from iep.networks import NETWORKS
+from iep.models.build import NETWORKS
 
 REST = None
 """Children that no other part names."""

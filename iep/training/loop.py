@@ -20,20 +20,20 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.config import PLACES, Config, to_dict
-from iep.data_files import Split
-from iep.datasets import Batch
-from iep.devices import autocast, is_out_of_memory, peak_memory
-from iep.distributed import gather, is_main, rank, total, world_size
+from iep.data.datasets import Batch
+from iep.data.loader import on_device
+from iep.data.ordering import step_seed
+from iep.data.question_file import Split
 from iep.errors import InputError
-from iep.loader import on_device
-from iep.networks import pack
-from iep.ordering import step_seed
-from iep.signals import Stopped, answering, deferred
-from iep.training.checkpoint import BEST, remove_old, save_checkpoint, step_name
+from iep.models.build import pack
+from iep.models.checkpoint import BEST, remove_old, save_checkpoint, step_name
+from iep.runtime.devices import autocast, is_out_of_memory, peak_memory
+from iep.runtime.distributed import gather, is_main, rank, total, world_size
+from iep.runtime.records import VALIDATION, Records
+from iep.runtime.signals import Stopped, answering, deferred
 from iep.training.freezing import train_mode
 from iep.training.not_finite import LOWER, describe_images, refuse_not_finite
 from iep.training.parallel import Agreement, Replicas, in_step
-from iep.training.records import VALIDATION, Records
 from iep.training.tasks import Metrics
 from iep.vocab import Vocab
 

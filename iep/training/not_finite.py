@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from iep.errors import InputError
-from iep.files import write_bytes
+from iep.runtime.files import write_bytes
 
 FORMAT = "iep-not-finite-1"
 SHOWN = 8

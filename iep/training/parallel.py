@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
-from iep.datasets import Batch
-from iep.distributed import total, world_size
-from iep.signals import SIGNALS, Stopped, asked
-from iep.training.module_norms import JoinedStatistics, parts_that_all_call
-from iep.training.sync_norm import synchronize_norms
+from iep.data.datasets import Batch
+from iep.runtime.distributed import total, world_size
+from iep.runtime.signals import SIGNALS, Stopped, asked
+from iep.training.joined_norms import JoinedStatistics, parts_that_all_call, synchronize_norms
 from iep.training.tasks import Metrics
 
 

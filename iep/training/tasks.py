@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from iep.datasets import Batch
-from iep.distributed import total
+from iep.data.datasets import Batch
 from iep.evaluation.metrics import exact_match
 from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.decode import greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.runtime.distributed import total
 from iep.training.freezing import is_trained
 from iep.vocab import NULL
 

@@ -1,0 +1,20 @@
+"""`python -m iep.cli.balance`: how far blind guessing gets on CLEVR questions files."""
+
+from pathlib import Path
+
+import click
+
+from iep.cli.command import Command
+from iep.synth.tally import table, tally_file
+
+
+@click.command(cls=Command)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+def main(files: tuple[Path, ...]) -> None:
+    """Print the share of the commonest answer per question type for CLEVR questions FILES."""
+    for path in files:
+        click.echo(f"{path}\n{table(tally_file(path))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Questions and features -> minibatches, read in the loader's workers, where the engine's plan is made too.
+
+Which questions make up a batch is `ordering.py`; what the files hold, `question_file.py`; the workers, `loader.py`.
+
+Shapes: B examples, N distinct images of a batch, T question tokens, L program tokens, C H W feature maps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from iep.data.features import Features
+from iep.data.loader import HERE, Batches, Loading
+from iep.data.ordering import Order, deal, step_numbers
+from iep.data.question_file import Questions
+from iep.errors import InputError
+from iep.execution_engine.program_plan import Planner, ProgramPlan
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One minibatch. Parts that the split's files do not hold are None."""
+
+    index: torch.Tensor
+    """(B,) position of each question in its data set."""
+    questions: torch.Tensor
+    """(B, T) question tokens, padded with `<NULL>` on the right."""
+    programs: torch.Tensor | None
+    """(B, L) prefix program tokens."""
+    answers: torch.Tensor | None
+    """(B,) answer indices."""
+    features: torch.Tensor | None = None
+    """(N, C, H, W) features of the batch's N distinct images, of the file's dtype; float32 once `to` has moved them."""
+    image_rows: np.ndarray | None = None
+    """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
+    plan: ProgramPlan | None = None
+    """What `make_plan` made of `programs` and `image_rows`."""
+    draws: torch.Tensor | None = None
+    """(B, ...) numbers from 0 to below 1 for what training draws by chance."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch with its tensors on `device`, features as float32."""
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
+        # After the transfer: float16 is half as many bytes to move.
+        return batch if batch.features is None else replace(batch, features=batch.features.float())
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory; the data loader calls this."""
+        return self._map(torch.Tensor.pin_memory, lambda plan: plan.map(torch.Tensor.pin_memory))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the tensors on the stream's device until what `stream` has been given so far is done."""
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == stream.device:
+                tensor.record_stream(stream)
+            return tensor
+
+        self._map(record, lambda plan: plan.map(record))
+
+    def _map(
+        self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[ProgramPlan], ProgramPlan]
+    ) -> "Batch":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        if self.plan is not None:
+            changed["plan"] = function_of_plan(self.plan)
+        return replace(self, **changed)
+
+
+Choice = tuple[np.ndarray, np.ndarray | None]
+"""What a batch is made of: positions of its examples, and its `draws`."""
+
+
+class ClevrDataset:
+    """Questions with their images' features, of which batches are made."""
+
+    def __init__(
+        self,
+        questions: Questions,
+        features: Features | None,
+        make_plan: Planner | None = None,
+    ):
+        """Check that every question's image has features.
+
+        Raises:
+            InputError: a question names an image beyond the features file.
+        """
+        if features is not None and len(questions) and questions.image_idxs.max() >= len(features):
+            row = int(np.argmax(questions.image_idxs >= len(features)))
+            raise InputError(
+                f"{features.path}: holds {len(features)} images, but question {row} of {questions.path} "
+                f"is about image {questions.image_idxs[row]}"
+            )
+        self.questions = questions
+        self.features = features
+        self.make_plan = make_plan
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @property
+    def bytes_an_image(self) -> int:
+        """Of the features that a batch holds."""
+        return 0 if self.features is None else self.features.row_bytes
+
+    def batch(self, choice: Choice, allocate: Callable[..., np.ndarray] = np.empty) -> Batch:
+        """The batch made of `choice`, its features in an array that `allocate` gives.
+
+        Raises:
+            InputError: features cannot be read.
+        """
+        rows, draws = choice
+        part = self.questions.select(rows)
+        programs_BL = None if part.programs is None else torch.from_numpy(part.programs)
+        features, image_rows = None, None
+        if self.features is not None:
+            images, inverse = np.unique(part.image_idxs, return_inverse=True)
+            features, image_rows = self.features.read(images, allocate), inverse
+        return Batch(
+            index=torch.from_numpy(np.asarray(rows)),
+            questions=torch.from_numpy(part.questions),
+            programs=programs_BL,
+            answers=None if part.answers is None else torch.from_numpy(part.answers),
+            features=features,
+            image_rows=image_rows,
+            plan=None if self.make_plan is None else self.make_plan(programs_BL, image_rows_B=image_rows),
+            draws=None if draws is None else torch.from_numpy(draws),
+        )
+
+
+def training_batches(
+    dataset: ClevrDataset,
+    order: Order,
+    steps: range,
+    loading: Loading,
+    draws: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Batches:
+    """The batches of `steps`; of each what falls to process `rank` of the `world_size` that train together, and `draws`
+    numbers for every example, if any."""
+
+    def choose(step: int) -> Choice:
+        rows = order.rows(step)
+        part = deal(dataset.questions.image_idxs[rows], world_size)[rank]
+        return rows[part], step_numbers(order.seed, step, (len(rows), draws))[part] if draws else None
+
+    return Batches(dataset.batch, choose, steps, order.batch_size * dataset.bytes_an_image, loading)
+
+
+def sequential_batches(
+    dataset: ClevrDataset,
+    batch_size: int,
+    loading: Loading = HERE,
+    by_image: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Batches:
+    """Every example once, in the file's order, or image by image so that the questions of an image meet in a batch; of
+    these batches every `world_size`th is for process `rank`."""
+    order = np.arange(len(dataset))
+    if by_image:
+        order = np.argsort(dataset.questions.image_idxs, kind="stable")
+
+    def choose(number: int) -> Choice:
+        return order[number * batch_size : (number + 1) * batch_size], None
+
+    count = -(-len(dataset) // batch_size)
+    numbers = range(rank, count, world_size)
+    return Batches(dataset.batch, choose, numbers, batch_size * dataset.bytes_an_image, loading)

@@ -1,0 +1,129 @@
+"""Question families (CLEVR's templates), in a list or told by the length of their programs -> only their questions.
+
+Johnson et al. 2017 (Inferring and Executing Programs, section 4.4, on generalising to new question types) train on the
+families whose programs are short and test on the others. Which split's questions are filtered, and what is taken of
+them afterwards, is up to `data_files.open_split`.
+
+Shapes: N questions, L program tokens.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from iep.data.question_file import Questions, read_questions
+from iep.errors import InputError
+from iep.vocab import END, NULL, START, Vocab
+
+SHORT, LONG = "short", "long"
+EXPECTED = f"{SHORT}, {LONG} or a file that lists families"
+LONG_FROM = 16
+"""A family is long from this mean program length on."""
+
+
+def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Callable[[Questions], Questions]:
+    """What leaves of some questions those of the `families`: a file that lists them, or `short` or `long`.
+
+    Short are the families whose mean program length is below 16, long the others (Johnson et al. 2017, section 4.4).
+    A program's length is the number of its functions, `scene` included, and the mean that of the training questions in
+    `train_path`. A family that these lack, and every family where they have no programs or families or are None, is
+    measured on the questions to be filtered.
+
+    Raises:
+        InputError: the file is missing or no list of families. What is returned raises it where questions have no
+            families, one has no program to measure it by, or no question is left.
+    """
+    if families not in (SHORT, LONG):
+        listed = read_families(Path(families))
+        return lambda questions: _only(questions, listed, families)
+
+    @cache
+    def lengths_of_training() -> Mapping[int, float]:
+        return {} if train_path is None or not train_path.exists() else mean_lengths(read_questions(train_path, vocab))
+
+    def choose(questions: Questions) -> Questions:
+        lengths = mean_lengths(questions)
+        if questions.path != train_path:
+            lengths |= lengths_of_training()
+        for family in _families(questions, families):
+            if family not in lengths:
+                raise InputError(f"{questions.path}: no program tells whether family {family} is short or long")
+        return _only(questions, [f for f in lengths if (lengths[f] < LONG_FROM) == (families == SHORT)], families)
+
+    return choose
+
+
+def listed(families: str | None) -> str | None:
+    """The families that a file lists, as text such as `0-4, 7`, whatever their order; None where there is no file, but
+    `short`, `long` or None.
+
+    Raises:
+        InputError: as `read_families`.
+    """
+    return None if families in (None, SHORT, LONG) else _ranges(sorted(set(read_families(Path(families)))))
+
+
+def read_families(path: Path) -> tuple[int, ...]:
+    """The families in a JSON or YAML file: a list of CLEVR's `question_family_index`, as the original toolkit's.
+
+    Raises:
+        InputError: the file is missing, a directory, neither JSON nor YAML, or not a list of whole numbers from 0.
+    """
+    try:
+        content = _read_json_or_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"families: {path}: no such file, expected {EXPECTED}") from None
+    except IsADirectoryError:
+        raise InputError(f"families: {path}: a directory, expected {EXPECTED}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: neither JSON nor YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(content, list) or not content:
+        raise InputError(f"{path}: expected a list of question families, such as [0, 3, 12]")
+    for position, family in enumerate(content):
+        if type(family) is not int or family < 0:
+            raise InputError(f"{path}: item {position} is {family!r}, expected a whole number from 0")
+    return tuple(content)
+
+
+def _read_json_or_yaml(text: str) -> object:
+    """JSON is almost YAML: indented by tabs it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return yaml.safe_load(text)
+
+
+def mean_lengths(questions: Questions) -> dict[int, float]:
+    """Mean number of functions, `scene` included, in each family's programs; empty without programs or families."""
+    if questions.programs is None or questions.families is None:
+        return {}
+    lengths_N = (~np.isin(questions.programs, (NULL, START, END))).sum(axis=1)
+    families, place_N = np.unique(questions.families, return_inverse=True)
+    means = np.bincount(place_N, lengths_N) / np.bincount(place_N)
+    return dict(zip(families.tolist(), means.tolist(), strict=True))
+
+
+def _families(questions: Questions, chosen: str) -> list[int]:
+    if questions.families is None:
+        raise InputError(f"{questions.path}: has no dataset 'question_families', by which families {chosen} are chosen")
+    return np.unique(questions.families).tolist()
+
+
+def _only(questions: Questions, families: Collection[int], chosen: str) -> Questions:
+    """The questions of `families`, in their order."""
+    found = _families(questions, chosen)
+    rows = np.flatnonzero(np.isin(questions.families, list(families)))
+    if not len(rows):
+        raise InputError(f"{questions.path}: no question of the families {chosen}, only of {_ranges(found)}")
+    return questions.select(rows)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers as text, consecutive ones as a range: `0-4, 7`."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

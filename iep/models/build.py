@@ -1,0 +1,378 @@
+"""The networks that a model consists of: built from a config and the data's shapes, or loaded from a checkpoint.
+
+A checkpoint keeps each network's constructor arguments beside its weights, so that loading needs no config. Names:
+`generator`, `engine`, and those of the baselines, `lstm`, `cnn_lstm`, `cnn_lstm_sa`, which are also those of their
+settings in a config; `NETWORKS` says which a model has.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from iep.baselines.cnn_lstm import CNNLSTMBaseline
+from iep.baselines.question_lstm import LSTMBaseline
+from iep.baselines.stacked_attention import StackedAttentionBaseline
+from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
+from iep.data.features import Features
+from iep.errors import InputError
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
+from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
+from iep.program_generator.seq2seq import Seq2Seq
+from iep.vocab import Vocab, count_new_words
+
+BASELINES: dict[str, type[nn.Module]] = {
+    "lstm": LSTMBaseline,
+    "cnn_lstm": CNNLSTMBaseline,
+    "cnn_lstm_sa": StackedAttentionBaseline,
+}
+CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, **BASELINES}
+DESCRIPTIONS = {
+    "generator": "a program generator",
+    "engine": "an execution engine",
+    "lstm": "a question-only LSTM",
+    "cnn_lstm": "a CNN+LSTM",
+    "cnn_lstm_sa": "a CNN+LSTM+SA",
+}
+NETWORKS = {
+    "pg": ("generator",),
+    "ee": ("engine",),
+    "joint": ("generator", "engine"),
+    **{name.replace("_", "-"): (name,) for name in BASELINES},
+}
+FEATURE_SIDES = {
+    "engine": ("feature_dim", "feature_height", "feature_width"),
+    **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
+}
+"""Of the networks that look, the constructor arguments that say which features they are made for."""
+LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims"}
+"""Constructor arguments that say how many layers there are, or list the widths of them."""
+VARIANCES, COUNTS = "running_var", "num_batches_tracked"
+"""How torch's batch norms name what is never below 0, and what is a whole number."""
+PARTS_WITH_WORDS = ("encoder", "rnn")
+"""What holds the words of a generator and of a baseline, as `--freeze` names it."""
+NEW_WORDS_STD = 0.01
+"""Of the new words' embeddings, as the original toolkit draws them."""
+Shape = tuple[int, int, int]
+
+
+def looks(names: Iterable[str]) -> bool:
+    """Does any of the networks read features?"""
+    return any(name in FEATURE_SIDES for name in names)
+
+
+def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
+    """Constructor arguments of the program generator."""
+    return {
+        "num_question_tokens": len(vocab.question),
+        "num_program_tokens": len(vocab.program),
+        **to_dict(config),
+    }
+
+
+def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: Shape) -> dict[str, Any]:
+    """Constructor arguments of the execution engine for features of shape (C, H, W)."""
+    return {
+        "program_tokens": list(vocab.program),
+        "num_answers": len(vocab.answer),
+        **_sides("engine", feature_shape),
+        **to_dict(config),
+    }
+
+
+def baseline_kwargs(name: str, config: LstmConfig, vocab: Vocab, feature_shape: Shape | None) -> dict[str, Any]:
+    """Constructor arguments of a baseline for features of shape (C, H, W), which the LSTM does not see."""
+    return {
+        "num_question_tokens": len(vocab.question),
+        "num_answers": len(vocab.answer),
+        **_sides(name, feature_shape),
+        **to_dict(config),
+    }
+
+
+def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
+    """What of (C, H, W) the network `name` is told."""
+    return dict(zip(FEATURE_SIDES.get(name, ()), feature_shape or (), strict=False))
+
+
+def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The network `name` with new weights. It keeps its constructor arguments, `kwargs` and the defaults of those not
+    given, for its checkpoints, and its `recipe`: how the features were made that it was trained on, none so far.
+
+    Raises:
+        InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
+    """
+    try:
+        network = CLASSES[name](**kwargs)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
+    accepted = inspect.signature(CLASSES[name]).parameters.values()
+    network.kwargs = {each.name: kwargs.get(each.name, each.default) for each in accepted}
+    network.recipe = {}
+    return network
+
+
+def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Constructor arguments and weights of `networks`, for a checkpoint."""
+    return {name: {"kwargs": net.kwargs, "weights": net.state_dict()} for name, net in networks.items()}
+
+
+def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Module:
+    """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
+
+    Raises:
+        InputError: the checkpoint holds other networks, arguments of which none can be built, weights that do not fit
+            them, one that is no number, not finite or a variance below 0 (names the first), or no recipe where one
+            stands.
+    """
+    recipe = checkpoint.get("features")
+    if not isinstance(recipe, Mapping | None):
+        kind = type(recipe).__name__
+        raise InputError(f"{path}: how its features were made is a {kind}, expected names and values")
+    packed = checkpoint.get("networks", {})
+    if name not in packed:
+        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
+    kwargs, weights = packed[name]["kwargs"], packed[name]["weights"]
+    _check_fit(name, kwargs, weights, path)
+    network = build(name, kwargs)
+    _load(network, name, weights, path)
+    _check_numbers(network, name, path)
+    network.recipe = {} if recipe is None else recipe
+    return network
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out the random numbers of new weights; for those without memory torch would take seconds to start."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in ("normal_", "uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> None:
+    """Compare a checkpoint's settings with its weights, before they take time and memory."""
+    for key, value in weights.items():
+        if isinstance(value, Tensor) and not (value.is_floating_point() or key.endswith(COUNTS)):
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} is {dtype}, expected floating point")
+    for key in LAYERS & kwargs.keys():
+        count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
+        if isinstance(count, int) and count > len(weights):
+            what = f"{count} layers of {DESCRIPTIONS[name]}, and there are {len(weights)} weights"
+            raise InputError(f"{path}: {key} makes {what}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch does, of empty tensors, and that nothing is copied to the sketch
+        try:
+            with torch.device("meta"), _Unfilled():
+                sketch = build(name, kwargs)
+        except InputError as error:
+            raise InputError(f"{path}: {_short(error)}") from None
+        except RuntimeError as error:
+            raise InputError(f"{path}: {DESCRIPTIONS[name]} cannot be built: {_short(error)}") from None
+        _load(sketch, name, weights, path)
+
+
+def _load(network: nn.Module, name: str, weights: Mapping[str, Any], path: Path | str) -> None:
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        what = f"the weights do not make {DESCRIPTIONS[name]} of its settings"
+        raise InputError(f"{path}: {what} ({_short(error)})") from None
+
+
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+
+
+def _check_numbers(network: nn.Module, name: str, path: Path | str) -> None:
+    """With such a weight or running statistic every answer would be NaN, or be the first one without a word."""
+    for key, value in network.state_dict().items():
+        is_good, expected = value.isfinite(), "finite numbers"
+        if is_good.all() and key.endswith(VARIANCES):
+            is_good, expected = value >= 0, "no variance below 0"
+        if not is_good.all():
+            found = value[~is_good][0].item()
+            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} holds {found}, expected {expected}")
+
+
+def load_network(
+    path: Path | str,
+    name: str,
+    vocab: Vocab,
+    device: torch.device,
+    add_words: Callable[[nn.Module, int], None] | None = None,
+) -> nn.Module:
+    """The network `name` of the checkpoint at `path`, in evaluation mode.
+
+    Where `vocab` has question words after all those of the checkpoint, `add_words`, unless None, is called with the
+    network and their number, to make it one for `vocab`.
+
+    Raises:
+        InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
+    """
+    return _from_checkpoint(load_checkpoint(Path(path), PARTS_OF_A_MODEL), path, name, vocab, device, add_words)
+
+
+def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Module:
+    """The baseline of the checkpoint at `path`, of whichever kind, in evaluation mode.
+
+    Raises:
+        InputError: as `load_network`, or the checkpoint holds no baseline.
+    """
+    checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
+    name = next((name for name in checkpoint["networks"] if name in BASELINES), None)
+    if name is None:
+        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with a baseline")
+    return _from_checkpoint(checkpoint, path, name, vocab, device)
+
+
+def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
+    """An engine with the same weights and `norm` in its modules, where it has the other of 'batch' and 'example'; the
+    engine itself where it has none, or that one, or `norm` is 'none'."""
+    if {norm, engine.kwargs.get("module_norm")} != {"batch", "example"}:
+        return engine
+    other = build("engine", engine.kwargs | {"module_norm": norm})
+    other.load_state_dict(engine.state_dict())
+    other.recipe = engine.recipe
+    return other
+
+
+def _from_checkpoint(
+    checkpoint: Mapping[str, Any],
+    path: Path | str,
+    name: str,
+    vocab: Vocab,
+    device: torch.device,
+    add_words: Callable[[nn.Module, int], None] | None = None,
+) -> nn.Module:
+    network = unpack(checkpoint, name, path)
+    trained = Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
+    if add_words is not None and (count := count_new_words(trained, vocab)):
+        add_words(network, count)
+        trained = replace(trained, question=vocab.question)
+    check_vocab(trained, vocab, name, path)
+    return place(network, device).eval()
+
+
+def _describe(checkpoint: Mapping[str, Any]) -> str:
+    """The networks of a loaded checkpoint, in words."""
+    return ", ".join(DESCRIPTIONS.get(name, name) for name in checkpoint.get("networks", {})) or "no network"
+
+
+MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
+
+
+def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
+    """`network` on `device`, its convolutions in a format of `MEMORY_FORMATS`; None for channels last on a CPU, where
+    they are faster so (`iep-bench engine --memory-format` compares), and channels first elsewhere."""
+    if memory_format is None:
+        memory_format = "channels-last" if device.type == "cpu" else "channels-first"
+    return network.to(device, memory_format=MEMORY_FORMATS[memory_format])
+
+
+def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
+    """Move each part of `engine` to its device, in a memory format as `place` gives it; returns the engine."""
+    for part in engine.parts:
+        place(getattr(engine, part), placement.device(part), memory_format)
+    engine.placement = placement
+    return engine
+
+
+def place_engine(
+    engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
+) -> Costs:
+    """Place the parts of `engine` as `--placement` and `--devices` say; returns what they cost for the sample.
+
+    Raises:
+        InputError: as `make_placement`.
+    """
+    costs = costs_of(engine, sample)
+    place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
+    return costs
+
+
+def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:
+    """Compare the vocabularies that the network `name` depends on; `source` is where the `given` one is from.
+
+    Raises:
+        InputError: they differ; names the first index where they do.
+    """
+    kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
+    for kind in kinds:
+        ours, theirs = getattr(trained, kind), getattr(given, kind)
+        if ours == theirs:
+            continue
+        index = next(
+            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+            min(len(ours), len(theirs)),
+        )
+        there, here = (repr(tokens[index]) if index < len(tokens) else "missing" for tokens in (ours, theirs))
+        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
+        if kind == "question" and (count := count_new_words(trained, given)):
+            what += f"; training that starts from it learns the {count} new question words"
+        raise InputError(what)
+
+
+def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
+    """Compare the feature shape that the network, one that looks, was built for with the data's.
+
+    Raises:
+        InputError: they differ.
+    """
+    made_for = features_shape(network)
+    if made_for != tuple(feature_shape)[: len(made_for)]:
+        what = DESCRIPTIONS[_name(network)].split(" ")[-1]
+        raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
+
+
+def describe_other_features(network: nn.Module, features: Features) -> str | None:
+    """A line where the features were made otherwise than those that the network, one that looks, was trained on, as far
+    as both are recorded; the dtype in which they are stored does not count."""
+    both = sorted(network.recipe.keys() & features.recipe.keys() - {"dtype"})
+    others = [key for key in both if network.recipe[key] != features.recipe[key]]
+    if not others:
+        return None
+    parts = ", ".join(f"{key} {features.recipe[key]} instead of {network.recipe[key]}" for key in others)
+    return f"{features.path}: made otherwise than the features that {DESCRIPTIONS[_name(network)]} learnt on: {parts}"
+
+
+def features_shape(network: nn.Module) -> tuple[int, ...]:
+    """What of (C, H, W) a network that looks was built for."""
+    return tuple(network.kwargs[side] for side in FEATURE_SIDES[_name(network)])
+
+
+def _name(network: nn.Module) -> str:
+    return next(name for name, kind in CLASSES.items() if type(network) is kind)
+
+
+def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:
+    """Give the network `name`, a generator or a baseline, N = `count` more question words, ready to learn these.
+
+    Johnson et al. 2017 (Inferring and Executing Programs, section 4.5) fine-tune on questions that people asked, in
+    words that CLEVR does not have. `iep-preprocess --expand-vocab` puts such words after the old ones.
+
+    The embeddings (V, E) become (V + N, E): the old rows bit for bit as they were, the new ones normal with a standard
+    deviation of 0.01, a function of `seed`. The network's `kwargs` say so too.
+    """
+    words = _embedding(network, name)
+    generator = torch.Generator().manual_seed(seed)
+    new_NE = torch.randn(count, words.embedding_dim, generator=generator) * NEW_WORDS_STD
+    words.weight = nn.Parameter(torch.cat([words.weight.detach(), new_NE.to(words.weight)]), words.weight.requires_grad)
+    words.num_embeddings += count
+    network.kwargs = network.kwargs | {"num_question_tokens": words.num_embeddings}
+
+
+def _embedding(network: nn.Module, name: str) -> nn.Embedding:
+    return network.get_submodule("encoder_embed" if name == "generator" else "rnn.embed")

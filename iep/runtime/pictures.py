@@ -1,0 +1,20 @@
+"""A matplotlib figure -> a file, the same bytes from the same figure."""
+
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from iep.runtime.files import atomic_path
+
+DPI = 150
+
+
+def save(figure: Figure, path: Path, dpi: float = DPI) -> None:
+    """Write `figure` to `path`, whole or not at all; its ending says which kind (.png, .svg, .pdf)."""
+    kind = path.suffix.removeprefix(".").lower()
+    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    # The same bytes from the same figures: text as text, identifiers without chance, no date. Images each by itself.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "iep", "image.composite_image": False}
+    with rc_context(settings), atomic_path(path) as temporary:
+        figure.savefig(temporary, format=kind, dpi=dpi, bbox_inches="tight", metadata=dated.get(kind))

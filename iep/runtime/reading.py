@@ -1,0 +1,121 @@
+"""The one boundary for files that a user gives: whatever fails while one is read becomes one line that names the file.
+
+JSON and YAML are parsed here as well. A small file cannot take unlimited time or memory: nesting, long numbers and YAML
+aliases are errors of the same kind.
+"""
+
+import json
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import yaml
+
+from iep.errors import InputError
+
+
+@contextmanager
+def reading(path: Path | str, what: str) -> Iterator[None]:
+    """Turn every failure of the block, which reads the file `path`, into one line that names the file.
+
+    Args:
+        path: the file, which must exist and be a regular one; reading a pipe or a device could wait forever.
+        what: what the file should be, with its article: "a checkpoint".
+
+    Raises:
+        InputError: the file is missing, is no regular file, cannot be read, or is not `what`. An `InputError` of the
+            block gets the file's name in front where it does not begin with it.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise InputError(f"is a directory, expected {what}")
+        if path.exists() and not path.is_file():
+            raise InputError(f"is not a regular file, expected {what}")
+        yield
+    except FileNotFoundError as error:
+        missing = Path(error.filename or path)
+        raise InputError(f"{missing}: no such file") from None
+    except NotADirectoryError:
+        parent = next(each for each in path.parents if each.exists())
+        raise InputError(f"{parent}: is a file, expected a directory that holds {path.name}") from None
+    except InputError as error:
+        text = str(error)
+        raise (error if text.startswith(str(path)) else InputError(f"{path}: {text}")) from None
+    except RecursionError:
+        raise InputError(f"{path}: not {what} (it is nested too deeply)") from None
+    except MemoryError:
+        raise InputError(f"{path}: not {what} that fits into memory") from None
+    except Exception as error:  # libraries raise all kinds of errors for damaged files
+        reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise InputError(f"{path}: not {what} ({reason})") from None
+
+
+def read_json(path: Path | str, what: str = "a JSON file") -> Any:
+    """Return the JSON value in the file `path`.
+
+    Raises:
+        InputError: as `reading`, or the file is not UTF-8 or not JSON (names the line and column).
+    """
+    with reading(path, what):
+        return parse_json(Path(path).read_bytes())
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the JSON value in `content`.
+
+    Raises:
+        InputError: it is not UTF-8 or not JSON (names the line and column), or holds a number of thousands of digits.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return json.loads(content)
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text at byte {error.start}, expected JSON") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+    except ValueError as error:
+        raise InputError(f"not usable JSON ({str(error).partition(';')[0]})") from None
+
+
+def read_yaml(path: Path | str, what: str = "a YAML file") -> Any:
+    """Return the YAML value in the file `path`; errors as `reading` and `parse_yaml`."""
+    with reading(path, what):
+        return parse_yaml(Path(path).read_text(encoding="utf-8"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the YAML value in `text`.
+
+    Raises:
+        InputError: it is not YAML, a key is repeated, or it uses an alias, with which a short text can stand for
+            billions of items.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError("not usable YAML, it is nested too deeply") from None
+    except Exception as error:  # PyYAML raises KeyError, ValueError and others for wrong tags and dates
+        raise InputError(f"not YAML ({shorten(str(error), 300, placeholder=' ...')})") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader without aliases and repeated keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise InputError(f"line {event.start_mark.line + 1}: YAML aliases (*{event.anchor}) are not supported")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise InputError(f"line {key.start_mark.line + 1}: the key {key.value!r} is repeated")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,230 @@
+"""Questions about a scene: families of templates become programs that have an answer there, and their sentences.
+
+For every question the wanted answer comes first (the one that its family has given least), then a seeded search for
+phrases that give it. Ill-posed questions never arise (`unique` gets one object), nor degenerate ones: dropping a
+relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Finding phrases
+is `search.py`, wording `phrases.py`, the families `templates.py`. Shape suffix: D descriptions.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from iep.programs import prefix_to_json
+from iep.synth.executor import Facts
+from iep.synth.phrases import Phrase, bits, mentions, word
+from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describe_set, search_on
+from iep.synth.templates import FAMILIES, Family
+from iep.synth.world import ATTRIBUTES, VALUES
+
+COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are seldom possible anyway
+YES_NO = ("yes", "no")
+LEAD = 1  # an answer of two that is further ahead within its family waits for the other
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: its sentence, answer, program (JSON) and family."""
+
+    text: str
+    answer: str
+    program: tuple[dict, ...]
+    family: int
+
+
+def ask(
+    facts: Facts, count: int, rng: Random, tally: Counter, emphasis: Mapping[str, float] | None = None
+) -> list[Question]:
+    """Up to `count` different questions about a scene, of as many families as possible.
+
+    Families come in random order, those of a group in `emphasis` so many times likelier before others (Efraimidis &
+    Spirakis 2006, weighted sampling without replacement). `tally` counts answers per family, `(family, answer)`, and is
+    updated: whoever keeps it over several scenes gets answers that are balanced over them.
+    """
+    search = search_on(facts, rng)
+    questions: list[Question] = []
+    known: set[tuple[str, ...]] = set()
+    for _ in range(TRIES):
+        for family in _shuffled_families(rng, emphasis or {}):
+            if len(questions) == count:
+                return questions
+            found = _instantiate(family, search, tally)
+            if found is None or found[1] in known:
+                continue
+            answer, tokens, phrases, extra = found
+            known.add(tokens)
+            tally[family.index, answer] += 1
+            text = word(rng.choice(family.sentences), phrases, extra, rng)
+            questions.append(Question(text, answer, tuple(prefix_to_json(tokens)), family.index))
+    return questions
+
+
+def _shuffled_families(rng: Random, emphasis: Mapping[str, float]) -> list[Family]:
+    keys = [rng.random() ** (1 / emphasis.get(family.group, 1.0)) for family in FAMILIES]
+    return [FAMILIES[i] for i in sorted(range(len(FAMILIES)), key=keys.__getitem__, reverse=True)]
+
+
+Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
+
+
+def _instantiate(family: Family, search: Search, tally: Counter) -> Found | None:
+    """Answer, prefix tokens, phrases and the union's extra description, or None where the scene allows none."""
+    find = _FINDERS["query" if family.head.startswith("query_") else family.group]
+    for answer in _wanted(family, search, tally):
+        found = find(family, search, answer)
+        if found is not None:
+            return answer, *found
+    return None
+
+
+def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
+    """The family's possible answers, the one most behind its due share first."""
+    kind, _, attribute = family.head.partition("_")
+    if kind == "query":
+        answers, weights = VALUES[attribute], (1,) * 8
+    elif kind == "count":
+        answers, weights = [str(n) for n in range(len(search.facts.objects) + 1)], COUNT_WEIGHTS
+    else:
+        answers, weights = YES_NO, (1, 1)
+    due = {
+        answer: (tally[family.index, answer] + search.rng.random()) / weight
+        for answer, weight in zip(answers, weights, strict=False)
+    }
+    order = sorted(due, key=due.__getitem__)
+    if answers is YES_NO and tally[family.index, order[1]] > tally[family.index, order[0]] + LEAD:
+        return order[:1]
+    return order
+
+
+def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
+    attribute = family.head.removeprefix("query_")
+    for target in _shuffled(bits(search.facts.having[attribute][answer]), search.rng):
+        phrase = describe_one(search, target, family.links[0], mentions(family.silent))
+        if phrase is not None:
+            return (family.head, "unique", *phrase.tokens), (phrase,), ()
+    return None
+
+
+def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
+    """A phrase for `exist` and `count`."""
+    accept = _accepts(answer)
+    # "Are there any things?" asks nothing; "How many things are there?" does.
+    shortest = _shortest(family.links[0]) if family.head == "exist" else 0
+    longest = 0 if family.bare else 4
+    phrase = describe_set(search, accept, family.links[0], mentions(family.silent), shortest, longest)
+    return None if phrase is None else ((family.head, *phrase.tokens), (phrase,), ())
+
+
+def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
+    """Two phrases that both add to their union; with `extra`, only those of its objects that have one more value."""
+    silent, wanted = mentions((family.extra,) if family.extra else ()), int(answer)
+    for _ in range(TRIES // 2):
+        value, kept = _kept(search, family.extra, wanted)
+        # Each side adds an object, so that without an extra value the left one alone stays below the number wanted.
+        room = wanted if family.extra else wanted - 1
+        if kept.bit_count() < wanted or room < 0:
+            return None
+
+        def fits(objects_D: np.ndarray, kept: int = kept, room: int = room) -> np.ndarray:
+            return (objects_D != 0) & (SIZES[objects_D & kept] <= room)
+
+        left = describe_set(search, fits, family.links[0], silent, _shortest(family.links[0]))
+        if left is None:
+            continue
+
+        def accept(objects_D: np.ndarray, kept: int = kept, ours: int = left.objects) -> np.ndarray:
+            adds_D = ((objects_D & ~ours) != 0) & ((ours & ~objects_D) != 0)
+            return adds_D & (SIZES[(objects_D | ours) & kept] == wanted)
+
+        right = describe_set(search, accept, family.links[1], silent, _shortest(family.links[1]))
+        if right is not None:
+            filters = (f"filter_{family.extra}[{value}]",) if family.extra else ()
+            extra = tuple(value if attribute == family.extra else None for attribute in ATTRIBUTES)
+            return ("count", *filters, "union", *left.tokens, *right.tokens), (left, right), extra
+    return None
+
+
+def _kept(search: Search, attribute: str | None, wanted: int) -> tuple[str | None, int]:
+    """The extra value of a union and the objects that have it, as many as wanted if there are; else all objects."""
+    if attribute is None:
+        return None, search.facts.everything
+    having = search.facts.having[attribute]
+    values = [value for value, objects in having.items() if objects.bit_count() >= wanted] or list(having)
+    value = search.rng.choice(values)
+    return value, having[value]
+
+
+def _shortest(link: int | str) -> int:
+    """Fewest attributes of a description with this link: "things" alone says nothing."""
+    return 1 if link == 0 else 0
+
+
+def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
+    """Two phrases whose numbers of objects compare as wanted; they name different sets, not both empty."""
+    compare = _COMPARE[family.head]
+    for _ in range(TRIES):
+        size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
+        left = describe_set(
+            search, lambda objects_D, size=size: np.minimum(SIZES[objects_D], 3) == size, family.links[0]
+        )
+        if left is None:
+            continue
+
+        def accept(objects_D: np.ndarray, ours: int = left.objects) -> np.ndarray:
+            return (objects_D != ours) & (compare(ours.bit_count(), SIZES[objects_D]) == (answer == "yes"))
+
+        right = describe_set(search, accept, family.links[1])
+        if right is not None:
+            return (family.head, *left.tokens_after("count"), *right.tokens_after("count")), (left, right), ()
+    return None
+
+
+def _find_comparison(family: Family, search: Search, answer: str) -> tuple | None:
+    """Phrases for two objects that share the attribute, or do not; neither mentions it."""
+    attribute = family.head.removeprefix("equal_")
+    same, silent = search.facts.same[attribute], mentions(family.silent)
+    pairs = [
+        (left, right)
+        for left in range(len(same))
+        for right in range(len(same))
+        if left != right and (same[left] >> right & 1 == 1) == (answer == "yes")
+    ]
+    for left, right in search.rng.sample(pairs, min(len(pairs), TRIES)):
+        first = describe_one(search, left, family.links[0], silent)
+        second = first and describe_one(search, right, family.links[1], silent)
+        if second:
+            ask_for = (f"query_{attribute}", "unique")
+            return (family.head, *first.tokens_after(*ask_for), *second.tokens_after(*ask_for)), (first, second), ()
+    return None
+
+
+_COMPARE: dict[str, Callable[[int, np.ndarray], np.ndarray]] = {
+    "equal_integer": lambda left, right: left == right,
+    "less_than": lambda left, right: left < right,
+    "greater_than": lambda left, right: left > right,
+}
+_FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
+    "query": _find_query,
+    "comparison": _find_comparison,
+    "compare_integer": _find_integers,
+    "single_or": _find_union,
+    **dict.fromkeys(("zero_hop", "one_hop", "two_hop", "three_hop", "single_and", "same_relate"), _find_set),
+}
+
+
+def _some(objects_D: np.ndarray) -> np.ndarray:
+    return objects_D != 0
+
+
+def _accepts(answer: str) -> Accept:
+    """Which sets give the wanted answer to `exist` or `count`."""
+    if answer in YES_NO:
+        return _some if answer == "yes" else lambda objects_D: objects_D == 0
+    return lambda objects_D: SIZES[objects_D] == int(answer)
+
+
+def _shuffled(items: list[int], rng: Random) -> list[int]:
+    return rng.sample(items, len(items))
