@@ -27,10 +27,11 @@ QUESTIONS = {
 
 def main() -> None:
     """Draw one schedule for the README, and two that can be compared for docs/architecture.md."""
-    tokens = clevr_vocab().program
-    programs_BL = encode([program.split() for program in QUESTIONS.values()], tokens)
+    vocab = clevr_vocab()
+    programs_BL = encode([program.split() for program in QUESTIONS.values()], vocab)
     plans = {
-        name: plan_programs(programs_BL, tokens, scene="stem", batching=name) for name in ("improved", "lookahead")
+        name: plan_programs(programs_BL, vocab.program, scene="stem", batching=name)
+        for name in ("improved", "lookahead")
     }
     drawn = [
         (f"{name}: {len(plan.schedule)} calls for {plan.graph.num_nodes} nodes", plan, list(walk(plan)))

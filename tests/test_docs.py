@@ -86,8 +86,9 @@ def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():
     text = (ROOT / "docs/architecture.md").read_text()
     programs = [program.split() for program in re.findall(r"^example \d: (.*)$", text, re.MULTILINE)]
     assert len(programs) == 4
-    tokens = clevr_vocab().program
-    assert f"```\n{plan_programs(encode(programs, tokens), tokens, scene='stem').plan}\n```" in text
+    vocab = clevr_vocab()
+    plan = plan_programs(encode(programs, vocab), vocab.program, scene="stem").plan
+    assert f"```\n{plan}\n```" in text
 
 
 def test_the_core_by_hand_prints_what_its_page_shows(capsys: pytest.CaptureFixture):

@@ -1,12 +1,12 @@
 """What `iep-bench plan` shows: which functions of which programs run in which call, as text and as a picture.
 
 A node is named by its example and by its token's position in the example's program, from 0: `2.0` is the root of
-example 2. A node that several examples or places share has the name of the first. Runs no module.
+example 2. A node that several tokens share has the name of the first. Runs no module.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import count, cycle, repeat
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
+from iep.bench.loader import FEATURE_SHAPE
 from iep.bench.report import format_table, result_files
 from iep.bench.strategy import Strategy
 from iep.bench.workload import clevr_vocab, encode, programs_of
@@ -33,46 +34,43 @@ from iep.runtime.files import write_bytes, write_json
 from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
-FULL_SIZE = (1024, 14, 14)
-"""The features for which the engine's defaults are meant."""
 LEAF, ROW = 1.6, 0.4
 """Inches of a picture for each leaf across, and for each call down."""
 
 
-class Place(NamedTuple):
+class Token(NamedTuple):
     """One token of an example's program, whose result the token at `parent` reads; `node` runs for it, or, for None,
     an image's stem."""
 
-    token: str
-    depth: int
+    name: str
     parent: int | None
     node: int | None
 
 
-def walk(plan: ProgramPlan) -> Iterator[list[Place]]:
+def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
     """Yield every example's tokens in prefix order, whether or not their nodes are shared."""
     graph, takes = plan.graph, family(plan.modules).takes
     for root in graph.roots.tolist():
-        places: list[Place] = []
-        waiting: list[tuple[int, int, int | None]] = [(root, 0, None)]
+        tokens: list[Token] = []
+        waiting: list[tuple[int, int | None]] = [(root, None)]
         while waiting:
-            slot, depth, parent = waiting.pop()
+            slot, parent = waiting.pop()
             node = slot - graph.num_inputs if slot >= graph.num_inputs else None
             token = SCENE if node is None else plan.program_tokens[graph.op[node]]
             if node is not None:
                 # The function's arguments are the last of those of its module.
                 taken = graph.args[node][: len(takes(token))].tolist()
-                waiting += [(each, depth + 1, len(places)) for each in taken[len(taken) - arity(token) :][::-1]]
-            places.append(Place(token, depth, parent, node))
-        yield places
+                waiting += [(each, len(tokens)) for each in taken[len(taken) - arity(token) :][::-1]]
+            tokens.append(Token(token, parent, node))
+        yield tokens
 
 
-def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> list[dict[str, list[str]]]:
+def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> list[dict[str, list[str]]]:
     """Return the names of the functions and of the nodes of every call."""
     names: dict[int | None, str] = {}
-    for example, places in enumerate(examples):
-        for position, place in enumerate(places):
-            names.setdefault(place.node, f"{example}.{position}")
+    for example, tokens in enumerate(examples):
+        for position, token in enumerate(tokens):
+            names.setdefault(token.node, f"{example}.{position}")
     calls = [(plan.graph.op[group.nodes].tolist(), group.nodes.tolist()) for group in plan.schedule]
     return [
         {"functions": [plan.program_tokens[op] for op in dict.fromkeys(ops)], "nodes": [names[node] for node in nodes]}
@@ -81,7 +79,7 @@ def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> list[dic
 
 
 def draw_plan(
-    axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Place]], labels: Sequence[str]
+    axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Token]], labels: Sequence[str]
 ) -> None:
     """Draw the programs' trees side by side: each call is a row, with one outline around the nodes that it runs.
 
@@ -91,23 +89,23 @@ def draw_plan(
     row_of = {node: row for row, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
     colors, leaves, spans = cycle(colormaps["tab10"].colors), 0, defaultdict(list)
     color_of: dict[str, tuple[float, ...]] = {SCENE: (0.0, 0.0, 0.0)}
-    for places, label in reversed(list(zip(examples, labels, strict=True))):
+    for tokens, label in reversed(list(zip(examples, labels, strict=True))):
         x: dict[int, float] = {}
-        for position in reversed(range(len(places))):  # arguments come after what reads them
-            arguments = [x[other] for other in x if places[other].parent == position]
+        for position in reversed(range(len(tokens))):  # arguments come after what reads them
+            arguments = [x[other] for other in x if tokens[other].parent == position]
             leaves += not arguments
             x[position] = float(np.mean(arguments)) if arguments else -float(leaves)
-        for position, place in enumerate(places):
-            row = row_of.get(place.node, -1)  # the stems are above the first call
+        for position, token in enumerate(tokens):
+            row = row_of.get(token.node, -1)  # the stems are above the first call
             spans[row].append(x[position])
-            if place.parent is not None:
-                below = row_of[places[place.parent].node]
-                axis.plot([x[position], x[position], x[place.parent]], [row, below - 0.8, below], color="0.7", zorder=1)
-            if place.token not in color_of:
-                color_of[place.token] = next(colors)
-            face = [0.75 + 0.25 * part for part in color_of[place.token]]
-            box = {"boxstyle": "round", "facecolor": face, "edgecolor": color_of[place.token]}
-            axis.text(x[position], row, place.token, ha="center", va="center", fontsize=8, bbox=box)
+            if token.parent is not None:
+                below = row_of[tokens[token.parent].node]
+                axis.plot([x[position], x[position], x[token.parent]], [row, below - 0.8, below], color="0.7", zorder=1)
+            if token.name not in color_of:
+                color_of[token.name] = next(colors)
+            face = [0.75 + 0.25 * part for part in color_of[token.name]]
+            box = {"boxstyle": "round", "facecolor": face, "edgecolor": color_of[token.name]}
+            axis.text(x[position], row, token.name, ha="center", va="center", fontsize=8, bbox=box)
         axis.text(x[0], len(plan.schedule), label, ha="center", va="center", fontsize=8, style="italic")
     for row, xs in spans.items():
         corner, size = (min(xs) - 0.47, row - 0.36), (max(xs) - min(xs) + 0.94, 0.72)
@@ -120,7 +118,7 @@ def draw_plan(
     axis.set_axis_off()
 
 
-def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Place]]]], labels: Sequence[str]) -> Figure:
+def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Token]]]], labels: Sequence[str]) -> Figure:
     """Draw plans of the same programs below each other: of each its title, and its examples as `walk` yields them."""
     rows = [len(plan.schedule) + 3 for _, plan, _ in plans]
     figure = Figure(layout="constrained")
@@ -154,13 +152,13 @@ def show_plans(
     files = result_files(out, "plan")
     vocab = clevr_vocab() if data is None else Vocab.load(data / "vocab.json")
     if programs:
-        programs_BL = encode(list(map(_tokens, count(), programs, repeat(vocab.program))), vocab.program)
+        programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
     else:
         questions = open_split(data, split, vocab, False, num_samples).questions
         programs_BL, image_idxs_B = programs_of(questions), questions.image_idxs
     with torch.device("meta"):
-        engine = build("engine", engine_kwargs(EngineConfig(modules=modules, scene=scene), vocab, FULL_SIZE))
+        engine = build("engine", engine_kwargs(EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE))
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)
@@ -171,7 +169,7 @@ def show_plans(
         plan = planner(programs_BL, image_rows_B=image_rows_B)
         examples = list(walk(plan))
         if not texts:
-            words = (" ".join(place.token for place in places) for places in examples)
+            words = (" ".join(token.name for token in tokens) for tokens in examples)
             texts.append("\n".join(f"example {example}: {program}" for example, program in enumerate(words)))
         calls[strategy.name] = found = calls_of(plan, examples)
         title = f"{strategy.name}: {len(found)} calls for {plan.graph.num_nodes} nodes"
@@ -181,7 +179,8 @@ def show_plans(
         ]
         table = format_table([["call", "functions", "rows", "nodes"], *rows], left=range(1, 4))
         bound = f"no schedule by function has fewer than {lower_bound(plan.graph)} calls"
-        texts += [f"{title}; {bound}\n{table}", str(plan.plan)]
+        ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
+        texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
             texts.append(describe_engine(placement, engine, costs, sample, planner, len(programs_BL), "float32"))
         shown.append((title, plan, examples))
