@@ -1,13 +1,10 @@
-"""Two processes under the real torchrun, by the script for several machines: stopped or killed, they resume to the
-weights of an unbroken run."""
+"""Two processes under the real torchrun, started by the script for several machines, resume after kills."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,14 +31,6 @@ def start(data: Path, out: Path) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@contextmanager
-def training(data: Path, out: Path) -> Iterator[subprocess.Popen]:
-    """torchrun while it trains, once another checkpoint is written."""
-    with start(data, out) as torchrun:
-        wait_for_a_checkpoint(torchrun, out)
-        yield torchrun
 
 
 def wait_for_a_checkpoint(torchrun: subprocess.Popen, out: Path, killed: int | None = None) -> None:
@@ -82,31 +71,24 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(out / step_name(ITERATIONS))["networks"]["generator"]["weights"]
 
 
-def saved_step(out: Path) -> int:
-    return load_checkpoint(step_checkpoints(out)[0])["step"]
-
-
-def test_runs_killed_or_stopped_under_torchrun_end_with_the_weights_of_an_unbroken_run(data: Path, tmp_path: Path):
+def test_a_run_killed_in_part_and_as_a_whole_under_torchrun_ends_with_the_weights_of_an_unbroken_one(
+    data: Path, tmp_path: Path
+):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     config = tiny_config(data, "pg", *SETTINGS)
     together(_train, config, whole)
-
-    with training(data, broken) as torchrun:
+    with start(data, broken) as torchrun:
+        wait_for_a_checkpoint(torchrun, broken)
         first, second = workers(torchrun)
         os.kill(second, signal.SIGKILL)
         wait_for_a_checkpoint(torchrun, broken, killed=first)  # of the processes that torchrun has started again
-        torchrun.send_signal(signal.SIGTERM)
-        _, said = torchrun.communicate(timeout=120)
-    assert f"Stopped by SIGTERM after iteration {saved_step(broken)}, which is saved" in said
-
-    with training(data, broken) as torchrun:  # torchrun itself is killed: nobody is left to stop its processes
         orphans = workers(torchrun)
-        torchrun.kill()
+        torchrun.kill()  # nobody is left to stop its processes
         _, said = torchrun.communicate(timeout=120)  # until the last of them is gone
     assert not any(map(runs, orphans))
-    assert f"Stopped by SIGTERM after iteration {saved_step(broken)}, which is saved" in said
-    assert saved_step(broken) < ITERATIONS
-
+    step = load_checkpoint(step_checkpoints(broken)[0])["step"]
+    assert f"Stopped by SIGTERM after iteration {step}, which is saved" in said
+    assert step < ITERATIONS
     together(_train, config, broken)
     for name, weight in weights(whole).items():
         assert torch.equal(weights(broken)[name], weight)

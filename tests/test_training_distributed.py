@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
 import iep.models.checkpoint
 import iep.training.run_training
 from iep.config import Config
-from iep.data.datasets import ClevrDataset
+from iep.data.datasets import Batch, ClevrDataset
 from iep.data.features import Features
 from iep.data.ordering import deal
 from iep.data.question_file import read_questions
@@ -23,6 +25,8 @@ from iep.errors import InputError
 from iep.models.build import build, engine_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
+from iep.runtime.signals import Stopped, handled
+from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
 from iep.training.tasks import EngineTask, Execution
@@ -167,15 +171,26 @@ def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_
         torch.testing.assert_close(changing[name], weight, rtol=2e-3, atol=2e-4)
 
 
-def test_two_processes_resume_to_the_same_bits(data: Path, tmp_path: Path):
-    def config(iterations: int) -> Config:
-        return tiny_config(data, "pg", "generator.dropout=0.5", "generator.num_layers=2", f"iterations={iterations}")
+def _train_and_signal_one(config: Config, out: Path) -> None:
+    train_step = Trainer.train_step
 
-    assert all(together(_train, config(4), tmp_path / "whole"))
-    assert all(together(_train, config(3), tmp_path / "resumed"))
-    assert all(together(_train, config(4), tmp_path / "resumed", True))
-    whole, resumed = (weights(tmp_path / out, 4, "generator") for out in ("whole", "resumed"))
-    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+    def signalled_step(self: Trainer, batch: Batch) -> object:
+        if (rank(), self.step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(self, batch)
+
+    Trainer.train_step = signalled_step
+    with handled(), pytest.raises(Stopped, match="after iteration 3, which is saved"):
+        train(config, out, resume=False)
+
+
+def test_two_processes_of_which_one_is_signalled_stop_together_and_resume_to_the_same_bits(data: Path, tmp_path: Path):
+    config = tiny_config(data, "pg", "generator.dropout=0.5", "generator.num_layers=2", "iterations=4")
+    assert all(together(_train, config, tmp_path / "whole"))
+    together(_train_and_signal_one, config, tmp_path / "stopped")
+    assert all(together(_train, config, tmp_path / "stopped", True))
+    whole, stopped = (weights(tmp_path / out, 4, "generator") for out in ("whole", "stopped"))
+    assert all(torch.equal(stopped[name], weight) for name, weight in whole.items())
 
 
 def _load_where_one_process_sees_an_older_run(out: Path) -> int:
