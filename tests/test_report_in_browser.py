@@ -12,7 +12,7 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from pages import Opened, chromium, opened
 from playwright.sync_api import Browser
-from tiny_data import IMAGES, TEST, VAL, VOCAB, arrays
+from tiny_data import IMAGES, TEST, VAL, arrays
 
 from iep.programs import QUESTION_TYPES
 from iep.runtime.records import read_rows
@@ -116,8 +116,7 @@ def test_the_confusion_counts_every_question_once(shown: Opened, made):
     cells = shown.page.locator("button.cell").evaluate_all(
         "all => all.map(a => [a.dataset.true, a.dataset.predicted, a.textContent])"
     )
-    named = {(VOCAB.answer[int(true)], VOCAB.answer[int(predicted)]): int(count) for true, predicted, count in cells}
-    assert named == counts
+    assert {(true, predicted): int(count) for true, predicted, count in cells} == counts
     order = shown.texts("table.confusion tbody th")
     assert order.index("no") < order.index("yes") < order.index("1") < order.index("2") < order.index("blue")
 
@@ -208,7 +207,7 @@ def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
     rows = made[1]
     shown.page.locator("#order-index").click()
     (true, predicted), count = Counter((row["answer"], row["predicted_answer"]) for row in rows).most_common(1)[0]
-    place = f'[data-true="{VOCAB.answer.index(true)}"][data-predicted="{VOCAB.answer.index(predicted)}"]'
+    place = f'[data-true="{true}"][data-predicted="{predicted}"]'
     shown.page.locator(f"button.cell{place}").click()
     wanted = indices(rows, lambda row: (row["answer"], row["predicted_answer"]) == (true, predicted))
     assert shown.listed() == wanted
@@ -288,7 +287,7 @@ def test_a_split_without_answers_gets_a_report_of_what_is_known(browser: Browser
     with opened(browser, tmp_path / "report.html") as shown:
         assert shown.texts(".tile .value") == [str(TEST), "unknown", "unknown"]
         assert shown.text("#confusion .empty") == "The split has no answers to compare with."
-        assert "No images were given" in shown.text("#listing .hint")
+        assert "No images were given" in shown.text("#questions .hint")
         assert shown.page.locator("article img, article .no-picture").count() == 0
         assert "families are unknown" in shown.text("#by-family")
         shown.page.locator("#order-index").click()
@@ -308,7 +307,7 @@ def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, dat
         if model == "pg":
             assert tiles["Accuracy"] == "unknown"
             assert tiles["Programs exact"] == f"{percent(report['program_exact_match']['overall'])}%"
-            assert shown.text("#confusion .empty") == "Nothing answers."
+            assert shown.text("#confusion .empty") == "No network answers."
         else:
             assert tiles["Accuracy"] == f"{percent(report['accuracy']['overall'])}%"
             assert "Programs exact" not in tiles
@@ -322,8 +321,8 @@ def test_a_run_without_metrics_and_an_image_that_is_missing_are_said(browser: Br
     paths[2].write_bytes(b"no image")
     evaluate(tmp_path, "--baseline", alone, "--data", data, "--report", tmp_path, "--images", tmp_path / "CLEVR")
     with opened(browser, tmp_path / "report.html") as shown:
-        assert shown.text("#runs .empty") == "No metrics.jsonl with training curves beside this checkpoint."
-        assert "2 images could not be shown, such as:" in shown.text("#listing .hint")
+        assert shown.text("#training .empty") == "No metrics.jsonl with training curves beside this checkpoint."
+        assert "2 images could not be shown, such as:" in shown.text("#questions .hint")
         shown.listed()
         about = Counter(arrays(VAL)["image_idxs"].tolist())
         assert Counter(shown.texts(".no-picture")) == {f"no image {image}": about[image] for image in (2, 3)}
@@ -383,7 +382,7 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
     arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--report", tmp_path, "--report-questions", 8]
     evaluate(tmp_path, *arguments)
     with opened(browser, tmp_path / "report.html") as shown:
-        assert "Listed are 8 of 26 questions" in shown.text("#listing .hint")
+        assert "Listed are 8 of 26 questions" in shown.text("#questions .hint")
         assert shown.found() == "8 questions of 26 evaluated"
         assert shown.column("table.by-type", 3)[0] == percent(report["accuracy"]["overall"])
         listed = shown.listed()
