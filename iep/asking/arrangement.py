@@ -1,30 +1,28 @@
-"""A program's tree and the texts of an answer -> where everything in its picture lies, in inches, without overlaps.
+"""A program's tree and the texts of an answer -> the position of everything in its picture, in inches.
 
-On the left, from above: the question, the image, the likeliest answers, notes. To the right the tree, each function a
-small picture with its name to the right of it, in a tidy drawing (Reingold & Tilford 1981): nodes of a depth are in one
-row, the root's above; arguments stand side by side in their order, as close as what is below them allows, and a node in
-the middle of its arguments. The picture is as large as the tree asks for.
+On the left, from the top: the question, the image, the likeliest answers, notes. On the right the tree, with the root
+at the top, each function a small picture with its name beside it. Nodes of one depth are in one row. The picture is as
+large as the tree needs.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from iep.programs import ProgramTree
 
 LEFT, GAP = 3.6, 0.45
-"""Width of the left column; between it and the tree."""
+"""The width of the left column, and the gap between it and the tree."""
 AREA, BETWEEN = 0.75, 0.2
-"""Square inches of a node's picture; between rows of nodes."""
+"""The area of a node's picture in square inches, and the gap between rows of nodes."""
 LABEL_GAP, COLUMN_GAP = 0.07, 0.22
-"""Between a node's picture and its name; between a name and the next picture."""
+"""The gap between a node's picture and its name, and between a name and the next picture."""
 LINE, PARAGRAPH = 0.2, 0.14
-"""Height of a line of text; between the parts of the left column."""
+"""The height of a line of text, and the gap between the parts of the left column."""
 PROPORTIONS = 0.5, 2.0
-"""Of an image's width to its height, the least and the greatest; an image beyond them is squeezed."""
+"""The least and the greatest ratio of an image's width to its height; an image beyond them is squeezed."""
 
 Measure = Callable[[str], float]
-"""The width of a line of text."""
+"""A function from a line of text to its width."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +36,23 @@ class Box:
 
     @property
     def right(self) -> float:
-        """Where it ends, to the right."""
+        """x of the right edge."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
-        """Where it ends, below."""
+        """y of the lower edge."""
         return self.y + self.height
 
     @property
     def middle(self) -> tuple[float, float]:
-        """x and y of it."""
+        """x and y of the centre."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where things lie. `pictures` and `labels` are of the tree's nodes, in its order."""
+    """The positions of everything. `pictures` and `labels` are those of the tree's nodes, in its order."""
 
     width: float
     height: float
@@ -67,7 +65,7 @@ class Arrangement:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """All of them."""
+        """All boxes."""
         return self.question, self.image, self.answers, self.notes, *self.pictures, *self.labels
 
 
@@ -80,15 +78,15 @@ def arrange(
     num_answers: int,
     note_lines: int,
 ) -> Arrangement:
-    """Place everything.
+    """Lay out the picture.
 
     Args:
-        labels: lines of each node's name.
-        measure: of such a line.
+        labels: the lines of each node's name.
+        measure: the width of such a line.
         image_size: width and height of the image, in any unit.
         question_lines: lines of text above the image.
         num_answers: lines for answers.
-        note_lines: lines of text below these.
+        note_lines: lines of text below the answers.
     """
     least, most = PROPORTIONS
     proportion = min(max(image_size[0] / image_size[1], least), most)
@@ -102,7 +100,7 @@ def arrange(
     width, row = height * proportion, height + BETWEEN
     widths = [max(map(measure, lines)) for lines in labels]
     column = width + LABEL_GAP + max(widths) + COLUMN_GAP
-    columns = tidy_columns([node.arguments for node in tree.nodes])
+    columns = tree_columns([node.arguments for node in tree.nodes])
     places = [
         (LEFT + GAP + column * across, row * node.depth) for across, node in zip(columns, tree.nodes, strict=True)
     ]
@@ -115,7 +113,7 @@ def arrange(
 
 
 def wrapped(text: str, width: float, measure: Measure) -> list[str]:
-    """Lines of `text` that are no wider than `width`; a word that is wider alone is broken. None of no words."""
+    """Break `text` into lines no wider than `width`; a single word that is wider is broken. No words give no lines."""
     words = text.split()
     lines = [""] if words else []
     for word in words:
@@ -132,43 +130,18 @@ def wrapped(text: str, width: float, measure: Measure) -> list[str]:
     return lines
 
 
-Outline = list[tuple[float, float]]
-"""Of a subtree, row by row from its root: the leftmost and the rightmost node's column, the root's being 0."""
-
-
-def tidy_columns(arguments: Sequence[Sequence[int]]) -> list[float]:
-    """The column of each node, the leftmost 0; two nodes in a row are 1 apart or more.
+def tree_columns(arguments: Sequence[Sequence[int]]) -> list[float]:
+    """Return the column of each node: leaves stand side by side in order, a node above the middle of its arguments.
 
     Args:
-        arguments: of every node, in order; a node comes before its arguments, the root first.
+        arguments: the arguments of each node, in order; a node comes before its arguments, the root first.
     """
-    shifts = [0.0] * len(arguments)  # of each node, from the one that takes its result
-    outlines: list[Outline] = [[] for _ in arguments]
+    columns = [0.0] * len(arguments)  # counted from the right
+    leaves = 0
     for node in reversed(range(len(arguments))):
-        below: Outline = []
-        for argument in arguments[node]:
-            shifts[argument] = _room(below, outlines[argument])
-            below = _beside(below, outlines[argument], shifts[argument])
-        middle = below[0][1] / 2 if below else 0.0  # of the first argument, at 0, and the last
-        for argument in arguments[node]:
-            shifts[argument] -= middle
-        outlines[node] = [(0.0, 0.0), *((left - middle, right - middle) for left, right in below)]
-    columns = [-min(left for left, _ in outlines[0])] * len(arguments)
-    for node, taken in enumerate(arguments):
-        for argument in taken:
-            columns[argument] = columns[node] + shifts[argument]
-    return columns
-
-
-def _room(left: Outline, right: Outline) -> float:
-    """How far a subtree must be shifted to stand to the right of others."""
-    return max((edge[1] - other[0] + 1.0 for edge, other in zip(left, right, strict=False)), default=0.0)
-
-
-def _beside(left: Outline, right: Outline, shift: float) -> Outline:
-    """The outline of subtrees together with one more, shifted."""
-    rows = []
-    for first, second in zip_longest(left, right):
-        moved = None if second is None else (second[0] + shift, second[1] + shift)
-        rows.append((first or moved)[:1] + (moved or first)[1:])
-    return rows
+        if arguments[node]:
+            columns[node] = (columns[arguments[node][0]] + columns[arguments[node][-1]]) / 2
+        else:
+            columns[node] = leaves
+            leaves += 1
+    return [leaves - 1 - column for column in columns]
