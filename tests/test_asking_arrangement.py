@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from batching_cases import quick
 from hypothesis import example, given, settings
 
-from iep.asking.arrangement import LEFT, arrange, tree_columns, wrapped
+from iep.asking.picture import LEFT, arrange, tree_columns, wrapped
 from iep.programs import program_tree
 
 TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
