@@ -191,6 +191,7 @@ REFUSED = [
     ("{run} --pg {pg} --question a --question ' ? '", 1, "question 2: the question '?' has no word"),
     ("--ee {ee} --image missing.png --program {count}", 1, "missing.png: no such file"),
     ("--ee {ee} --image {broken} --program {count}", 1, "broken.png: cannot be read as an image"),
+    ("--ee {ee} --image {pipe} --program {count}", 1, "pipe: is not a regular file, expected an image"),
     ("--ee {ee} --image {folder} --program {count}", 2, "is a directory"),
     ("{run} --pg {ee} --question a", 1, "{ee}: holds an execution engine"),
     ("--baseline {ee} --image {image}", 1, "expected a checkpoint with a baseline"),
@@ -205,9 +206,15 @@ REFUSED = [
 def test_refused_input_is_one_line(parts, tmp_path, arguments: str, code: int, words: str):
     (tmp_path / "broken.png").write_bytes(IMAGE.read_bytes()[:500])
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder.png").mkdir()
     names = {"pg": parts[1], "ee": parts[3], "run": f"--ee {parts[3]} --image {IMAGE}", "image": IMAGE}
-    names |= {"count": f"'{COUNT}'", "broken": tmp_path / "broken.png", "folder": tmp_path / "folder"}
+    names |= {
+        "count": f"'{COUNT}'",
+        "broken": tmp_path / "broken.png",
+        "folder": tmp_path / "folder",
+        "pipe": tmp_path / "pipe",
+    }
     assert_one_error(iep_ask(*shlex.split(arguments.format(**names))), words.format(**names), code=code)
 
 

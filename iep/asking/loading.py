@@ -18,7 +18,9 @@ from iep.models.build import check_features, check_vocab, features_shape, load_b
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
 from iep.preprocess.compute_features import image_features
+from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
+from iep.runtime.reading import reading
 from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
@@ -90,6 +92,8 @@ def make_asker(
         vocab = Vocab(words, vocab.program, vocab.answer)
     if image is None:
         raise InputError(f"{path}: needs an image; give --image FILE")
+    with reading(image, "an image"):
+        open_image(image)  # so that an unusable file is named before weights are downloaded
     if answering.recipe:
         extraction = _recorded_extraction(answering.recipe, path, weights, options, say)
     else:
