@@ -17,6 +17,9 @@ from tiny_data import IMAGES, TEST, VAL, arrays
 from iep.programs import QUESTION_TYPES
 from iep.runtime.records import read_rows
 
+OVERFLOWS = """() => [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).map(
+    box => `${box.getAttribute('aria-label')}: ${box.scrollWidth} pixels in ${box.clientWidth}`)"""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -397,3 +400,49 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
         assert "evaluated" not in shown.found()
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1398, 1400, 1900])
+def test_tables_fit_their_boxes_and_stand_side_by_side_if_there_is_room(browser: Browser, made, width: int):
+    with opened(browser, made[2], width) as shown:
+        assert shown.page.locator(".scroll").count() == 4
+        assert shown.page.evaluate(OVERFLOWS) == []
+        family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
+        assert (family["y"] == length["y"]) == (width >= 1400)
+
+
+# Curves and numbers
+
+
+def test_a_single_step_is_a_dot_in_the_middle_and_its_number_stands_clear_of_the_word(browser, data, run, tmp_path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": 7, "loss": 2.5, "validation_accuracy": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        assert shown.page.locator("figure").count() == 2
+        for chart in shown.page.locator("figure svg").all():
+            frame, dot = chart.bounding_box(), chart.locator("circle").bounding_box()
+            assert frame["x"] + frame["width"] / 3 < dot["x"] < frame["x"] + 2 * frame["width"] / 3
+            assert dot["width"] > 8
+            word, number = (chart.get_by_text(text, exact=True).bounding_box() for text in ("step", "7"))
+            assert word["x"] + word["width"] < number["x"]
+            assert number["x"] < dot["x"] + dot["width"] / 2 < number["x"] + number["width"]
+
+
+def test_the_first_step_of_a_curve_stands_clear_of_the_word(browser: Browser, data, run, tmp_path: Path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": step, "loss": 1.0} for step in (20_000, 40_000, 60_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        word, number = (shown.page.get_by_text(text, exact=True).bounding_box() for text in ("step", "20k"))
+        assert word["x"] + word["width"] < number["x"]
+
+
+def test_a_page_that_lists_no_question_says_so_and_counts_those_that_were_evaluated(browser, data, run, tmp_path: Path):
+    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--num-samples", 12]
+    evaluate(tmp_path, *arguments, "--report-questions", 0)
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.text("#questions .hint").startswith("None of 12 questions is listed (--report-questions 0).")
+        assert shown.found() == "0 questions of 12 evaluated"
