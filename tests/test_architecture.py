@@ -13,8 +13,8 @@ import iep
 
 ROOT = Path(iep.__file__).parents[1]
 ORDER = (
-    *("iep", "errors", "config", "runtime", "vocab", "programs"),
-    *("batching", "dynamic", "program_generator", "execution_engine", "baselines"),
+    *("iep", "errors", "config", "runtime", "vocab", "batching", "dynamic", "programs"),
+    *("program_generator", "execution_engine", "baselines"),
     *("data", "models", "synth", "preprocess", "evaluation", "training", "asking"),
     *("workloads", "bench", "cli"),
 )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.reference import run_prefix
-from iep.evaluation.metrics import answer_groups, confusion, groups, program_lengths
-from iep.programs import arity
+from iep.evaluation.metrics import answer_groups, confusion, groups
+from iep.programs import arity, program_lengths
 from iep.synth.world import VALUES
 
 QUESTIONS = st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.booleans()), min_size=1, max_size=40)

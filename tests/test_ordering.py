@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from tiny_data import VOCAB
 
-from iep.data.ordering import make_order, program_lengths
+from iep.data.ordering import make_order
 from iep.errors import InputError
+from iep.programs import program_lengths
 
 IMAGES = np.arange(22) // 4
 

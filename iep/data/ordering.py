@@ -4,7 +4,7 @@ all, and the seeds and numbers that a step needs besides.
 So a resumed run sees exactly what an unbroken one would, and several processes share out what one would see. Also the
 curriculum: which programs a step may see. Reading the examples is `datasets.py`.
 
-Shapes: N examples, B of a batch, L program tokens.
+Shapes: N examples, B of a batch.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from iep.errors import InputError
-from iep.programs import arities
-from iep.vocab import END, NULL, START
-
-
-def program_lengths(programs: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
-    """(N,) number of functions besides `scene` in each well-formed program of (N, L)."""
-    counted = arities(program_tokens) > 0
-    counted[[NULL, START, END]] = False
-    return counted[programs].sum(axis=1)
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:

@@ -26,10 +26,10 @@ import numpy as np
 from iep import __version__
 from iep.config import REPORT_QUESTIONS
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, with_baselines
-from iep.evaluation.metrics import Group, answer_groups, confusion, groups, program_lengths
+from iep.evaluation.metrics import Group, answer_groups, confusion, groups
 from iep.evaluation.outcome import Outcome, question_text
 from iep.evaluation.page_questions import Pictures, choose, question_objects
-from iep.programs import QUESTION_TYPES
+from iep.programs import QUESTION_TYPES, program_lengths
 from iep.runtime.files import write_bytes
 from iep.runtime.records import METRICS, read_rows
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from iep.batching.graph import graph_from_prefix
-from iep.programs import QUESTION_TYPES, SCENE, arities, question_type
+from iep.programs import QUESTION_TYPES, question_type
 from iep.synth.world import ATTRIBUTES, VALUES
-from iep.vocab import END, NULL, SPECIAL_TOKENS, START
+from iep.vocab import END, NULL
 
 UNKNOWN_TYPE = -1
 
@@ -117,23 +116,6 @@ def groups(keys_N: np.ndarray, right_N: np.ndarray | None, exact_N: np.ndarray |
 
     columns = (keys.tolist(), counts.tolist(), good(right_N), good(exact_N), rows[first].tolist())
     return [Group(*values) for values in zip(*columns, strict=True)]
-
-
-def program_lengths(programs_NL: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
-    """(N,) number of functions besides `scene` in each program's tree, as the engine runs it: ill-formed programs too.
-
-    Special tokens inside a tree are no functions, what follows a complete tree is none of it.
-
-    Args:
-        programs_NL: prefix tokens, between `<START>` and `<END>`.
-        program_tokens: the program vocabulary. One without `scene` gives no trees: all lengths are -1, unknown.
-    """
-    if SCENE not in program_tokens:
-        return np.full(len(programs_NL), -1)
-    scene = list(program_tokens).index(SCENE)
-    graph = graph_from_prefix(programs_NL, arities(program_tokens), scene, skip=START, pad=NULL, leaf_is_input=True)
-    functions = graph.op >= len(SPECIAL_TOKENS)
-    return np.bincount(graph.example[functions], minlength=len(programs_NL))
 
 
 def confusion(answers_N: np.ndarray, predicted_N: np.ndarray) -> dict[tuple[int, int], int]:

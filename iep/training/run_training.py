@@ -13,7 +13,7 @@ from tqdm import tqdm
 from iep.config import BASELINES, CONFIG, Config, EngineConfig, to_dict, to_yaml, update
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
-from iep.data.ordering import Order, make_order, program_lengths
+from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Questions, Split, open_split, split_files
 from iep.errors import InputError
@@ -41,6 +41,7 @@ from iep.models.build import (
     with_module_norm,
 )
 from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
+from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.training.freezing import check_freeze, freeze, is_trained
@@ -172,7 +173,7 @@ def _batches(
         plan_validation = planner(training=False)
     programs = training.questions.programs
     order = make_order(
-        None if programs is None else program_lengths(programs, vocab.program),
+        program_lengths(programs, vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
         config.curriculum,
         config.batch_size,
