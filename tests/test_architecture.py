@@ -13,8 +13,8 @@ import iep
 
 ROOT = Path(iep.__file__).parents[1]
 ORDER = (
-    *("iep", "errors", "config", "runtime", "vocab", "batching", "dynamic", "programs"),
-    *("program_generator", "execution_engine", "baselines"),
+    *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "programs"),
+    *("program_generator", "execution_engine", "baselines", "config"),
     *("data", "models", "synth", "preprocess", "evaluation", "training", "asking"),
     *("workloads", "bench", "cli"),
 )

@@ -17,10 +17,13 @@ from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import ProgramPlan, plan_programs
 from iep.vocab import Vocab
 
-plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")
+ROLES = roles_of(VOCAB.program, make_module_set("iep", dim=1, residual=True, norm="none", scene="module"))
+plan = partial(plan_programs, program_tokens=VOCAB.program, roles=ROLES, batching="improved")
 
 
 @pytest.fixture

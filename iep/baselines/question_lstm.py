@@ -36,13 +36,13 @@ class LSTMBaseline(nn.Module):
         self,
         num_question_tokens: int,
         num_answers: int,
-        embedding_dim: int = 300,
-        hidden_dim: int = 256,
-        num_layers: int = 2,
-        dropout: float = 0.0,
-        classifier_dims: Sequence[int] = (1024,),
-        classifier_norm: bool = False,
-        classifier_dropout: float = 0.0,
+        embedding_dim: int,
+        hidden_dim: int,
+        num_layers: int,
+        dropout: float,
+        classifier_dims: Sequence[int],
+        classifier_norm: bool,
+        classifier_dropout: float,
     ):
         super().__init__()
         self.rnn = QuestionEncoder(num_question_tokens, embedding_dim, hidden_dim, num_layers, dropout)

@@ -20,8 +20,7 @@ from PIL import Image
 
 from iep.errors import InputError
 from iep.evaluation.outcome import Outcome, question_text
-from iep.execution_engine.families import family
-from iep.execution_engine.family import Family, tree_run
+from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
@@ -103,7 +102,7 @@ class Line(NamedTuple):
     kind: Kind
 
 
-def program_lines(program_L: np.ndarray, vocab: Vocab, own: Family | None = None) -> list[Line]:
+def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = None) -> list[Line]:
     """The lines of the tree that a program stands for, from its root by depth-first search, and of what is ignored.
 
     Args:
@@ -217,7 +216,7 @@ def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: P
 
 def _programs(outcome: Outcome, n: int) -> dict[str, Any]:
     vocab = outcome.vocab
-    own = None if outcome.modules is None else family(outcome.modules)
+    own = outcome.modules
     true, predicted = (
         None if programs is None else program_lines(programs[n], vocab, own)
         for programs in (outcome.questions.programs, outcome.predictions.programs)

@@ -81,7 +81,7 @@ def evaluate(
     if predictions is None:
         return None
 
-    modules = None if predictor.engine is None else predictor.engine.family_name
+    modules = None if predictor.engine is None else predictor.engine.module_set
     outcome = Outcome(vocab, questions, predictions, modules)
     baselines = _baselines(settings.data, outcome)
     report = _report(settings, outcome, str(device), max(memory), baselines)

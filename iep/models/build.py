@@ -5,7 +5,6 @@ A checkpoint keeps each network's constructor arguments beside its weights, so t
 settings in a config; `NETWORKS` says which a model has.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from iep.baselines.cnn_lstm import CNNLSTMBaseline
 from iep.baselines.question_lstm import LSTMBaseline
 from iep.baselines.stacked_attention import StackedAttentionBaseline
-from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
+from iep.config import Config, EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -104,19 +103,21 @@ def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The network `name` with new weights. It keeps its constructor arguments, `kwargs` and the defaults of those not
-    given, for its checkpoints, and its `recipe`: how the features were made that it was trained on, none so far.
+    """Return the network `name` with new weights.
+
+    Settings that `kwargs` lacks, such as those of an earlier version's checkpoint, have the defaults of `Config`. The
+    network keeps all of them in `kwargs`, for its checkpoints, and in `recipe` how the features that it was trained on
+    were computed, nothing so far.
 
     Raises:
         InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
     """
+    kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
         network = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
-    accepted = inspect.signature(CLASSES[name]).parameters.values()
-    network.kwargs = {each.name: kwargs.get(each.name, each.default) for each in accepted}
-    network.recipe = {}
+    network.kwargs, network.recipe = kwargs, {}
     return network
 
 

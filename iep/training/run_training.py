@@ -18,7 +18,6 @@ from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Questions, Split, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
     DESCRIPTIONS,
@@ -115,10 +114,10 @@ def train_from(start: Saved | None, config: Config, out: Path, asked: Collection
     if sees and validation is not None:
         for name in FEATURE_SIDES.keys() & task.networks.keys():
             check_features(task.networks[name], validation.features.shape[1:], validation.features.path)
-    if config.attention_penalty and family(task.engine.family_name).attentions is None:
+    if config.attention_penalty and not task.engine.makes_attentions:
         raise InputError(
-            f"attention_penalty is {config.attention_penalty}, but the engine's modules {task.engine.family_name} make "
-            "no attentions; those of --modules tbd do"
+            f"attention_penalty is {config.attention_penalty}, but the engine's modules "
+            f"{task.engine.kwargs['modules']} make no attentions; those of --modules tbd do"
         )
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
