@@ -206,9 +206,9 @@ def make_plan(
     for group, signature in zip(schedule, signature_K, strict=True):
         arguments = []
         for read in signature.reads:
-            which = slice(read.first, read.first + read.width)
-            slots = args_AN[which].take(group.nodes, axis=1).T.ravel()
-            fields = 0 if types.fields is None else fields_AN[which].take(group.nodes, axis=1).T.ravel()
+            which = read.first if read.width == 1 else slice(read.first, read.first + read.width)
+            slots = args_AN[which].take(group.nodes, axis=-1).T.ravel()
+            fields = 0 if types.fields is None else fields_AN[which].take(group.nodes, axis=-1).T.ravel()
             arguments.append(layout.read(slots, fields + read.field, read.count, f"op {group.op}"))
         slots = graph.num_inputs + group.nodes
         results = tuple([layout.write(slots, field, column) for field, column in enumerate(signature.makes)])
@@ -233,6 +233,15 @@ def _signature(group: Group, types: Types) -> Signature:
     return types.signatures[ops[0]]
 
 
+class _Read(NamedTuple):
+    """The rows that an argument reads one by one."""
+
+    address: np.ndarray
+    slots: np.ndarray
+    fields: np.ndarray | int
+    reader: str
+
+
 class _Layout:
     """The rows of all tensors, and the index tensors of the columns, while a plan grows.
 
@@ -240,52 +249,65 @@ class _Layout:
     """
 
     def __init__(self, num_slots: int, num_fields: int, num_columns: int):
+        self.num_fields = num_fields
         self.address_FS = np.full((num_fields + 1, num_slots + 1), -1)
         """-1 where no tensor has been written; the last row and column, those of no field and of slot -1, stay so."""
         self.num_rows = [0] * num_columns
-        self.pieces: list[list[np.ndarray]] = [[] for _ in range(num_columns)]
+        self.reads: list[list[_Read]] = [[] for _ in range(num_columns)]
         self.length = [0] * num_columns
 
     def write(self, slots: np.ndarray, field: int, column: int) -> Result:
         """Give the next rows of a column to a tensor of the values at `slots`."""
-        start = self.num_rows[column]
+        start, first = self.num_rows[column], column << ROW_BITS
         stop = self.num_rows[column] = start + len(slots)
-        self.address_FS[field, slots] = np.arange(start, stop) + (column << ROW_BITS)
+        self.address_FS[field, slots] = np.arange(first + start, first + stop)
         return Result(column, slice(start, stop))
 
-    def read(self, slots: np.ndarray, fields: np.ndarray | int, count: int | None, what: str) -> Argument:
+    def read(self, slots: np.ndarray, fields: np.ndarray | int, count: int | None, reader: str) -> Argument:
         """Return the argument that reads a tensor, numbered in `fields`, of each of the values at `slots`.
 
+        Whether rows that are not adjacent have been written, and are of one column, is left to `index`.
+
         Raises:
-            ValueError: there are no values, a tensor has not been written, or they are in several columns; names
-                `what` reads them.
+            ValueError: there are no values; names what reads them, `reader`.
         """
         size = len(slots)
         if not size:
-            raise ValueError(f"{what} reads no values")
-        address = self.address_FS[np.minimum(fields, len(self.address_FS) - 1), slots]
+            raise ValueError(f"{reader} reads no values")
+        most = self.num_fields
+        address = self.address_FS[min(fields, most) if isinstance(fields, int) else np.minimum(fields, most), slots]
         first = int(address[0])
-        column, row = first >> ROW_BITS, first & (1 << ROW_BITS) - 1
+        column, row = max(first, 0) >> ROW_BITS, first & (1 << ROW_BITS) - 1
         is_adjacent = int(address[-1]) - first == size - 1 and (size < 3 or (address[1:] - address[:-1] == 1).all())
-        if column < 0 or not (is_adjacent or (address >> ROW_BITS == column).all()):
-            self._raise_unreadable(slots, np.broadcast_to(fields, slots.shape), address, what)
-        if is_adjacent:
+        if is_adjacent and first >= 0:
             return Argument(column, slice(row, row + size), True, count)
-        self.pieces[column].append(address - (column << ROW_BITS))
+        self.reads[column].append(_Read(address, slots, fields, reader))
         self.length[column] += size
         return Argument(column, slice(self.length[column] - size, self.length[column]), False, count)
 
-    def _raise_unreadable(self, slots: np.ndarray, fields: np.ndarray, address: np.ndarray, what: str) -> None:
-        if address.min() >= 0:
-            raise ValueError(f"{what} reads tensors of several columns as one")
-        at = address.argmin()
-        if slots[at] < 0:
-            raise ValueError(f"{what} reads more arguments than its nodes have")
-        tensors = (self.address_FS[:, slots[at]] >= 0).sum()
-        if not tensors:
-            raise ValueError("a schedule runs a node before its arguments")
-        raise ValueError(f"{what} reads tensor {fields[at]} of slot {slots[at]}, whose value has only {tensors}")
-
     def index(self, column: int) -> torch.Tensor:
-        """Return the whole index of a column."""
-        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.pieces[column]]))
+        """Return the whole index of a column.
+
+        Raises:
+            ValueError: a tensor was read before it was written, or is not there, or is of another column.
+        """
+        reads = self.reads[column]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *(each.address for each in reads)]) - (column << ROW_BITS)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows[column]:
+            for each in reads:
+                self._check(each)
+        return torch.from_numpy(rows)
+
+    def _check(self, read: _Read) -> None:
+        at = read.address.argmin()
+        slot, field = read.slots[at], np.broadcast_to(read.fields, read.slots.shape)[at]
+        if read.address[at] >= 0:
+            if len(np.unique(read.address >> ROW_BITS)) > 1:
+                raise ValueError(f"{read.reader} reads tensors of several columns as one")
+            return
+        if slot < 0:
+            raise ValueError(f"{read.reader} reads more arguments than its nodes have")
+        tensors = (self.address_FS[:, slot] >= 0).sum()
+        if field < tensors:
+            raise ValueError("a schedule runs a node before its arguments")
+        raise ValueError(f"{read.reader} reads tensor {field} of slot {slot}, whose value has only {tensors}")
