@@ -120,7 +120,7 @@ class CnnLstmConfig(LstmConfig):
     cnn_res_blocks: int = setting(0, minimum=0)
     cnn_res_block_dim: int = setting(128, minimum=1)
     cnn_projection: int = setting(512, minimum=0)
-    cnn_pooling: str = setting("maxpool2", choices=("maxpool2", "none"))
+    cnn_pooling: str = setting("maxpool2", choices=choices.POOLINGS)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from test_program_generator import DEVICES, QUESTIONS, gradients, naive_lstm_ste
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.parts import QuestionEncoder
-from iep.baselines.stacked_attention import StackedAttention, StackedAttentionBaseline
+from iep.baselines.networks import CNNLSTMBaseline, QuestionEncoder, StackedAttention, StackedAttentionBaseline
 from iep.execution_engine.modules import UnaryModule
 from iep.models.build import BASELINES, build
 from iep.models.checkpoint import load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""The named choices among an engine's settings. Importing this file loads neither torch nor any module.
+"""The named choices among the settings of networks. Importing this file loads neither torch nor any module.
 
 To add a set of modules, write a class like those of `modules.py` and `tbd.py` (`roles.py` describes the protocol), and
 add it to `MODULES`.
@@ -20,6 +20,7 @@ SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")
 STEMS = ("conv", "pixels", "none")
 INITIALIZATIONS = ("kaiming", "torch")
+POOLINGS = ("maxpool2", "none")
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:

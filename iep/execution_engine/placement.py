@@ -26,6 +26,7 @@ from iep.execution_engine.program_graph import module_graph
 from iep.execution_engine.roles import MAP
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
+from iep.runtime.reading import read_yaml
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
@@ -188,10 +189,7 @@ def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> 
         InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
             `devices` or is there several times.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    content = read_yaml(path, "a placement")
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a YAML mapping from functions to devices, such as 'count: {devices[0]}'")
     for name in content:

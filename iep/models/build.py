@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.question_lstm import LSTMBaseline
-from iep.baselines.stacked_attention import StackedAttentionBaseline
+from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.config import Config, EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
