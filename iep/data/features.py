@@ -108,6 +108,14 @@ class Features:
             raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
         is_sound_N[row] = True
 
+    def close(self) -> None:
+        """Close the files that reading rows has opened; reading more opens them again."""
+        if self._bytes is not None:
+            self._bytes.close()
+        if self._dataset is not None:
+            self._dataset.file.close()
+        self._bytes = self._dataset = None
+
     def verify(self) -> None:
         """Read every row.
 
