@@ -162,7 +162,7 @@ def test_features_made_otherwise_than_those_learnt_on_are_told_of_in_evaluation_
         with h5py.File(other / f"{split}_features.h5", "a") as file:
             file["features"].attrs["normalisation"] = np.bytes_("another")
     capsys.readouterr()
-    told = "than the features that an execution engine learnt on: normalisation another instead of x / 127.5 - 1"
+    told = "from the features that an execution engine was trained on: normalisation another instead of x / 127.5 - 1"
     for data, count in ((patches_data, 0), (other, 1)):
         result = iep_eval("--ee", tmp_path / "ee", "--data", data, "--programs", "ground-truth")
         assert result.output.count(told) == count
