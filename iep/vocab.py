@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.runtime.files import read_json, write_json
+from iep.runtime.files import write_json
+from iep.runtime.reading import read_json
 
 NULL, START, END, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")
@@ -93,7 +94,7 @@ class Vocab:
         Raises:
             InputError: the file is missing, not JSON or not a vocabulary.
         """
-        return cls.from_json(read_json(path), str(path))
+        return cls.from_json(read_json(path, "a vocabulary"), str(path))
 
 
 def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def test_a_question_of_no_word_is_refused(parts):
 def test_an_image_that_is_none_is_named(parts, tmp_path):
     missing, broken = tmp_path / "missing.png", tmp_path / "broken.png"
     broken.write_bytes(IMAGE.read_bytes()[:500])
-    for image, expected in ((missing, "no such file"), (broken, "cannot be read as an image"), (SAMPLE, "directory")):
+    for image, expected in ((missing, "no such file"), (broken, "not an image"), (SAMPLE, "directory")):
         result = iep_ask(*parts[:5], image, "--question", QUESTION)
         assert_one_error(result, str(image), expected, code=2 if image == SAMPLE else 1)
 

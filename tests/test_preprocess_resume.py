@@ -1,6 +1,5 @@
 """Features files that are done, interrupted, killed or damaged, or that have no room: what another run does."""
 
-import fcntl
 import os
 import random
 import resource
@@ -14,7 +13,8 @@ import numpy as np
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
-from iep.runtime.files import read_json
+from iep.runtime.locks import held
+from iep.runtime.reading import read_json
 
 KILLED_RUN = """
 import sys, time
@@ -67,7 +67,7 @@ def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
     broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
     sound = broken.read_bytes()
     broken.write_bytes(sound[:200])
-    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert f"{broken}: not an image" in run(clevr, "--out", out, *PATCHES, code=1)
     assert read_json(out / "val_features.h5.progress")["rows"] == 4
     broken.write_bytes(sound)
     run(clevr, "--out", out, *PATCHES)
@@ -103,7 +103,7 @@ def test_an_interrupted_run_whose_first_images_changed_is_refused(clevr, out):
 def test_a_truncated_unfinished_file_is_named(clevr, out):
     partial = interrupt(clevr, out)
     os.truncate(partial, 5000)
-    assert f"{partial}: cannot be read as HDF5" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert f"{partial}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
     run(clevr, "--out", out, *PATCHES, "--overwrite")
     assert len(features(out / "val_features.h5")) == 7
 
@@ -112,7 +112,7 @@ def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
     run(clevr, "--out", out, *PATCHES)
     os.truncate(out / "val_features.h5", 5000)
     line = run(clevr, "--out", out, *PATCHES, code=1)
-    assert f"{out / 'val_features.h5'}: cannot be read as HDF5" in line
+    assert f"{out / 'val_features.h5'}: not a whole HDF5 file" in line
     assert (out / "val_features.h5").stat().st_size == 5000
 
 
@@ -143,22 +143,6 @@ def test_a_file_that_is_done_leaves_the_journal_of_the_one_that_is_to_replace_it
     assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
-def test_a_file_that_takes_its_name_while_its_lock_is_asked_for_is_not_written_into(clevr, out, monkeypatch):
-    """The first process ends just after the second has opened its unfinished file."""
-    partial, finished, lockf = out / "val_features.h5.partial", [], fcntl.lockf
-
-    def late(file, how: int) -> None:
-        if not finished:
-            os.write(file.fileno(), b"whole")
-            finished.append(partial.rename(out / "finished"))
-        lockf(file, how)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    run(clevr, "--out", out, *PATCHES)
-    assert (out / "finished").read_bytes() == b"whole"
-    assert len(features(out / "val_features.h5")) == 7
-
-
 def test_every_file_is_checked_before_any_is_made(clevr, out):
     run(clevr, "--out", out, *PATCHES)
     write_images(clevr, "train", 2)
@@ -173,15 +157,12 @@ def test_a_new_image_makes_a_done_file_differ(clevr, out):
 
 
 def test_two_processes_do_not_write_the_same_file(clevr, out):
+    partial = out / "val_features.h5.partial"
     out.mkdir()
-    locking = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    command = [sys.executable, "-c", locking, str(out / "val_features.h5.partial")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        assert "another process is writing it" in run(clevr, "--out", out, *PATCHES, code=1)
-        other.communicate(b"\n")
+    with held(out / ".val_features.h5.lock", partial):
+        assert f"{partial}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
+    run(clevr, "--out", out, *PATCHES)
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from iep.programs import prefix_to_json
-from iep.runtime.files import read_json
+from iep.runtime.reading import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of
 from iep.synth.presets import PRESETS
 from iep.synth.synthesize import make_image

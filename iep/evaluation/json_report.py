@@ -11,7 +11,8 @@ from iep.config import LARGEST
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
-from iep.runtime.files import read_json, write_json
+from iep.runtime.files import write_json
+from iep.runtime.reading import read_json
 
 FORMAT = "iep report 1"
 MISSING = "-"
