@@ -25,9 +25,13 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from iep.execution_engine.engine import ExecutionEngine
-from iep.runtime.allocator import keep_freed_memory
 from iep.workloads.sentences import wikiner_like
 from iep.workloads.tagger import Tagger
+
+try:
+    from iep.runtime.allocator import keep_freed_memory
+except ModuleNotFoundError:  # a checkout from before iep/runtime
+    from iep.allocator import keep_freed_memory
 
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
 SMALL = {"feature_dim": 16, "feature_height": 7, "feature_width": 7, "module_dim": 16, "stem_widths": (16,)}

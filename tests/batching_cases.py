@@ -132,3 +132,15 @@ PUBLISHED_LAYERS = {
     "classifier.6": (28, 1024),
 }
 """Of the stem and the classifier of an engine as both papers have it (Johnson et al. 2017; Mascharka et al. 2018)."""
+
+
+class Twice(torch.autograd.Function):
+    """Its backward pass is not the derivative of its forward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3

@@ -184,10 +184,20 @@ def typed(**changes):
     ("graph", "types", "message"),
     [
         (ONE, typed(signatures={}), "op 0 has no signature"),
-        (ONE, typed(signatures={LIFT: Signature((Read(1),), (WIDE, PAIR))}), "argument 1, which node 0 lacks"),
-        (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "reads tensor 1 of argument 0, which node 0"),
-        (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "a root reads tensors of several columns as one"),
-        (ONE, typed(roots=((np.array([1]), 2),)), "a root reads tensor 2 of slot 1, which it lacks"),
+        (
+            ONE,
+            typed(signatures={LIFT: Signature((Read(1),), (WIDE, PAIR))}),
+            "op 0 reads more arguments than its nodes have",
+        ),
+        (
+            ONE,
+            typed(signatures={LIFT: Signature((Read(0, field=1),))}),
+            "op 0 reads tensor 1 of slot 0, whose value has only 1",
+        ),
+        (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "root 0 reads tensors of several columns as one"),
+        (ONE, typed(roots=((np.array([1]), 2),)), "root 0 reads tensor 2 of slot 1, whose value has only 2"),
+        (ONE, typed(signatures={LIFT: Signature((Read(0, count=0),))}), "op 0 reads no values"),
+        (ONE, typed(roots=((ONE.roots, 0), (ONE.roots[:0], 1))), "root 1 reads no values"),
         (
             Graph(2, np.array([LIFT, LIFT]), np.array([[0], [1]]), np.array([0, 0]), np.array([2])),
             typed(inputs=np.array([PAIR, WIDE])),
@@ -235,3 +245,14 @@ def test_sharing_keeps_the_types_of_what_is_left():
     )
     assert shared.num_nodes == 1
     assert out[0].shape == (2, 2, 1)
+
+
+def test_a_result_of_a_column_that_nothing_reads_has_no_gradient():
+    def lift(pair_G21):
+        wide_G5 = pair_G21.new_ones(len(pair_G21), 5) * pair_G21.sum()
+        return wide_G5, pair_G21.sqrt()  # of zeros: a gradient of zero times infinity would not be a number
+
+    inputs = torch.zeros(1, 2, 1, requires_grad=True)
+    types = Types(np.array([PAIR]), {LIFT: Signature((Read(0),), (WIDE, WHOLE))}, ((ONE.roots, 0),))
+    execute(make_plan(ONE, make_schedule(ONE, "improved"), types), {LIFT: lift}, {PAIR: inputs})[0].sum().backward()
+    assert inputs.grad.tolist() == [[[5.0], [5.0]]]

@@ -421,3 +421,9 @@ def test_functions_of_a_family_have_one_signature():
     signatures = {UNARY_A: Signature((Read(0),), (0,)), UNARY_B: Signature((Read(0),), (1,))}
     with pytest.raises(ValueError, match="functions of family 100 have different signatures"):
         make_plan(graph, schedule, Types(np.zeros(2, dtype=np.int64), signatures, ((graph.roots[:1], 0),)))
+
+
+def test_the_inputs_gradient_keeps_no_other_rows_alive():
+    inputs = torch.randn(2, 3, requires_grad=True)
+    execute(plan_of(images_graph([[UNARY_A, LEAF]] * 2)), {UNARY_A: lambda x: 2 * x}, inputs).sum().backward()
+    assert inputs.grad.untyped_storage().nbytes() == inputs.untyped_storage().nbytes()

@@ -139,8 +139,9 @@ def test_a_leaf_that_takes_arguments_is_refused():
         ([7, 7], [[0, -1], [0, 1]], [2], "other nodes of op 7 have 1"),
         ([0], [[0]], [2], "roots .2. are not all slots 0 to 1"),
         ([0, 1], [[0]], [1], "lengths 2, 1 and 2"),
+        ([0, -3], [[0], [1]], [2], "node 1 has op -3, expected 0 or greater"),
     ],
-    ids=["cycle", "no argument", "two arities", "root beyond", "lengths"],
+    ids=["cycle", "no argument", "two arities", "root beyond", "lengths", "negative op"],
 )
 def test_an_impossible_graph_is_refused(op, args, roots, message):
     with pytest.raises(ValueError, match=message):

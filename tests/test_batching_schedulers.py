@@ -15,7 +15,7 @@ from schedule_cases import (
 )
 
 from iep.batching.graph import Graph
-from iep.batching.schedulers import SCHEDULERS, distance_from_root, lower_bound, make_schedule
+from iep.batching.schedulers import SCHEDULERS, lower_bound, make_schedule
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -37,7 +37,9 @@ def test_every_schedule_of_a_graph_with_shared_nodes_runs_each_node_once_after_i
 @pytest.mark.parametrize("seed", range(4))
 def test_improved_labels_a_shared_node_by_its_longest_path(seed):
     graph = random_dag(seed)
-    assert distance_from_root(graph).tolist() == naive_distance(graph)
+    labels = [(-distance, op) for distance, op in zip(naive_distance(graph), graph.op.tolist(), strict=True)]
+    expected = [(label[1], [node for node, own in enumerate(labels) if own == label]) for label in sorted(set(labels))]
+    assert as_lists(make_schedule(graph, "improved")) == expected
 
 
 @given(tokens_BL=toy_programs)
@@ -183,7 +185,7 @@ def test_the_same_graph_has_the_same_schedule_every_time(name):
 
 def test_an_unknown_scheduler_is_refused_with_the_known_ones():
     known = "vanilla, standard, improved, height, agenda, lookahead"
-    with pytest.raises(ValueError, match=f"'improve', expected one of {known}; did you mean 'improved'"):
+    with pytest.raises(ValueError, match=f"'improve', expected one of {known}"):
         make_schedule(tree_graph(TWO_TREES), "improve")
 
 

@@ -48,6 +48,13 @@ def test_figures_of_a_row_follow_from_its_times():
     assert quick_row.facts == {"calls": 7}
 
 
+def test_a_limit_that_no_timer_resolves_has_no_ratios():
+    case = Case({}, 1, [competitor("slow", {"run": 1.0}), competitor("limit", {"run": 5e-7})], "slow")
+    rows = compare(case, ONCE)
+    assert [(row.speedup, row.share_of_limit) for row in rows] == [(1.0, None), (None, None)]
+    assert "of limit" not in format_comparison(case, rows, "tree")
+
+
 def test_what_does_not_fit_into_memory_is_left_out_with_the_reason():
     def too_large() -> dict[str, float]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nand more lines")

@@ -76,7 +76,8 @@ def test_a_schedule_over_families_has_fewer_calls(tmp_path: Path):
     [
         (["--batching", "lookahed"], "did you mean 'lookahead'"),
         (["--batching", "vanilla+sharin"], "did you mean 'sharing'"),
-        (["--batch-sizes", "0"], "0"),
+        (["--batch-sizes", "0"], "0 is not in the range"),
+        (["--batch-sizes", "1,a"], "'1,a', expected integers separated by commas, such as 1,16,64"),
         (["--split", "val"], "--split is for --data"),
         (["--data", ".", "--questions-per-image", "2"], "--questions-per-image is not for --data"),
     ],

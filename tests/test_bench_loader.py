@@ -21,7 +21,8 @@ def test_a_pass_in_image_order_hands_out_every_question_and_one_at_random_every_
 
 
 def test_the_data_made_are_sound_and_random(tmp_path: Path):
-    questions, features = made_data(tmp_path, 3, seed=1)
+    made = made_data(tmp_path, 3, seed=1)
+    questions, features = made.questions, made.features
     assert (features.shape, features.dtype) == ((3, 1024, 14, 14), np.dtype("float16"))
     assert len({features.read(np.array([row])).numpy().tobytes() for row in range(3)}) == 3
     assert questions.image_idxs.tolist() == np.repeat([0, 1, 2], 10).tolist()

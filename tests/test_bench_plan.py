@@ -1,6 +1,7 @@
 """`iep-bench plan`: every node is named once; pictures are pictures; mistakes are one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
     assert result.exit_code == 0, result.output
     assert "on device 0, cuda:6" in result.stdout
     assert "1 maps of 100,352 bytes" in result.stdout
+    assert re.search(r"\nops: \d+ is count, \d+ is filter_color\[red\], \d+ is scene\n", result.stdout)
 
 
 def test_a_call_of_a_family_has_several_functions() -> None:

@@ -10,11 +10,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, quick
+from batching_cases import Twice, assert_same, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from iep.dynamic import Future, scope
 from iep.workloads.child_sum import ChildSumTreeLSTM
@@ -288,16 +289,28 @@ def test_hooks_see_one_sample_and_count_as_long_as_they_are_there(granularity):
     assert_equal_to_plain(layer, samples, granularity=granularity)
 
 
-class Twice(torch.autograd.Function):
-    """Its gradient is its own."""
+class Checkpointed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False).tanh()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
+
+@pytest.mark.filterwarnings("ignore:.* runs singly")
+@GRANULARITIES
+def test_checkpoints_within_a_module_keep_its_gradients(granularity):
+    layer, samples = layer_and_samples()
+    module = Checkpointed(layer)
+    torch.stack([module(x) for x in samples]).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with scope(module, granularity=granularity) as batch:
+        found = [module(x) for x in samples]
+    torch.stack(found).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+    for op in batch.report().ops:
+        assert op.how == "batched" if granularity == "op" else 'checkpoint does; granularity="op" batches' in op.reason
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")

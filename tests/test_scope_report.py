@@ -7,20 +7,11 @@ import warnings
 
 import pytest
 import torch
+from batching_cases import Twice
 from torch import nn
 from torch.nn import functional
 
 from iep.dynamic import scope
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 class Increments(nn.Module):
@@ -189,9 +180,10 @@ def test_an_exception_in_nested_scopes_restores_everything():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_mistakes_are_raised_at_their_call_or_name_it():
+def test_mistakes_are_raised_at_their_call_or_name_it(capfd):
     with pytest.raises(RuntimeError, match="shape"), scope() as batch:
         batch.wrap(nn.Linear(2, 2))(torch.ones(3))
+    assert capfd.readouterr().err == "", "PyTorch logs what is also raised"
     with pytest.raises(ArithmeticError, match="a sum above zero") as failure:
         run(Fails(), torch.tensor([-1.0, 0.0]), torch.tensor([-1.0, 5.0]))
     assert any("2 recorded calls of Fails" in note for note in failure.value.__notes__)

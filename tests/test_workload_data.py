@@ -121,7 +121,7 @@ def test_tagged_lines_become_words_and_tags_and_rare_words_are_spelled(tmp_path)
         ("wiki", "a|O\nthe\n", ["line 2, token 1", "'the'"]),
         ("wiki", "a|O |x|O", ["line 1, token 2"]),
         ("wiki", "\n", ["no sentences"]),
-        ("wiki", b"\xff|O", ["not UTF-8 text at byte 0"]),
+        ("wiki", b"\xff|O", ["not UTF-8 text", "position 0"]),
     ],
 )
 def test_what_cannot_be_read_is_one_line_that_names_the_file_and_the_place(sick, name, content, words):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batching_cases import quick
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
@@ -29,14 +30,14 @@ counts = st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(1, 6), st.
 
 def one_by_one(layer, x_TD, experts_TK, gates_TK):
     rows = [layer.one(*token) for token in zip(x_TD, experts_TK.tolist(), gates_TK, strict=True)]
-    return torch.stack(rows) if rows else x_TD @ x_TD.new_zeros(layer.sizes[0], layer.sizes[2])
+    return torch.stack(rows) if rows else x_TD @ layer.hidden_weights[0] @ layer.output_weights[0] * 0
 
 
 def results(layer, run, seed, tokens, k):
     """Outputs, those without gradients, and the gradients of tokens, gates and weights."""
     torch.manual_seed(seed)
     dtype = layer.hidden_weights.dtype
-    x = torch.randn(tokens, layer.sizes[0], dtype=dtype, requires_grad=True)
+    x = torch.randn(tokens, layer.hidden_weights.shape[1], dtype=dtype, requires_grad=True)
     chosen = torch.rand(tokens, len(layer.hidden_weights)).argsort(1)[:, :k].contiguous()
     gates = torch.rand(tokens, k, dtype=dtype, requires_grad=True)
     layer.zero_grad(set_to_none=True)
@@ -75,16 +76,12 @@ def test_the_grouped_product_equals_one_token_at_a_time(execution, case, counts)
 
 @needs_grouped
 def test_where_there_is_no_grouped_product_auto_runs_the_loop_and_grouped_says_why():
-    for layer, why in (
-        (Experts(3, 4, 4, 2), "12 bytes, expected a multiple of 16"),
-        (Experts(4, 4, 4, 2).double(), ""),
-    ):
-        dtype = layer.hidden_weights.dtype
-        given = torch.ones(1, layer.sizes[0], dtype=dtype), torch.tensor([[1]]), torch.ones(1, 1, dtype=dtype)
+    for inputs, dtype, why in ((3, torch.float32, "12 bytes, expected a multiple of 16"), (4, torch.float64, "")):
+        layer = Experts(inputs, 4, 4, 2).to(dtype)
+        given = torch.ones(1, inputs, dtype=dtype), torch.tensor([[1]]), torch.ones(1, 1, dtype=dtype)
         assert layer(*given).shape == (1, 4)
         layer.execution = "grouped"
-        assert why in layer.grouped_refusal()
-        with pytest.raises(ValueError, match="execution 'grouped' is not available"):
+        with pytest.raises(ValueError, match=f"execution 'grouped' is not available: .*{why}"):
             layer(*given)
 
 
@@ -112,9 +109,41 @@ def test_a_family_of_linear_layers_is_one_call_of_the_executor(execution):
 
 
 @pytest.mark.parametrize("execution", ["loop", "auto"])
+def test_no_rows_have_an_empty_result_and_gradients_of_zero(execution):
+    weight_EIO, x = torch.randn(2, 4, 8, requires_grad=True), torch.randn(0, 4, requires_grad=True)
+    found = grouped_linear(x, weight_EIO, torch.zeros(2, dtype=torch.int32), execution)
+    assert found.shape == (0, 8)
+    of_x, of_weight = torch.autograd.grad(found.sum(), [x, weight_EIO])
+    assert of_x.shape == (0, 4)
+    assert of_weight.equal(torch.zeros(2, 4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_whether_there_is_a_grouped_product_does_not_depend_on_where_it_is_first_asked(dtype):
+    expected = grouped_refusal(torch.device("cpu"), dtype)
+    grouped_refusal.cache_clear()
+    with FakeTensorMode():
+        assert grouped_refusal(torch.device("cpu"), dtype) == expected
+    assert grouped_refusal(torch.device("cpu"), dtype) == expected
+
+
+def test_being_out_of_memory_is_not_taken_for_a_missing_product(monkeypatch):
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    grouped_refusal.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            grouped_refusal(torch.device("cpu"), torch.float32)
+    assert (grouped_refusal(torch.device("cpu"), torch.float32) is None) == HAS_GROUPED
+
+
+@pytest.mark.parametrize("execution", ["loop", "auto"])
 def test_under_autocast_products_are_in_its_dtype_and_weights_keep_theirs(execution):
     torch.manual_seed(0)
-    layer, x = MixtureOfExperts(16, 16, 16, experts=3, k=2, execution=execution).eval(), torch.randn(9, 16)
+    layer, x = MixtureOfExperts(16, 16, 16, experts=3, k=2).eval(), torch.randn(9, 16)
+    layer.experts.execution = execution
     layer(x)[0].sum().backward()
     exact = [weight.grad for weight in layer.experts.parameters()]
     layer.zero_grad(set_to_none=True)
@@ -194,18 +223,18 @@ def test_the_whole_layer_trains_and_equals_its_reference():
     torch.testing.assert_close(layer(x)[0], torch.stack([layer.one(x_D) for x_D in x]))
 
 
-def ran(x=(1, 3), experts=((1,),), gates=(1, 1), integers=torch.int64, on="cpu"):
+def ran(x=(1, 3), experts=((1,),), gates=(1, 1), integers=torch.int64):
     layer = Experts(3, 3, 3, 2)
-    return layer(torch.zeros(x, device=on), torch.tensor(experts, dtype=integers), torch.ones(gates))
+    return layer(torch.zeros(x), torch.tensor(experts, dtype=integers), torch.ones(gates))
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: NoisyTopKGating(3, 2, 3), "k is 3, expected at most the number of experts, 2"),
+        (lambda: NoisyTopKGating(3, 2, 3), "k is 3, expected 1 to 2, the number of experts"),
         (lambda: NoisyTopKGating(3, 2, 1)(torch.zeros(4, 2)), r"got \(4, 2\), expected \(tokens, 3\)"),
-        (lambda: MixtureOfExperts(4, 4, 4, 2, 1).double()(torch.zeros(3, 4)), r"got torch.float32, expected .*float64"),
-        (lambda: MixtureOfExperts(3, 3, 3, 0, 1), "at least 1"),
+        (lambda: MixtureOfExperts(3, 3, 3, 0, 1), "k is 1, expected 1 to 0"),
+        (lambda: MixtureOfExperts(0, 3, 3, 1, 1), "at least 1"),
         (lambda: Experts(3, 3, 3, 2, "fast"), "execution 'fast', expected one of auto, grouped, loop"),
         (lambda: Experts(0, 3, 3, 2), "2 experts of 0-3-3, expected at least 1"),
         (lambda: ran(experts=((2,),)), "experts 2 to 2, expected 0 to 1"),

@@ -28,7 +28,7 @@ Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 def execute(
     plan: Plan, modules: Modules, inputs: Tensor | Mapping[int, Tensor], defer_weight_grads: bool = False
 ) -> Tensor | tuple[Tensor, ...]:
-    """Run a plan; returns the roots' values, (B, ...) in the order of the roots.
+    """Run a plan, and return the roots' values, (B, ...) in the order of the roots.
 
     Args:
         plan: its index tensors on the device of `inputs`; those of a placed plan on the devices of its columns.
@@ -53,31 +53,29 @@ def execute(
     for column in sorted(expected.keys() | found.keys()):
         if found.get(column, 0) != expected.get(column, 0):
             raise ValueError(f"{found.get(column, 0)} inputs in column {column}, expected {expected.get(column, 0)}")
-    if not any(root.rows.stop > root.rows.start for root in plan.roots):
+    if not plan.roots:
         raise ValueError("the plan has no roots: an empty minibatch cannot be run")
     values = _run(plan, modules, tuple(given[column] for column in expected), defer_weight_grads)
     return values[0] if isinstance(inputs, Tensor) else tuple(values)
 
 
 def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> list[Tensor]:
-    """Run the calls in order; the first results are the inputs, the last arguments the roots."""
-    buffers, before = Buffers(plan), None
-    is_recorded = torch.is_grad_enabled()
+    """Run the calls in order, from one that results in the inputs to one whose arguments are the roots."""
+    before, last = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ())
+    buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
     context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
-    # In the backward pass the token orders the exchanges: each takes that of the one before.
+    # In the backward pass the token orders the exchanges: each has that of the one before as an input.
     token = torch.empty(0, device=results[0].device)
-    for call in plan.calls:
+    for call in (*plan.calls, last):
         if is_recorded:
             token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
         else:
             arguments = buffers.exchange(before, call, results)
-        with context:
-            results, before = run_call(plan, modules, call, arguments), call
-    if not is_recorded:
-        return buffers.exchange(before, None, results)
-    _, *roots = _Exchange.apply(token, buffers, before, None, *results)
+        if call is not last:
+            with context:
+                results, before = run_call(plan, modules, call, arguments), call
     buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
-    return roots
+    return arguments
 
 
 def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -144,19 +142,15 @@ class Buffers:
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
-        """Of each backward pass: there may be one within another, or one that ends before the inputs."""
+        """The gradients of each backward pass: there may be one within another, or one that ends before the inputs."""
 
-    def written(self, call: Call | None) -> tuple[Result, ...]:
-        """Return the rows of a call's results, or, without a call, of the inputs."""
-        return self.plan.inputs if call is None else call.results
-
-    def write(self, call: Call | None, results: Sequence[Tensor]) -> None:
-        """Write the results of a call, or, without a call, the inputs.
+    def write(self, call: Call, results: Sequence[Tensor]) -> None:
+        """Write the results of a call.
 
         Raises:
             ValueError: a result's shape is not the column's, or the column's dtype cannot hold its numbers.
         """
-        for (column, rows), values in zip(self.written(call), results, strict=True):
+        for (column, rows), values in zip(call.results, results, strict=True):
             kind, size = self.kinds.get(column), rows.stop - rows.start
             if kind is None:
                 kind = self.kinds[column] = _Kind(values)
@@ -183,24 +177,20 @@ class Buffers:
         rows = values.data[argument.rows]
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
 
-    def exchange(self, before: Call | None, call: Call | None, results: Sequence[Tensor]) -> list[Tensor]:
-        """Write the results of the call `before`, or the inputs; return the arguments of `call`, or the roots."""
+    def exchange(self, before: Call, call: Call, results: Sequence[Tensor]) -> list[Tensor]:
+        """Write the results of the call `before`; return the arguments of `call`, or copies of them for the roots."""
         self.write(before, results)
-        return self.read_roots() if call is None else [self.read(each) for each in call.arguments]
-
-    def read_roots(self) -> list[Tensor]:
-        """Return copies of the roots' values, none of which is a view."""
-        found = []
-        for root in self.plan.roots:
-            is_view = root.is_adjacent or len(self.kinds[root.column].shape) != 1
-            found.append(self.read(root).clone(memory_format=torch.preserve_format) if is_view else self.read(root))
-        return found
+        arguments = [self.read(each) for each in call.arguments]
+        return [each.clone() for each in arguments] if call.arguments is self.plan.roots else arguments
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
         """Add the gradient of an argument to those of the rows that it was read from."""
         if gradient is None:
             return
-        kind, rows = self.kinds[argument.column], self._gradients_of(argument.column)
+        kind, gradients = self.kinds[argument.column], self.gradients.setdefault(torch._C._current_graph_task_id(), {})
+        if argument.column not in gradients:
+            gradients[argument.column] = kind.buffer(self.plan.columns[argument.column].num_rows, zeros=True)
+        rows = gradients[argument.column]
         if argument.is_adjacent:
             kind.view(rows[argument.rows], argument.count).add_(gradient)
             return
@@ -210,50 +200,40 @@ class Buffers:
         rows.index_add_(0, self.plan.rows(argument), flat)
 
     def gradient(self, made: Result) -> Tensor | None:
-        """Return the gradient of a result; None where its numbers have none."""
-        kind = self.kinds[made.column]
-        if not _has_gradient(kind.dtype):
+        """Return the gradient of a result, or None where no value of its column has one yet."""
+        gradients = self.gradients.get(torch._C._current_graph_task_id(), {}).get(made.column)
+        if gradients is None:
             return None
-        return kind.view(self._gradients_of(made.column)[made.rows])
-
-    def _gradients_of(self, column: int) -> Tensor:
-        gradients = self.gradients.setdefault(torch._C._current_graph_task_id(), {})
-        if column not in gradients:
-            gradients[column] = self.kinds[column].buffer(self.plan.columns[column].num_rows, zeros=True)
-        return gradients[column]
-
-
-def _has_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+        rows = gradients[made.rows]
+        if made in self.plan.inputs and len(rows) < len(gradients):
+            rows = rows.clone()  # an input's `grad` may be kept, and a view would keep the whole buffer
+        return self.kinds[made.column].view(rows)
 
 
 class _Exchange(Function):
-    """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse.
-
-    The first exchange writes the inputs, the last one reads the roots.
-    """
+    """Write the results of a call, then read the arguments of the next; in the backward pass, the reverse."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, buffers: Buffers, before: Call | None, call: Call | None, *results: Tensor
+        ctx: Any, token: Tensor, buffers: Buffers, before: Call, call: Call, *results: Tensor
     ) -> tuple[Tensor, ...]:
-        """`results` are those of the call `before`, or the inputs; returns the arguments of `call`, or the roots."""
         ctx.buffers, ctx.before, ctx.call = buffers, before, call
         ctx.set_materialize_grads(False)
-        if before is None:
+        if before.results is buffers.plan.inputs:
             ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
         arguments = buffers.exchange(before, call, results)
-        ctx.mark_non_differentiable(*(each for each in arguments if not _has_gradient(each.dtype)))
+        whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
+        ctx.mark_non_differentiable(*whole)
         return token.new_empty(0), *arguments
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        buffers, arguments = ctx.buffers, ctx.buffers.plan.roots if ctx.call is None else ctx.call.arguments
-        for argument, gradient in zip(arguments, gradients, strict=True):
+        buffers = ctx.buffers
+        for argument, gradient in zip(ctx.call.arguments, gradients, strict=True):
             buffers.add_gradient(argument, gradient)
-        found = [buffers.gradient(each) for each in buffers.written(ctx.before)]
+        found = [buffers.gradient(each) for each in ctx.before.results]
         if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass: it ends here
             buffers.gradients.pop(torch._C._current_graph_task_id(), None)
         return None, None, None, None, *found

@@ -25,13 +25,13 @@ class Graph:
     least one.
 
     Raises:
-        ValueError: the arrays' lengths differ, a node takes nothing or a later node's result, nodes of one op take
-            different numbers of arguments, or a root is not a slot.
+        ValueError: the arrays' lengths differ, an op is negative, a node has no argument or a later node's result as
+            one, nodes of one op have different numbers of arguments, or a root is not a slot.
     """
 
     num_inputs: int
     op: np.ndarray
-    """(N,) what each node runs."""
+    """(N,) what each node runs, 0 or greater."""
     args: np.ndarray
     """(N, greatest number of arguments) slots of each node's arguments in order, -1 after the last."""
     example: np.ndarray
@@ -56,6 +56,8 @@ class Graph:
             raise ValueError(f"node {node} has arguments {self.args[node]}, expected slots 0 to {own_slot[node] - 1}")
         arity = (args_AN >= 0).sum(axis=0)
         ops, kind = self.kinds
+        if self.num_nodes and ops[0] < 0:
+            raise ValueError(f"node {np.argmin(self.op)} has op {ops[0]}, expected 0 or greater")
         arity_of_op = np.zeros(len(ops), dtype=np.int64)
         arity_of_op[kind[::-1]] = arity[::-1]  # of the first node of each op
         if (arity_of_op[kind] != arity).any():
@@ -80,34 +82,27 @@ class Graph:
     @cached_property
     def height(self) -> np.ndarray:
         """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
-        node, place = np.nonzero(self.args >= self.num_inputs)
-        child = self.args[node, place] - self.num_inputs
-        by_child = stable_order(child)
-        taker, uses = node[by_child], np.bincount(child, minlength=self.num_nodes)
-        first = np.cumsum(uses) - uses  # node n's takers are taker[first[n] : first[n] + uses[n]]
+        node, argument = np.nonzero(self.args >= self.num_inputs)
+        child = self.args[node, argument] - self.num_inputs
+        reader, uses = node[stable_order(child)], np.bincount(child, minlength=self.num_nodes)
+        first = np.cumsum(uses) - uses  # node n's readers are reader[first[n] : first[n] + uses[n]]
         missing = np.bincount(node, minlength=self.num_nodes)
         height = np.zeros(self.num_nodes, dtype=np.int64)
         ready, level = np.flatnonzero(missing == 0), 0
         while len(ready):
             height[ready] = level
             count = uses[ready]
-            reached = taker[np.arange(count.sum()) + np.repeat(first[ready] - (np.cumsum(count) - count), count)]
+            reached = reader[np.arange(count.sum()) + np.repeat(first[ready] - (np.cumsum(count) - count), count)]
             np.subtract.at(missing, reached, 1)
             ready, level = np.unique(reached[missing[reached] == 0]), level + 1
         return height
 
 
 def stable_order(keys_N: np.ndarray) -> np.ndarray:
-    """What sorts integers of 0 and more, equal ones in their order; small ones are sorted in linear time."""
+    """Return the stable order of integers of 0 and more; small ones are sorted in linear time."""
     if len(keys_N) >= WORTH_NARROWING and keys_N.min() >= 0 and keys_N.max() < 1 << 16:
         keys_N = keys_N.astype(np.uint16)
     return keys_N.argsort(kind="stable")
-
-
-def levels(height_N: np.ndarray) -> list[np.ndarray]:
-    """The nodes by their height (or depth): ids of those of every height, the lowest first."""
-    order = stable_order(height_N)
-    return np.split(order, np.flatnonzero(np.diff(height_N[order])) + 1) if len(order) else []
 
 
 def graph_from_prefix(
@@ -119,7 +114,7 @@ def graph_from_prefix(
     leaf_is_input: bool = False,
     input_B: np.ndarray | None = None,
 ) -> Graph:
-    """The graph of a matrix of prefix programs.
+    """Return the graph of a matrix of prefix programs.
 
     Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is left out
     wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is complete are ignored.
@@ -131,17 +126,19 @@ def graph_from_prefix(
         leaf: token, without arguments, that `pad` and the end of the row stand for.
         skip: token that is left out.
         pad: token that stands for `leaf`.
-        leaf_is_input: `leaf` makes no node; the nodes that take it take the example's input itself.
+        leaf_is_input: `leaf` makes no node; the nodes that read it read the example's input itself.
         input_B: (B,) every example's input slot, 0 and on without gaps; None where example b's is slot b.
 
     Raises:
-        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` takes arguments, or there are not as
+        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` has arguments, or there are not as
             many input slots as examples.
     """
     tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
     if arity_V[leaf] != 0:
         raise ValueError(f"the leaf, token {leaf}, has {arity_V[leaf]} arguments, expected none")
-    input_B = _checked_inputs(input_B, len(tokens_BL))
+    input_B = np.arange(len(tokens_BL)) if input_B is None else input_B
+    if input_B.shape != (len(tokens_BL),):
+        raise ValueError(f"input slots of shape {input_B.shape} for {len(tokens_BL)} examples, expected one each")
     if skip is not None:
         tokens_BL = _without(tokens_BL, skip, leaf)
     if pad is not None:
@@ -183,23 +180,15 @@ def _checked_tokens(tokens_BL: Any, vocabulary: int) -> np.ndarray:
     return tokens_BL.astype(np.int64)
 
 
-def _checked_inputs(input_B: np.ndarray | None, examples: int) -> np.ndarray:
-    if input_B is None:
-        return np.arange(examples)
-    if input_B.shape != (examples,):
-        raise ValueError(f"input slots of shape {input_B.shape} for {examples} examples, expected one each")
-    return input_B
-
-
 def _without(tokens_BL: np.ndarray, skip: int, filler: int) -> np.ndarray:
-    """Each row without `skip`, as long as before: `filler` follows."""
+    """Return each row without `skip`, as long as before: `filler` follows."""
     skipped = tokens_BL == skip
     kept_first = np.argsort(skipped, axis=1, kind="stable")
     return np.take_along_axis(np.where(skipped, filler, tokens_BL), kept_first, axis=1)
 
 
 def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.ndarray, np.ndarray]:
-    """Example and op of every position inside a tree, (M,) each, row by row; `leaf` completes the trees."""
+    """Return example and op of every position inside a tree, (M,) each, row by row; `leaf` completes the trees."""
     # How many subtrees are still awaited before each position, and after the last.
     awaited = np.ones((len(tokens_BL), tokens_BL.shape[1] + 1), dtype=np.int64)
     np.cumsum(arity_V[tokens_BL] - 1, axis=1, out=awaited[:, 1:])
@@ -215,7 +204,7 @@ def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.nd
 
 
 def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each position's arguments begin, (M, greatest arity) with -1 after the last, and it ends, (M,).
+    """Return where each position's arguments begin, (M, greatest arity) with -1 after the last, and it ends, (M,).
 
     Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees, so that
     none lowers it by more than one: the subtree at i ends, and the next begins, where that number first falls to one
@@ -227,12 +216,12 @@ def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by_level = np.sort(level * (count + 1) + np.arange(count + 1))
 
     def first_fall(target: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The first position beyond `after` where the level is `target`."""
+        """Return the first position beyond `after` where the level is `target`."""
         target = target * (count + 1)
         return by_level[np.searchsorted(by_level, target + after, side="right")] - target
 
     arguments = np.full((count, max(1, arity_M.max(initial=0))), -1)
-    for place in range(arity_M.max(initial=0)):
-        taker = np.flatnonzero(arity_M > place)
-        arguments[taker, place] = first_fall(level[taker + 1] - place, taker)
+    for argument in range(arity_M.max(initial=0)):
+        reader = np.flatnonzero(arity_M > argument)
+        arguments[reader, argument] = first_fall(level[reader + 1] - argument, reader)
     return arguments, first_fall(level[:-1] - 1, np.arange(count))

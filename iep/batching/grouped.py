@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from iep.batching.schedulers import Segment
 
@@ -25,7 +26,7 @@ EXECUTIONS = ("auto", "grouped", "loop")
 def run_segments(
     modules: Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]], segments: Sequence[Segment], *arguments: Tensor
 ) -> Tensor | tuple[Tensor, ...]:
-    """Run the module of each segment on its rows, and return their results side by side.
+    """Run the module of each segment on its rows, and return their results, concatenated.
 
     Args:
         modules: by op, what maps the (G, ...) rows of the arguments to one tensor (G, ...) or several.
@@ -61,13 +62,12 @@ def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, execution: 
         refusal = grouped_refusal(x_RI.device, x_RI.dtype, weight_EIO.shape[1:])
     if execution == "grouped" and refusal is not None:
         raise ValueError(f"execution 'grouped' is not available: {refusal}")
-    if execution != "loop" and refusal is None:
-        return (
-            _Grouped.apply(x_RI, weight_EIO, ends_E) if torch.is_grad_enabled() else _product(x_RI, weight_EIO, ends_E)
-        )
+    if execution != "loop" and refusal is None and len(x_RI):
+        product = _Grouped.apply if torch.is_grad_enabled() else _product
+        return product(x_RI, weight_EIO, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     parts = zip(x_RI.split(sizes), weight_EIO.unbind(0), sizes, strict=True)
-    return torch.cat([x_GI @ weight_IO for x_GI, weight_IO, size in parts if size])
+    return torch.cat([x_GI @ weight_IO for x_GI, weight_IO, size in parts if size] or [x_RI @ weight_EIO[0]])
 
 
 @cache
@@ -75,18 +75,26 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
     """Return why PyTorch has no grouped matrix product for this device, dtype and these widths of rows, or None.
 
     On a CPU, where the grouped product is a loop in C++, it was measured to be 1.0 to 1.6 times as fast as the loop
-    here. It needs rows whose size is a multiple of 16 bytes.
+    here. It needs rows whose size is a multiple of 16 bytes. The answer is kept, so that it is found out with tensors
+    of data even where modes such as `FakeTensorMode` are active.
+
+    Raises:
+        torch.OutOfMemoryError: no memory is left to find out.
     """
     for width in widths:
         if width * dtype.itemsize % 16:
             return f"rows of {width} numbers ({dtype}) are {width * dtype.itemsize} bytes, expected a multiple of 16"
     wide = 16 // dtype.itemsize
-    rows = torch.zeros(3, wide, dtype=dtype, device=device)
-    weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
-    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    try:  # the three products that a layer and its gradients need
-        for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
-            _product(left, right, ends)
+    try:
+        with _disable_current_modes():
+            rows = torch.zeros(3, wide, dtype=dtype, device=device)
+            weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
+            ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+            # The three products that a layer and its gradients need.
+            for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
+                _product(left, right, ends)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, RuntimeError) as error:
         return f"torch {torch.__version__} on {device}, {dtype}: {str(error).splitlines()[0][:200]}"
     return None

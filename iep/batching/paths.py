@@ -10,27 +10,25 @@ import numpy as np
 
 MOST_PATHS = 1 << 14
 """Prefixes with the nodes that end them that are followed from any distance on. Only a graph whose nodes are shared
-over and over, so that its paths multiply, has more."""
-MOST_PLACES = 1 << 16
-"""Ops of all strings together."""
+over and over, so that its paths multiply, has more. All strings together have at most four times as many ops."""
 
 
-def op_strings(op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray) -> np.ndarray:
-    """(P, L) the ops of paths from a leaf to a root in the order in which they run, -1 after the last of each.
+def op_strings(op_N: np.ndarray, reads_NA: np.ndarray, among_N: np.ndarray) -> np.ndarray:
+    """Return (P, L), the ops of paths from a leaf to a root in the order in which they run, -1 after the last of each.
 
     No string is the end of another, and none comes twice. They are those of all paths, but for graphs with very many
     of them: then those of some.
 
     Args:
         op_N: (N,) ops, 0 or greater.
-        takes_NA: (N, A) ids of the nodes that each node takes results of, less than its own; -1 elsewhere.
-        among_N: (N,) bool, the nodes that count, and with each all that it takes.
+        reads_NA: (N, A) ids of the nodes whose results each node reads, less than its own; -1 elsewhere.
+        among_N: (N,) bool, the nodes that count, and with each all that it reads.
     """
-    above, letter, length = _prefix_tree(op_N, takes_NA, among_N)
+    above, letter, length = _prefix_tree(op_N, reads_NA, among_N)
     has_below = np.zeros(len(above) + 1, dtype=bool)
     has_below[above] = True
     end = np.flatnonzero(~has_below[:-1])
-    end = _some(end, MOST_PLACES * len(end) // max(1, length[end].sum()))
+    end = _some(end, 4 * MOST_PATHS * len(end) // max(1, length[end].sum()))
     above, letter = np.append(above, -1), np.append(letter, -1)
     columns = []
     while (end >= 0).any():
@@ -40,12 +38,12 @@ def op_strings(op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray) -> n
 
 
 def _prefix_tree(
-    op_N: np.ndarray, takes_NA: np.ndarray, among_N: np.ndarray
+    op_N: np.ndarray, reads_NA: np.ndarray, among_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tree of the strings as they are read from the roots, shorter ones first: of every entry the one above it
-    (-1 at a root), its op, and its distance from the root, counted from one."""
+    """Return the tree of the strings as they are read from the roots, shorter ones first: of every entry the one above
+    it (-1 at a root), its op, and its distance from the root, counted from one."""
     count, width = len(op_N), int(op_N.max(initial=0)) + 1
-    node = roots(takes_NA, among_N)
+    node = roots(reads_NA, among_N)
     entry = np.full(len(node), -1)
     entries, steps = 0, [np.empty(0, dtype=np.int64)]
     while len(node):
@@ -57,7 +55,7 @@ def _prefix_tree(
         entry = np.cumsum(is_new) + (entries - 1)
         steps.append(step[is_new])
         entries += len(steps[-1])
-        below = takes_NA[node]
+        below = reads_NA[node]
         row, column = np.nonzero(below >= 0)
         entry, node = entry[row], below[row, column]
     above, letter = np.divmod(np.concatenate(steps), width)
@@ -65,21 +63,21 @@ def _prefix_tree(
     return above - 1, letter, length
 
 
-def roots(takes_NA: np.ndarray, among_N: np.ndarray) -> np.ndarray:
-    """Ids of the nodes that none takes, of those that count; the arguments are those of `op_strings`."""
-    taken = np.zeros(len(takes_NA) + 1, dtype=bool)
-    taken[takes_NA[among_N]] = True
-    return np.flatnonzero(among_N & ~taken[:-1])
+def roots(reads_NA: np.ndarray, among_N: np.ndarray) -> np.ndarray:
+    """Return the ids of the nodes that no other reads, of those that count, as `op_strings` has them."""
+    is_read = np.zeros(len(reads_NA) + 1, dtype=bool)
+    is_read[reads_NA[among_N]] = True
+    return np.flatnonzero(among_N & ~is_read[:-1])
 
 
 def _differs(values: np.ndarray) -> np.ndarray:
-    """Whether each differs from the one before it; the first does."""
+    """Return whether each value differs from the one before it; the first does."""
     differs = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=differs[1:])
     return differs
 
 
 def _some(values: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of them and at least one if there are any, evenly spread."""
+    """Return at most `most` of the values, evenly spread, and at least one if there are any."""
     most = max(1, most)
     return values if len(values) <= most else values[np.arange(most) * len(values) // most]

@@ -10,13 +10,14 @@ Shapes: N nodes, S slots, D devices, X copies, A greatest number of arguments.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Plan, Read, Signature, Types, make_plan, one_column
-from iep.batching.schedulers import Group, Schedule
+from iep.batching.schedulers import Group, Schedule, pooled
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class OpPlacement:
 
     devices: tuple[torch.device, ...]
     ops: Mapping[int, int]
-    """Of every op that may run."""
+    """The position of every op that may run."""
     inputs: int
     roots: int
-    """Where the results are wanted."""
+    """The position where the results are wanted."""
 
 
 def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, types: Types | None = None) -> Plan:
@@ -40,12 +41,13 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
         ValueError: as `make_plan`, or an op of the graph has no device, or a call's functions are on several devices.
     """
     types, count = types or one_column(graph), len(placement.devices)
-    missing = set(graph.op.tolist()) - placement.ops.keys()
+    ops, kind_N = graph.kinds
+    missing = set(ops.tolist()) - placement.ops.keys()
     if missing:
         raise ValueError(f"op {min(missing)} is to run, but is placed on no device")
-    device_N = np.array([placement.ops[op] for op in graph.op.tolist()], dtype=np.int64)
+    device_N = np.array([placement.ops[op] for op in ops.tolist()], dtype=np.int64)[kind_N]
     for group in schedule:
-        if (device_N[group.nodes] != device_N[group.nodes[0]]).any():
+        if (device_N[group.nodes] != device_N[group.nodes[:1]]).any():
             raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
     device_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), device_N])
 
@@ -56,23 +58,28 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     crosses = device_S[slot_X] != device_X
     slot_X, device_X = np.divmod(np.unique(slot_X[crosses] * count + device_X[crosses]), count)
 
-    # Copies of one call's results to one device are one call. Their op tells which columns they read, and where.
-    kinds: dict[tuple, int] = {}
-    makes = [(int(column),) for column in types.inputs] + [types.signatures[op].makes for op in graph.op.tolist()]
-    kind_S = np.array([kinds.setdefault(each, len(kinds)) for each in zip(makes, device_S.tolist(), strict=True)])
-    op_X = -1 - (kind_S[slot_X] * count + device_X)
-    call_S = np.full(graph.num_inputs + graph.num_nodes, -1)
+    def on_device(signature: Signature, device: int) -> Signature:
+        return signature._replace(makes=tuple(column * count + device for column in signature.makes))
+
+    # Copies of one call's results to one device are one call, right after it; so are those of one column's inputs,
+    # which count as the results of a call before the first, with a negative number.
+    num_columns = int(types.inputs.max(initial=-1)) + 1
+    call_S = np.concatenate([types.inputs - num_columns, np.zeros(graph.num_nodes, dtype=np.int64)])
     for number, group in enumerate(schedule):
         call_S[graph.num_inputs + group.nodes] = number
-    copies: dict[int, dict[int, list[int]]] = {}  # by the call that computes the values, and by op
-    for copy, (call, op) in enumerate(zip(call_S[slot_X].tolist(), op_X.tolist(), strict=True)):
-        copies.setdefault(call, {}).setdefault(op, []).append(copy)
+    placed_ops = types.signatures.keys() & placement.ops.keys()
+    signatures = {op: on_device(types.signatures[op], placement.ops[op]) for op in placed_ops}
+    numbered = list(enumerate(schedule))
+    for op, (device, copies, _) in enumerate(pooled(call_S[slot_X], device_X), start=1):
+        number = int(call_S[slot_X[copies[0]]])
+        is_input = number < 0
+        makes = (number + num_columns,) if is_input else types.signatures[graph.op[schedule[number].nodes[0]]].makes
+        reads = tuple(Read(0, field=field) for field in range(len(makes)))
+        signatures[-op] = on_device(Signature(reads, makes), device)
+        numbered.append((number, Group(-op, graph.num_nodes + copies)))
+    groups = [group for _, group in sorted(numbered, key=itemgetter(0))]
 
     # Nodes n and copies N + x, in the order in which they run, become the nodes of a new graph.
-    groups: list[Group] = []
-    for number in range(-1, len(schedule)):
-        groups += [] if number < 0 else [schedule[number]]
-        groups += [Group(op, graph.num_nodes + np.array(each)) for op, each in copies.get(number, {}).items()]
     order = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in groups)])
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
@@ -85,7 +92,7 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     args = np.concatenate([read_DS[device_N[:, None], graph.args], args_XA])[order]
     placed = Graph(
         graph.num_inputs,
-        np.concatenate([graph.op, op_X])[order],
+        np.concatenate([graph.op, np.full(len(slot_X), graph.op.max(initial=-1) + 1)])[order],
         renumbered[args],
         np.concatenate([graph.example, np.zeros_like(slot_X)])[order],
         renumbered[read_DS[placement.roots, graph.roots]],
@@ -95,24 +102,9 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
         tuple(group._replace(nodes=position[group.nodes]) for group in groups),
         Types(
             types.inputs * count + placement.inputs,
-            _on_devices(types, placement, kinds),
+            signatures,
             tuple((renumbered[read_DS[placement.roots, slots]], fields) for slots, fields in types.roots),
             None if types.fields is None else np.concatenate([types.fields, np.zeros_like(args_XA)])[order],
         ),
         placement.devices,
     )
-
-
-def _on_devices(types: Types, placement: OpPlacement, kinds: Mapping[tuple, int]) -> dict[int, Signature]:
-    """Return the signatures of the ops, and of the copies of every kind to every device, with the columns split."""
-    count = len(placement.devices)
-    found = {
-        op: Signature(signature.reads, tuple(column * count + placement.ops[op] for column in signature.makes))
-        for op, signature in types.signatures.items()
-        if op in placement.ops
-    }
-    for (makes, _), kind in kinds.items():
-        for device in range(count):
-            reads = tuple(Read(0, field=field) for field in range(len(makes)))
-            found[-1 - (kind * count + device)] = Signature(reads, tuple(column * count + device for column in makes))
-    return found

@@ -9,7 +9,6 @@ Shapes: N nodes, K calls, G nodes of a call, S slots, F tensors of a value, R te
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +17,12 @@ import torch
 from iep.batching.graph import Graph
 from iep.batching.schedulers import Group, Schedule, Segment
 
+ROW_BITS = 40
+"""The number of bits of a row in an address, enough for any row."""
+
 
 class Read(NamedTuple):
-    """One tensor that a module takes, for a call of G nodes."""
+    """One tensor that a module reads, for a call of G nodes."""
 
     first: int
     """Which of the node's arguments it is, counted from 0."""
@@ -29,9 +31,14 @@ class Read(NamedTuple):
     field: int = 0
     """Which tensor of the argument's value."""
 
+    @property
+    def width(self) -> int:
+        """The number of arguments of a node that it reads."""
+        return 1 if self.count is None else self.count
+
 
 class Signature(NamedTuple):
-    """The tensors that the module of an op takes and returns."""
+    """The tensors that the module of an op reads and returns."""
 
     reads: tuple[Read, ...]
     makes: tuple[int, ...] = (0,)
@@ -45,7 +52,7 @@ class Types:
     inputs: np.ndarray
     """(num_inputs,) column of each input, one tensor; the inputs of a column are given in the order of the slots."""
     signatures: Mapping[int, Signature]
-    """By op."""
+    """The signature of each op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
     """What a run returns, one tensor for each: slots, and which tensor of their values (all of one column)."""
     fields: np.ndarray | None = None
@@ -57,10 +64,10 @@ class Argument(NamedTuple):
 
     column: int
     rows: slice
-    """Of the column's buffer where the rows are adjacent, otherwise of the column's `index`."""
+    """The rows are those of the column's buffer if they are adjacent, otherwise those in the column's `index`."""
     is_adjacent: bool
     count: int | None = None
-    """As in `Read`: the rows are those of G nodes, `count` for each, one node after the other."""
+    """The count of the `Read`: the rows are those of G nodes, `count` for each, one node after the other."""
 
 
 class Result(NamedTuple):
@@ -75,11 +82,11 @@ class Call(NamedTuple):
 
     op: int
     size: int
-    """G."""
+    """The number of nodes, G."""
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     segments: tuple[Segment, ...] | None = None
-    """Of a call of a family: its functions and the nodes of each."""
+    """The functions of a family's call, and the rows of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +94,7 @@ class Column:
     """The buffer of the values of one kind."""
 
     num_rows: int
-    """Of the inputs, which come first, and of all results."""
+    """The number of rows: those of the inputs, which come first, and of all results."""
     index: torch.Tensor
     """(U,) int64, the rows that calls read, except where they are adjacent."""
     device: torch.device | None = None
@@ -124,41 +131,36 @@ class Plan:
         return replace(self, columns=tuple(replace(each, index=function(each.index)) for each in self.columns))
 
     def __str__(self) -> str:
-        several = len(self.columns) > 1
         lines = [
             f"column {number}: {column.num_rows} rows"
             + (f" on device {number % self.num_devices}, {column.device}" if column.device else "")
             for number, column in enumerate(self.columns)
         ]
-        lines.append(f"inputs: {', '.join(_describe_rows(each.column, each.rows, several) for each in self.inputs)}")
+        lines.append(f"inputs: {self._describe(self.inputs)}")
         for number, call in enumerate(self.calls):
-            reads = ", ".join(self._describe(each, several) for each in call.arguments)
-            writes = ", ".join(_describe_rows(each.column, each.rows, several) for each in call.results)
             nodes = "1 node" if call.size == 1 else f"{call.size} nodes"
             what = f"op {call.op} on {nodes}"
             if call.op < 0:
                 what = f"copy of {nodes} to device {call.results[0].column % self.num_devices}"
             elif call.segments is not None:
-                what = f"family {call.op} ({_describe_segments(call.segments)}) on {nodes}"
+                functions = ", ".join(f"op {each.op} on {each.rows.stop - each.rows.start}" for each in call.segments)
+                what = f"family {call.op} ({functions}) on {nodes}"
+            reads, writes = self._describe(call.arguments), self._describe(call.results)
             lines.append(f"call {number}: {what}, reads {reads}, writes {writes}")
-        lines.append(f"roots: {', '.join(self._describe(each, several) for each in self.roots)}")
+        lines.append(f"roots: {self._describe(self.roots)}")
         return "\n".join(lines)
 
-    def _describe(self, argument: Argument, several: bool) -> str:
-        text = _describe_rows(argument.column, self.rows(argument), several)
-        return text if argument.count is None else f"{text} ({argument.count} a node)"
-
-
-def _describe_rows(column: int, rows: slice | torch.Tensor, several: bool) -> str:
-    if isinstance(rows, slice):
-        text = f"{rows.start}" if rows.stop == rows.start + 1 else f"{rows.start}:{rows.stop}"
-    else:
-        text = " ".join(map(str, rows.tolist()))
-    return f"{column}[{text}]" if several else f"[{text}]"
-
-
-def _describe_segments(segments: tuple[Segment, ...]) -> str:
-    return ", ".join(f"op {each.op} on {each.rows.stop - each.rows.start}" for each in segments)
+    def _describe(self, tensors: Sequence[Argument | Result]) -> str:
+        texts = []
+        for each in tensors:
+            rows = self.rows(each) if isinstance(each, Argument) else each.rows
+            if isinstance(rows, torch.Tensor):
+                text = " ".join(map(str, rows.tolist()))
+            else:
+                text = f"{rows.start}" if rows.stop == rows.start + 1 else f"{rows.start}:{rows.stop}"
+            count = f" ({each.count} a node)" if isinstance(each, Argument) and each.count is not None else ""
+            texts.append(f"{each.column if len(self.columns) > 1 else ''}[{text}]{count}")
+        return ", ".join(texts)
 
 
 def one_column(graph: Graph) -> Types:
@@ -166,12 +168,8 @@ def one_column(graph: Graph) -> Types:
     ops, kind = graph.kinds
     arity = np.zeros(len(ops), dtype=np.int64)
     arity[kind] = (graph.args >= 0).sum(axis=1)
-    reads = [tuple(map(Read, range(many))) for many in range(int(arity.max(initial=0)) + 1)]
-    return Types(
-        inputs=np.zeros(graph.num_inputs, dtype=np.int64),
-        signatures={op: Signature(reads[many]) for op, many in zip(ops.tolist(), arity.tolist(), strict=True)},
-        roots=((graph.roots, 0),),
-    )
+    signatures = {op: Signature(tuple(map(Read, range(n)))) for op, n in zip(ops.tolist(), arity.tolist(), strict=True)}
+    return Types(np.zeros(graph.num_inputs, dtype=np.int64), signatures, ((graph.roots, 0),))
 
 
 def make_plan(
@@ -186,34 +184,42 @@ def make_plan(
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
-            signature, or reads a tensor that an argument's value lacks, or tensors of several columns as one; the
-            functions of a family have different signatures.
+            signature, or reads an argument that its nodes do not have, a tensor that an argument's value does not have,
+            no value at all, or tensors of several columns as one; the functions of a family have different signatures.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
     if len(order_N) != graph.num_nodes or not (np.bincount(order_N, minlength=graph.num_nodes) == 1).all():
         raise ValueError(f"a schedule of {len(order_N)} nodes for a graph of {graph.num_nodes}, expected each once")
-    size_K = np.array([len(group.nodes) for group in schedule], dtype=np.int64)
     signature_K = [_signature(group, types) for group in schedule]
-    inputs = np.bincount(types.inputs).tolist()
-    where, results_K, num_rows = _write(graph, types, order_N, size_K, signature_K, inputs)
-    index = _Index(len(num_rows))
+    used = set(signature_K)
+    num_columns = 1 + max([int(types.inputs.max(initial=-1)), *(column for each in used for column in each.makes)])
+    num_fields = max((len(each.makes) for each in used), default=1)
+    layout = _Layout(graph.num_inputs + graph.num_nodes, num_fields, num_columns)
+    inputs = [layout.write(np.flatnonzero(types.inputs == each), 0, each) for each in np.unique(types.inputs).tolist()]
+    # Argument by argument, up to the last that any call reads.
+    most = graph.args.shape[1]
+    width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
+    args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)
+    args_AN[:most], fields_AN[:most] = graph.args.T, 0 if types.fields is None else types.fields.T
     calls = []
-    reads = _read(graph, types, where, order_N, size_K, signature_K)
-    for group, signature, results, column_GR, row_GR in zip(schedule, signature_K, results_K, *reads, strict=True):
-        arguments, r = [], 0
-        for _, count, _ in signature.reads:
-            columns, rows = (each[:, r : r + (count or 1)].ravel() for each in (column_GR, row_GR))
-            arguments.append(index.argument(columns, rows, count, f"op {group.op}"))
-            r += count or 1
+    for group, signature in zip(schedule, signature_K, strict=True):
+        arguments = []
+        for read in signature.reads:
+            which = read.first if read.width == 1 else slice(read.first, read.first + read.width)
+            slots = args_AN[which].take(group.nodes, axis=-1).T.ravel()
+            fields = 0 if types.fields is None else fields_AN[which].take(group.nodes, axis=-1).T.ravel()
+            arguments.append(layout.read(slots, fields + read.field, read.count, f"op {group.op}"))
+        slots = graph.num_inputs + group.nodes
+        results = tuple([layout.write(slots, field, column) for field, column in enumerate(signature.makes)])
         calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments))
-    roots = tuple(_root(where, slots, fields, index) for slots, fields in types.roots)
+    roots = types.roots if any(len(slots) for slots, _ in types.roots) else ()  # an empty minibatch has none
+    roots = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
     columns = [
-        Column(count, index.tensor(column), devices[column % len(devices)] if devices else None)
-        for column, count in enumerate(num_rows)
+        Column(count, layout.index(column), devices[column % len(devices)] if devices else None)
+        for column, count in enumerate(layout.num_rows)
     ]
-    given = tuple(Result(column, slice(0, count)) for column, count in enumerate(inputs) if count)
-    return Plan(tuple(calls), tuple(columns), given, roots, max(1, len(devices)))
+    return Plan(tuple(calls), tuple(columns), tuple(inputs), roots, max(1, len(devices)))
 
 
 def _signature(group: Group, types: Types) -> Signature:
@@ -227,121 +233,81 @@ def _signature(group: Group, types: Types) -> Signature:
     return types.signatures[ops[0]]
 
 
-class _Where(NamedTuple):
-    """Where the tensors of every slot's value are; -1 where a value has fewer than others."""
+class _Read(NamedTuple):
+    """The rows that an argument reads one by one."""
 
-    column_SF: np.ndarray
-    row_SF: np.ndarray
-    call_S: np.ndarray
-    """The call that computes each slot; -1 for the inputs."""
-
-
-def _write(
-    graph: Graph,
-    types: Types,
-    order_N: np.ndarray,
-    size_K: np.ndarray,
-    signature_K: list[Signature],
-    inputs: list[int],
-) -> tuple[_Where, list[tuple[Result, ...]], list[int]]:
-    """Return where all values are, the results of every call, and the number of rows of every column."""
-    makes = {signature.makes for signature in signature_K}
-    num_fields = max([1, *map(len, makes)])
-    num_rows = inputs + [0] * (max([0, *(column + 1 for each in makes for column in each)]) - len(inputs))
-    results_K, made_KF = [], []
-    for signature, size in zip(signature_K, size_K.tolist(), strict=True):
-        results = []
-        for column in signature.makes:
-            results.append(Result(column, slice(num_rows[column], num_rows[column] + size)))
-            num_rows[column] += size
-        results_K.append(tuple(results))
-        made_KF.append([(each.column, each.rows.start) for each in results] + [(-1, -1)] * (num_fields - len(results)))
-    num_slots = graph.num_inputs + graph.num_nodes
-    where = _Where(*np.full((2, num_slots, num_fields), -1), np.full(num_slots, -1))
-    where.column_SF[: graph.num_inputs, 0] = types.inputs
-    for column in range(len(inputs)):
-        where.row_SF[np.flatnonzero(types.inputs == column), 0] = np.arange(inputs[column])
-    slot_N, call_N = graph.num_inputs + order_N, np.repeat(np.arange(len(size_K)), size_K)
-    place_N = np.arange(len(order_N)) - np.repeat(np.cumsum(size_K) - size_K, size_K)  # in its call
-    made_NF2 = np.array(made_KF, dtype=np.int64).reshape(-1, num_fields, 2)[call_N]
-    where.column_SF[slot_N] = made_NF2[:, :, 0]
-    where.row_SF[slot_N] = made_NF2[:, :, 1] + place_N[:, None]
-    where.call_S[slot_N] = call_N
-    return where, results_K, num_rows
+    address: np.ndarray
+    slots: np.ndarray
+    fields: np.ndarray | int
+    reader: str
 
 
-def _read(
-    graph: Graph,
-    types: Types,
-    where: _Where,
-    order_N: np.ndarray,
-    size_K: np.ndarray,
-    signature_K: list[Signature],
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return for every call (G, R) columns and rows: those of the R tensors that each of its nodes reads."""
-    kinds = {signature: kind for kind, signature in enumerate(dict.fromkeys(signature_K))}
-    reads = [[(at, r.field) for r in s.reads for at in range(r.first, r.first + (r.count or 1))] for s in kinds]
-    kind_K = np.array([kinds[signature] for signature in signature_K], dtype=np.int64)
-    width_K = np.array([len(each) for each in reads], dtype=np.int64)[kind_K]
-    first_P = np.cumsum([0, *map(len, reads)])
-    # One entry for every tensor that is read, call by call, node by node.
-    call_U = np.repeat(np.arange(len(size_K)), size_K * width_K)
-    node_U = np.repeat(order_N, np.repeat(width_K, size_K))
-    place_U = np.arange(len(node_U)) - np.repeat(np.cumsum(size_K * width_K) - size_K * width_K, size_K * width_K)
-    read_U = first_P[kind_K[call_U]] + place_U % np.maximum(width_K, 1)[call_U]
-    argument_U, field_U = np.array([read for each in reads for read in each], dtype=np.int64).reshape(-1, 2)[read_U].T
-    is_there_U = argument_U < graph.args.shape[1]
-    argument_U = np.where(is_there_U, argument_U, 0)
-    slot_U = graph.args[node_U, argument_U]
-    if types.fields is not None:
-        field_U = field_U + types.fields[node_U, argument_U]
-    is_there_U &= (slot_U >= 0) & (field_U < where.row_SF.shape[1])
-    column_U = np.where(is_there_U, where.column_SF[slot_U, np.where(is_there_U, field_U, 0)], -1)
-    if (column_U < 0).any():
-        at = int(np.argmin(column_U))
-        node, (argument, field) = node_U[at], [each for reads in reads for each in reads][read_U[at]]
-        raise ValueError(f"op {graph.op[node]} reads tensor {field} of argument {argument}, which node {node} lacks")
-    if (where.call_S[slot_U] >= call_U).any():
-        raise ValueError("a schedule runs a node before its arguments")
-    row_U, bounds = where.row_SF[slot_U, field_U], np.cumsum([0, *(size_K * width_K)]).tolist()
-    shapes = list(zip(size_K.tolist(), width_K.tolist(), pairwise(bounds), strict=True))
-    return tuple([values[a:b].reshape(size, width) for size, width, (a, b) in shapes] for values in (column_U, row_U))
+class _Layout:
+    """The rows of all tensors, and the index tensors of the columns, while a plan grows.
 
+    Row r of column c has the address (c << ROW_BITS) + r.
+    """
 
-def _root(where: _Where, slots: np.ndarray, fields: np.ndarray | int, index: "_Index") -> Argument:
-    fields = np.broadcast_to(fields, slots.shape)
-    is_there = fields < where.row_SF.shape[1]
-    columns = np.where(is_there, where.column_SF[slots, np.where(is_there, fields, 0)], -1)
-    if (columns < 0).any():
-        at = int(np.argmin(columns))
-        raise ValueError(f"a root reads tensor {fields[at]} of slot {slots[at]}, which it lacks")
-    return index.argument(columns, where.row_SF[slots, fields], None, "a root")
-
-
-class _Index:
-    """The index tensors of the columns while they grow."""
-
-    def __init__(self, num_columns: int):
-        self.pieces: list[list[np.ndarray]] = [[] for _ in range(num_columns)]
+    def __init__(self, num_slots: int, num_fields: int, num_columns: int):
+        self.num_fields = num_fields
+        self.address_FS = np.full((num_fields + 1, num_slots + 1), -1)
+        """-1 where no tensor has been written; the last row and column, those of no field and of slot -1, stay so."""
+        self.num_rows = [0] * num_columns
+        self.reads: list[list[_Read]] = [[] for _ in range(num_columns)]
         self.length = [0] * num_columns
 
-    def argument(self, columns: np.ndarray, rows: np.ndarray, count: int | None, what: str) -> Argument:
-        """Return the argument that reads `rows`, all of one column.
+    def write(self, slots: np.ndarray, field: int, column: int) -> Result:
+        """Give the next rows of a column to a tensor of the values at `slots`."""
+        start, first = self.num_rows[column], column << ROW_BITS
+        stop = self.num_rows[column] = start + len(slots)
+        self.address_FS[field, slots] = np.arange(first + start, first + stop)
+        return Result(column, slice(start, stop))
+
+    def read(self, slots: np.ndarray, fields: np.ndarray | int, count: int | None, reader: str) -> Argument:
+        """Return the argument that reads a tensor, numbered in `fields`, of each of the values at `slots`.
+
+        Whether rows that are not adjacent have been written, and are of one column, is left to `index`.
 
         Raises:
-            ValueError: they are not; names `what` reads them.
+            ValueError: there are no values; names what reads them, `reader`.
         """
-        if not len(rows):
-            return Argument(0, slice(0, 0), True, count)
-        if len(self.pieces) > 1 and (columns != columns[0]).any():
-            raise ValueError(f"{what} reads tensors of several columns as one")
-        column, first, last, size = int(columns[0]), int(rows[0]), int(rows[-1]), len(rows)
-        if last - first == size - 1 and (rows[1:] - rows[:-1] == 1).all():
-            return Argument(column, slice(first, last + 1), True, count)
-        self.pieces[column].append(rows)
+        size = len(slots)
+        if not size:
+            raise ValueError(f"{reader} reads no values")
+        most = self.num_fields
+        address = self.address_FS[min(fields, most) if isinstance(fields, int) else np.minimum(fields, most), slots]
+        first = int(address[0])
+        column, row = max(first, 0) >> ROW_BITS, first & (1 << ROW_BITS) - 1
+        is_adjacent = int(address[-1]) - first == size - 1 and (size < 3 or (address[1:] - address[:-1] == 1).all())
+        if is_adjacent and first >= 0:
+            return Argument(column, slice(row, row + size), True, count)
+        self.reads[column].append(_Read(address, slots, fields, reader))
         self.length[column] += size
         return Argument(column, slice(self.length[column] - size, self.length[column]), False, count)
 
-    def tensor(self, column: int) -> torch.Tensor:
-        """Return the whole index of a column."""
-        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.pieces[column]]))
+    def index(self, column: int) -> torch.Tensor:
+        """Return the whole index of a column.
+
+        Raises:
+            ValueError: a tensor was read before it was written, or is not there, or is of another column.
+        """
+        reads = self.reads[column]
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *(each.address for each in reads)]) - (column << ROW_BITS)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < self.num_rows[column]:
+            for each in reads:
+                self._check(each)
+        return torch.from_numpy(rows)
+
+    def _check(self, read: _Read) -> None:
+        at = read.address.argmin()
+        slot, field = read.slots[at], np.broadcast_to(read.fields, read.slots.shape)[at]
+        if read.address[at] >= 0:
+            if len(np.unique(read.address >> ROW_BITS)) > 1:
+                raise ValueError(f"{read.reader} reads tensors of several columns as one")
+            return
+        if slot < 0:
+            raise ValueError(f"{read.reader} reads more arguments than its nodes have")
+        tensors = (self.address_FS[:, slot] >= 0).sum()
+        if field < tensors:
+            raise ValueError("a schedule runs a node before its arguments")
+        raise ValueError(f"{read.reader} reads tensor {field} of slot {slot}, whose value has only {tensors}")

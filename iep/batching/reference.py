@@ -3,7 +3,7 @@
 Shares no code with them, so that each can be tested against the other. Not for training: it runs a batch of one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 Value = TypeVar("Value")
@@ -19,29 +19,20 @@ def run_prefix(
     pad: int | None = None,
     leaf_is_input: bool = False,
 ) -> Value:
-    """The value of one prefix program; the meaning of its tokens is that of `graph.graph_from_prefix`.
+    """Return the value of one prefix program; the meaning of its tokens is that of `graph.graph_from_prefix`.
 
     Args:
         tokens: L integers.
         arity: number of arguments of a token.
         run: called `run(token, *arguments)`, in post-order.
-        input_value: what tokens without arguments take.
+        input_value: the argument of tokens without arguments.
     """
     kept = (leaf if token == pad else token for token in tokens if token != skip)
-    return _run_tree(kept, arity, run, input_value, leaf, leaf_is_input)
 
+    def value() -> Value:
+        token = next(kept, leaf)
+        if token == leaf and leaf_is_input:
+            return input_value
+        return run(token, *[value() for _ in range(arity(token))] or [input_value])
 
-def _run_tree(
-    tokens: Iterator[int],
-    arity: Callable[[int], int],
-    run: Callable[..., Value],
-    input_value: Value,
-    leaf: int,
-    leaf_is_input: bool,
-) -> Value:
-    token = next(tokens, leaf)
-    if token == leaf and leaf_is_input:
-        return input_value
-    if arity(token) == 0:
-        return run(token, input_value)
-    return run(token, *[_run_tree(tokens, arity, run, input_value, leaf, leaf_is_input) for _ in range(arity(token))])
+    return value()

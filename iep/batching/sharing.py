@@ -9,21 +9,22 @@ Shapes: N nodes, M nodes that are left.
 
 import numpy as np
 
-from iep.batching.graph import Graph, levels
+from iep.batching.graph import Graph, stable_order
 
 LARGEST = 2**62
 """A key beyond this would not be a 64-bit integer."""
 
 
 def share(graph: Graph) -> Graph:
-    """`graph` with equal nodes merged: those of one op whose arguments are equal, in order.
+    """Return `graph` with equal nodes merged: those of one op whose arguments are equal, in order.
 
     The nodes that are left keep their order, and each belongs to the first example that has it. Results of `graph`
     and of the shared graph are equal, root for root.
     """
     # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
     same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
-    for nodes in levels(graph.height):
+    order = stable_order(graph.height)
+    for nodes in np.split(order, np.flatnonzero(np.diff(graph.height[order])) + 1):
         first = _first_equal(graph.op[nodes], same[graph.args[nodes]])
         same[graph.num_inputs + nodes] = graph.num_inputs + nodes[first]
 
@@ -40,7 +41,7 @@ def share(graph: Graph) -> Graph:
 
 
 def _first_equal(op: np.ndarray, args: np.ndarray) -> np.ndarray:
-    """For each row, the first row with the same op and arguments."""
+    """Return for each row the first row with the same op and arguments."""
     key, bound = op, int(op.max(initial=0)) + 1
     for column in args.T:
         choices = int(column.max(initial=0)) + 2

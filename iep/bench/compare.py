@@ -1,4 +1,4 @@
-"""A case and its competitors -> a comparison: what each takes for a minibatch, over a baseline and a limit.
+"""A case and its competitors -> a comparison: the time of each for a minibatch, over a baseline and a limit.
 
 The machine is shared and its speed drifts, so competitors take turns: each round measures every one of them once, and
 medians over rounds are compared. What a competitor runs is its own business. Writes and draws nothing (`report.py`).
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from iep.errors import InputError
 from iep.runtime.devices import is_out_of_memory
 
 LIMIT, TOTAL = "limit", "total"
@@ -47,10 +46,6 @@ class Effort:
 
     repeat: int
     max_seconds: float
-
-    def __post_init__(self) -> None:
-        if not self.max_seconds >= 0:
-            raise InputError(f"--max-seconds is {self.max_seconds}, expected a number of 0 or more")
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,7 @@ def compare(case: Case, effort: Effort) -> list[Row]:
     rounds, left_out = _measure(case, effort)
     rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
     medians = {row.name: row.seconds[TOTAL].median for row in rows if row.seconds}
+    medians = {name: median for name, median in medians.items() if median >= 1e-6}  # less is beyond the timer
 
     def ratio(name: str | None, row: Row) -> float | None:
         return medians[name] / medians[row.name] if {name, row.name} <= medians.keys() else None
@@ -151,17 +147,14 @@ def _measure(case: Case, effort: Effort) -> tuple[dict[str, list[Mapping[str, fl
 
 def seconds(run: Callable[[], object], *devices: torch.device) -> float:
     """Return how long `run()` takes; on GPUs until all that it started there has ended."""
-    _wait(devices)
+    gpus = {device for device in devices if device.type == "cuda"}
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
     start = time.perf_counter()
     run()
-    _wait(devices)
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
     return time.perf_counter() - start
-
-
-def _wait(devices: Sequence[torch.device]) -> None:
-    for device in set(devices):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def arithmetic_limit(flop: float, moved: int = 0, device: torch.device = CPU) -> Competitor:

@@ -1,8 +1,8 @@
 """What `iep-bench engine` compares: the execution engine under every strategy, and its limit, as a whole and in parts.
 
 The parts are not cut out of a running step but run alone, on tensors of the shapes, dtypes and memory format that they
-have in the step, so that the engine needs no timers. What a step takes beyond its modules is moving values between
-calls, and the loss.
+have in the step, so that the engine needs no timers. Besides its modules, a step moves values between
+calls and computes the loss.
 
 Shapes: B questions, N stems, C H W features, A answers.
 """
@@ -26,7 +26,7 @@ from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, second
 from iep.bench.report import Benchmark
 from iep.bench.strategy import BEST, Strategy
 from iep.bench.workload import Minibatch, generated, read_workload
-from iep.config import PRECISIONS, EngineConfig
+from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
@@ -59,7 +59,7 @@ class Step:
         return parts if self.strategy.families else {**parts, MODULES: self.replay(self.calls())}
 
     def limit(self) -> dict[str, Run]:
-        """Return what no schedule beats: every function in one call, whatever waits on what, and nothing moved."""
+        """Return what no schedule beats: every function in one call, without waiting for arguments or moving values."""
         together: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
         for module, arguments, result in self.calls():
             together.setdefault(module, []).append((*arguments, result))
@@ -86,13 +86,10 @@ class Step:
         def record(module: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
             found.append((module, [each.detach() for each in arguments], result.detach()))
 
-        hooks = [child.register_forward_hook(record) for child in self.engine.children()]
-        try:
-            with torch.no_grad(), self._mode(inference=False):
-                self.engine(self.features, self.plan)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.no_grad(), self._mode(inference=False):
+            for child in self.engine.children():
+                hooks.callback(child.register_forward_hook(record).remove)
+            self.engine(self.features, self.plan)
         return found
 
     def replay(self, calls: Sequence[Call]) -> Run:
@@ -172,31 +169,29 @@ def engine_benchmark(
         InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.
     """
     check_options(placement, devices, device)
-    home = main_device(placement, devices, device)
+    first = main_device(placement, devices, device)
     largest = max(batch_sizes)
     if data is None:
         workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
     else:
         workload = read_workload(largest, data, split)
-    torch.manual_seed(seed)
-    engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), home, memory_format)
+    engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), first, memory_format)
     description = workload.description
     if placement != NONE:
         sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)
         costs = place_engine(engine, placement, devices, sample, memory_format)
-        text = describe_engine(placement, engine, costs, sample, engine.planner(), largest, PRECISIONS[0])
-        description = f"{description}\n{text}"
+        description += "\n" + describe_engine(placement, engine, costs, sample, engine.planner(), largest, "float32")
 
     def case(size: int, phase: str) -> Case:
         training = phase == "train"
         engine.train(training)
         count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)
-        minibatches = [workload.minibatch(number * size, size, home) for number in range(count)]
+        minibatches = [workload.minibatch(number * size, size, first) for number in range(count)]
         # Without weight gradients there is nothing to defer.
         chosen = dict.fromkeys(replace(strategy, defer=strategy.defer and training) for strategy in strategies)
         alike = dict.fromkeys(replace(strategy, batching=BEST, defer=False, families=False) for strategy in chosen)
         competitors = [
-            competitor([Step(engine, strategy, each, home) for each in minibatches], kind is alike)
+            competitor([Step(engine, strategy, each, first) for each in minibatches], kind is alike)
             for kind in (chosen, alike)
             for strategy in kind
         ]
@@ -204,4 +199,4 @@ def engine_benchmark(
         return Case({"phase": phase, "questions": size}, size, competitors, "vanilla", facts)
 
     cases = (case(size, phase) for size, phase in product(sorted(batch_sizes), phases))
-    return Benchmark(description, cases, "questions", "question", home)
+    return Benchmark(description, cases, "questions", "question", first)

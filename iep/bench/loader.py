@@ -6,7 +6,6 @@ are dropped from memory first), from the system's cache, as the pass before left
 Nothing is planned or brought to a GPU.
 """
 
-import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,12 +21,11 @@ from iep.bench.report import Benchmark
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Batches, Loading
-from iep.data.question_file import Questions, open_split
+from iep.data.question_file import Questions, Split, open_split
 from iep.vocab import Vocab
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH = (1024, 14, 14), 10, 46
-"""Of the data made."""
-Data = tuple[Questions, Features]
+"""Of the data made; the features are of the size for which the engine's defaults are meant."""
 
 
 def loader_benchmark(
@@ -54,12 +52,12 @@ def loader_benchmark(
     """
     opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, made for this"
     if data is not None:
-        given = open_split(data, split, Vocab.load(data / "vocab.json"), with_features=True, num_samples=None)
-        opened = given.questions, given.features
-        description = f"{len(given.questions)} questions about {len(given.features)} images of {data}, split {split}"
+        opened = open_split(data, split, Vocab.load(data / "vocab.json"), with_features=True, num_samples=None)
+        description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
 
-    def competitor(found: Data, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:
-        questions, features = found
+    def competitor(found: Split, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:
+        """Return one way of loading; a round is a pass."""
+        questions, features = found.questions, found.features
         dataset = ClevrDataset(questions, in_memory if source == "memory" else features)
         loading, speeds = Loading(workers), []
 
@@ -83,7 +81,7 @@ def loader_benchmark(
     def cases() -> Iterator[Case]:
         with tempfile.TemporaryDirectory(prefix="iep-loader-", dir=directory) as made:
             found = made_data(Path(made), images, seed) if opened is None else opened
-            in_memory = found[1].in_memory() if "memory" in sources else None
+            in_memory = found.features.in_memory() if "memory" in sources else None
             for number in workers:
                 ready = [competitor(found, *way, number, in_memory) for way in product(sources, orders)]
                 yield Case({"workers": number}, batch_size, ready, warm_up=False)
@@ -108,14 +106,13 @@ def drop_pages(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def made_data(directory: Path, images: int, seed: int) -> Data:
+def made_data(directory: Path, images: int, seed: int) -> Split:
     """Write float16 features of random bits, and make ten questions about each image."""
     path, random = directory / "random_features.h5", np.random.default_rng(seed)
     with h5py.File(path, "w") as file:
         features = file.create_dataset("features", (images, *FEATURE_SHAPE), np.float16)
         for image in range(images):
-            bits = random.bytes(2 * math.prod(FEATURE_SHAPE))
-            features[image] = np.frombuffer(bits, np.float16).reshape(FEATURE_SHAPE)
+            features[image] = random.integers(1 << 16, size=FEATURE_SHAPE, dtype=np.uint16).view(np.float16)
     total = images * QUESTIONS_PER_IMAGE
     questions = Questions(
         path=path,
@@ -126,4 +123,4 @@ def made_data(directory: Path, images: int, seed: int) -> Data:
         programs=None,
         answers=np.zeros(total, dtype=np.int64),
     )
-    return questions, Features(path)
+    return Split(questions, Features(path), total)

@@ -1,4 +1,4 @@
-"""What `iep-bench moe` compares: a layer of experts token by token, in its own executions, and by hand.
+"""What `iep-bench moe` compares: a layer of experts token by token, batched, and by hand.
 
 Experts are drawn uniformly; gating, which would choose them, is not run. The limit is the longer of two times: to read
 the weights of the experts that have a token (in training twice, for the outputs and for the inputs' gradients, besides
@@ -8,19 +8,17 @@ Shapes: T tokens, K experts each, R = T K rows sorted by expert, E experts, I O 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from iep.batching.grouped import EXECUTIONS
 from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
 from iep.bench.report import Benchmark
 from iep.runtime.devices import resolve_device
 from iep.workloads.experts import Experts
 
-ONE_BY_ONE, HAND = "token by token", "by hand: sort and loop"
+ONE_BY_ONE, BATCHED, HAND = "token by token", "batched", "by hand: sort and loop"
 ENOUGH_TOKENS = 1024
 """Where one token runs after the other no more are run; the time is scaled by their number."""
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,15 +31,11 @@ def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
 
 
 def forwards(layer: Experts) -> dict[str, Forward]:
-    """Return every way to run the layer here by its name, all with the same weights."""
+    """Return every way to run the layer by its name, all with the same weights."""
 
     def one_by_one(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         tokens = zip(x_TI, experts_TK.tolist(), gates_TK, strict=True)
         return torch.stack([layer.one(*token) for token in tokens])
-
-    def executed(execution: str, *given: Tensor) -> Tensor:
-        layer.execution = execution
-        return layer(*given)
 
     def by_hand(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Sort rows by expert, loop over the experts that have any, and add each token's results up."""
@@ -54,19 +48,20 @@ def forwards(layer: Experts) -> dict[str, Forward]:
         results_RO = results_RO * gates_TK.flatten()[order_R, None]
         return results_RO.new_zeros(len(x_TI), results_RO.shape[1]).index_add(0, tokens_R, results_RO)
 
-    possible = [execution for execution in EXECUTIONS if execution != "grouped" or layer.grouped_refusal() is None]
-    return {ONE_BY_ONE: one_by_one, **{each: partial(executed, each) for each in possible}, HAND: by_hand}
+    return {ONE_BY_ONE: one_by_one, BATCHED: layer, HAND: by_hand}
 
 
 def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case:
     """Return the ways to run one minibatch through a layer."""
-    device, (experts, inputs, hidden), outputs = layer.hidden_weights.device, layer.hidden_weights.shape, layer.sizes[2]
+    device, (experts, inputs, hidden) = layer.hidden_weights.device, layer.hidden_weights.shape
+    outputs = layer.output_weights.shape[2]
     training, generator = phase == "train", torch.Generator().manual_seed(seed)
     experts_TK = uniform_experts(tokens, experts, k, seed).to(device)
     sizes = ((tokens, inputs), (tokens, k), (tokens, outputs))
     x_TI, gates_TK, gradient_TO = (torch.randn(size, generator=generator).to(device) for size in sizes)
 
     def competitor(name: str, forward: Forward) -> Competitor:
+        """Return one way to run the layer; a round is a forward pass and, in training, a backward pass."""
         count = min(tokens, ENOUGH_TOKENS) if name == ONE_BY_ONE else tokens
         x, gates = (each[:count].clone().requires_grad_(training) for each in (x_TI, gates_TK))
 

@@ -47,7 +47,7 @@ class Way:
     """One way to run a minibatch of samples.
 
     Attributes:
-        construct: samples -> what `compute` takes: graph, schedule, indices; no numbers are computed.
+        construct: samples -> the argument of `compute`: graph, schedule, indices; no numbers are computed.
         compute: the forward pass and, if the second argument is true, loss and backward pass; returns the loss.
         calls: what was constructed -> how many calls of the network's cells it makes.
     """
@@ -236,10 +236,8 @@ def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Ne
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
         return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
 
-    def loss_by_hand(levels: Levels, scores: Tensor) -> Tensor:
-        return cross_entropy(scores, levels.labels, reduction="sum")
-
-    compute = step(model, partial(tree_lstm_by_hand, model), loss_by_hand)
+    forward = partial(tree_lstm_by_hand, model)
+    compute = step(model, forward, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
     by_hand = Way(LEVELS, levels_of, compute, lambda levels: len(levels.orders))
     return Network(model, [*model_ways(model, strategies, loss), by_hand], model.one, len)
 
@@ -259,6 +257,7 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
         return cross_entropy(scores, ratings, reduction="sum")
 
     def in_scope(strategy: Strategy, granularity: str) -> Way:
+        """Return the way to run pairs in a scope under a strategy."""
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
 
         def run(pairs: Sequence[TreePair]) -> tuple[Tensor, scope]:
@@ -287,11 +286,9 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
     def loss(_: Any, roots: Tensor) -> Tensor:
         return roots.sum()
 
-    def inner(h: Tensor) -> States:
-        return (model.inner(h.view(-1, 2 * width)).relu(),)
-
     def forward(levels: Levels) -> Tensor:
-        return levels.run((model.embedding(levels.words),), inner)[0]
+        leaves = (model.embedding(levels.words),)
+        return levels.run(leaves, lambda h: (model.inner(h.view(-1, 2 * width)).relu(),))[0]
 
     by_hand = Way(LEVELS, levels_of, step(model, forward, loss), lambda levels: len(levels.orders) - 1)
     ways = [*model_ways(model, strategies, loss), by_hand]
@@ -300,11 +297,10 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
     """Return words and tags of sentences as `nn.LSTM` reads them, (P,) indices each in the same order."""
-    words, tags = (
+    return tuple(
         pack_sequence([torch.from_numpy(getattr(sentence, name)) for sentence in sentences], enforce_sorted=False)
         for name in ("words", "tags")
     )
-    return words, tags
 
 
 class PackedTagger(nn.Module):
@@ -332,8 +328,7 @@ def tagger_network(
 ) -> Network:
     """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare words if they
     are spelled. Its last way is the packed one, unless there are letters."""
-    # The other sizes are those of Qiao & Taura 2019, section 4.1.
-    model = Tagger(words, tags, letters, 128, width, 32, 64)
+    model = Tagger(words, tags, letters, width=width)
     hand = PackedTagger(model, width)
 
     def loss(sentences: Sequence[Sentence], scores: Tensor) -> Tensor:
@@ -378,11 +373,9 @@ def tree_lstm_benchmark(
     else:
         samples, vocabulary = _read(data, read_sst if binary else read_sick, max(batch_sizes), seed)
         words = len(vocabulary)
-    torch.manual_seed(seed)
     network = (binary_network if binary else child_sum_network)(words, width, strategies)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
-    description = f"{cell} Tree-LSTM, width {width}, {words} words"
-    return Benchmark(description, cases, "batch", "tree" if binary else "pair")
+    return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "batch", "tree" if binary else "pair")
 
 
 def tree_fc_benchmark(
@@ -396,7 +389,6 @@ def tree_fc_benchmark(
 ) -> Benchmark:
     """Return the comparison at every size of tree, the smallest first."""
     rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
     network = tree_fc_network(words, width, strategies)
     sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
     cases = network_cases(network, sized, phases)
@@ -421,7 +413,6 @@ def tagger_benchmark(
         samples, known = _read(data, read_wikiner, max(batch_sizes), seed)
         words, tags = len(known.words) + 1, len(known.tags)
         letters = len(known.characters) if characters else None
-    torch.manual_seed(seed)
     network = tagger_network(words, width, strategies, letters, tags)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"

@@ -1,11 +1,10 @@
 """What `iep-bench plan` shows: which functions of which programs run in which call, as text and as a picture.
 
 A node is named by its example and by its token's position in the example's program, from 0: `2.0` is the root of
-example 2. A node that several examples or places share has the name of the first. Runs no module.
+example 2. A node that several tokens share has the name of the first. Runs no module.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import count, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from iep.batching.schedulers import lower_bound
+from iep.bench.loader import FEATURE_SHAPE
 from iep.bench.report import format_table, result_files
 from iep.bench.strategy import Strategy
 from iep.bench.workload import clevr_vocab, encode, programs_of
@@ -31,25 +31,22 @@ from iep.runtime.files import write_bytes, write_json
 from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
-FULL_SIZE = (1024, 14, 14)
-"""The features for which the engine's defaults are meant."""
 
-
-class Place(NamedTuple):
+class Token(NamedTuple):
     """One token of an example's program, whose result the token at `parent` reads; `node` runs for it, or, for None,
     an image's stem."""
 
-    token: str
+    name: str
     depth: int
     parent: int | None
     node: int | None
 
 
-def walk(plan: ProgramPlan) -> Iterator[list[Place]]:
+def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
     """Yield every example's tokens in prefix order, whether or not their nodes are shared."""
     graph, takes = plan.graph, family(plan.modules).takes
     for root in graph.roots.tolist():
-        places: list[Place] = []
+        tokens: list[Token] = []
         waiting: list[tuple[int, int, int | None]] = [(root, 0, None)]
         while waiting:
             slot, depth, parent = waiting.pop()
@@ -58,17 +55,17 @@ def walk(plan: ProgramPlan) -> Iterator[list[Place]]:
             if node is not None:
                 # The function's arguments are the last of those of its module.
                 taken = graph.args[node][: len(takes(token))].tolist()
-                waiting += [(each, depth + 1, len(places)) for each in taken[len(taken) - arity(token) :][::-1]]
-            places.append(Place(token, depth, parent, node))
-        yield places
+                waiting += [(each, depth + 1, len(tokens)) for each in taken[len(taken) - arity(token) :][::-1]]
+            tokens.append(Token(token, depth, parent, node))
+        yield tokens
 
 
-def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> list[dict[str, list[str]]]:
+def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> list[dict[str, list[str]]]:
     """Return the names of the functions and of the nodes of every call."""
     names: dict[int | None, str] = {}
-    for example, places in enumerate(examples):
-        for position, place in enumerate(places):
-            names.setdefault(place.node, f"{example}.{position}")
+    for example, tokens in enumerate(examples):
+        for position, token in enumerate(tokens):
+            names.setdefault(token.node, f"{example}.{position}")
     calls = [(plan.graph.op[group.nodes].tolist(), group.nodes.tolist()) for group in plan.schedule]
     return [
         {"functions": [plan.program_tokens[op] for op in dict.fromkeys(ops)], "nodes": [names[node] for node in nodes]}
@@ -76,24 +73,24 @@ def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> list[dic
     ]
 
 
-def draw_plan(axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Place]]) -> None:
+def draw_plan(axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> None:
     """Draw the programs' trees side by side, every node with the number and colour of its call."""
     call_of = {node: number for number, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
     colors, leaves = colormaps["viridis"].resampled(len(plan.schedule) + 1), 0
-    for places in reversed(examples):
+    for tokens in reversed(examples):
         x: dict[int, float] = {}
-        for position in reversed(range(len(places))):  # arguments come after what reads them
-            arguments = [x[other] for other in x if places[other].parent == position]
+        for position in reversed(range(len(tokens))):  # arguments come after what reads them
+            arguments = [x[other] for other in x if tokens[other].parent == position]
             leaves += not arguments
             x[position] = float(np.mean(arguments)) if arguments else -float(leaves)
-        for position, place in enumerate(places):
-            if place.parent is not None:
-                axis.plot([x[position], x[place.parent]], [-place.depth, 1 - place.depth], color="0.7", zorder=1)
-            call = call_of.get(place.node)
-            text, color = (place.token, "0.7") if call is None else (f"{call}\n{place.token}", colors(call))
+        for position, token in enumerate(tokens):
+            if token.parent is not None:
+                axis.plot([x[position], x[token.parent]], [-token.depth, 1 - token.depth], color="0.7", zorder=1)
+            call = call_of.get(token.node)
+            text, color = (token.name, "0.7") if call is None else (f"{call}\n{token.name}", colors(call))
             box = {"boxstyle": "round", "facecolor": "white", "edgecolor": color, "linewidth": 2}
-            axis.text(x[position], -place.depth, text, ha="center", va="center", fontsize=7, bbox=box)
-    depth = max(place.depth for places in examples for place in places)
+            axis.text(x[position], -token.depth, text, ha="center", va="center", fontsize=7, bbox=box)
+    depth = max(token.depth for tokens in examples for token in tokens)
     axis.set(title=title, xlim=(-leaves - 0.5, -0.5), ylim=(-depth - 0.5, 0.5))
     axis.set_axis_off()
     width, height = axis.figure.get_size_inches()
@@ -123,13 +120,13 @@ def show_plans(
     files = result_files(out, "plan")
     vocab = clevr_vocab() if data is None else Vocab.load(data / "vocab.json")
     if programs:
-        programs_BL = encode(list(map(_tokens, count(), programs, repeat(vocab.program))), vocab.program)
+        programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
     else:
         questions = open_split(data, split, vocab, False, num_samples).questions
         programs_BL, image_idxs_B = programs_of(questions), questions.image_idxs
     with torch.device("meta"):
-        engine = build("engine", engine_kwargs(EngineConfig(modules=modules, scene=scene), vocab, FULL_SIZE))
+        engine = build("engine", engine_kwargs(EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE))
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)
@@ -142,7 +139,7 @@ def show_plans(
         plan = planner(programs_BL, image_rows_B=image_rows_B)
         examples = list(walk(plan))
         if not texts:
-            words = (" ".join(place.token for place in places) for places in examples)
+            words = (" ".join(token.name for token in tokens) for tokens in examples)
             texts.append("\n".join(f"example {example}: {program}" for example, program in enumerate(words)))
         calls[strategy.name] = found = calls_of(plan, examples)
         title = f"{strategy.name}: {len(found)} calls for {plan.graph.num_nodes} nodes"
@@ -152,7 +149,8 @@ def show_plans(
         ]
         table = format_table([["call", "functions", "rows", "nodes"], *rows], left=range(1, 4))
         bound = f"no schedule by function has fewer than {lower_bound(plan.graph)} calls"
-        texts += [f"{title}; {bound}\n{table}", str(plan.plan)]
+        ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
+        texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
             texts.append(describe_engine(placement, engine, costs, sample, planner, len(programs_BL), "float32"))
         draw_plan(axis, title, plan, examples)

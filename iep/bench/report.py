@@ -48,9 +48,8 @@ def machine_line(device: torch.device) -> str:
     where = names[0] if names else platform.processor() or platform.machine()
     where += f", {torch.get_num_threads()} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else where
-    return (
-        f"{where}; torch {torch.__version__}, iep {iep.__version__}; {datetime.now(UTC).isoformat(timespec='seconds')}"
-    )
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{where}; torch {torch.__version__}, iep {iep.__version__}; {now}"
 
 
 def result_files(out: Path | None, name: str) -> list[Path]:

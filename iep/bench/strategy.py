@@ -56,9 +56,8 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISION
         names = BATCHING if name == ALL else (name,)
         strategies += [Strategy(batching, **chosen, precision=precision) for batching in names]
         if item == ALL:
-            strategies += [
-                Strategy(BEST, sharing=True, defer=defer) for defer in (False, True)[: 1 + (DEFER in options)]
-            ]
+            defers = (False, True) if DEFER in options else (False,)
+            strategies += [Strategy(BEST, sharing=True, defer=defer) for defer in defers]
     return list(dict.fromkeys(strategies))
 
 

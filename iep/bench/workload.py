@@ -22,7 +22,7 @@ from iep.errors import InputError
 from iep.programs import json_to_prefix
 from iep.synth.presets import PRESETS
 from iep.synth.synthesize import make_image
-from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
+from iep.synth.world import ANSWERS, FUNCTIONS
 from iep.vocab import END, NULL, START, Vocab, index_tokens
 
 
@@ -65,14 +65,7 @@ class Workload:
 
 def clevr_vocab() -> Vocab:
     """Return CLEVR's functions and answers, without the words of its questions."""
-    values = [value for attribute in ATTRIBUTES for value in VALUES[attribute]]
-    functions = [
-        *("scene", "unique", "count", "exist", "union", "intersect", "less_than", "greater_than", "equal_integer"),
-        *(f"relate[{relation}]" for relation in RELATIONS),
-        *(f"filter_{attribute}[{value}]" for attribute in ATTRIBUTES for value in VALUES[attribute]),
-        *(f"{kind}_{attribute}" for kind in ("query", "same", "equal") for attribute in ATTRIBUTES),
-    ]
-    return Vocab((), index_tokens(functions), index_tokens(["yes", "no", *map(str, range(11)), *values]))
+    return Vocab((), index_tokens(FUNCTIONS), index_tokens(ANSWERS))
 
 
 def generated(
@@ -95,7 +88,7 @@ def generated(
     most_images = min(len(images), 1 + -(-largest // questions_per_image))
     features_NCHW = torch.rand(most_images, *feature_shape, generator=torch.Generator().manual_seed(seed))
     description = f"programs of iep-synth's questions, {questions_per_image} an image, seed {seed}"
-    columns = encode(programs, vocab.program), np.arange(count) // questions_per_image, feature_shape
+    columns = encode(programs, vocab), np.arange(count) // questions_per_image, feature_shape
     return Workload(description, vocab, *columns, lambda images_N: features_NCHW[: len(images_N)])
 
 
@@ -118,12 +111,11 @@ def read_workload(largest: int, data: Path, split: str) -> Workload:
     return Workload(description, vocab, *columns, lambda images_N: features.read(images_N).float())
 
 
-def encode(programs: Sequence[Sequence[str]], program_tokens: Sequence[str]) -> np.ndarray:
-    """Return the (Q, L) indices of programs' tokens, all of them in `program_tokens`, padded with `<NULL>`."""
-    index = {token: position for position, token in enumerate(program_tokens)}
+def encode(programs: Sequence[Sequence[str]], vocab: Vocab) -> np.ndarray:
+    """Return the (Q, L) indices of programs' tokens, all of them in the vocabulary, padded with `<NULL>`."""
     matrix = np.full((len(programs), max(map(len, programs))), NULL)
     for row, program in zip(matrix, programs, strict=True):
-        row[: len(program)] = [index[token] for token in program]
+        row[: len(program)] = [vocab.program_index[token] for token in program]
     return matrix
 
 

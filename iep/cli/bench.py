@@ -63,9 +63,7 @@ data = all_of(
 
 def network(words: int) -> Callable:
     """Return the options that networks of trees and of sentences have in common."""
-    vocabulary = option(
-        "--words", type=click.IntRange(2, 10**9), default=words, help="Of the vocabulary of what is made."
-    )
+    vocabulary = option("--words", type=click.IntRange(2, 10**9), default=words, help="Of the vocabulary made.")
     return all_of(vocabulary, batching(STRATEGIES, SHARING, DEFER), phases, seed, measured(7))
 
 
@@ -81,12 +79,13 @@ def run(ctx: click.Context, module: str, **given: Any) -> None:
     files = result_files(given.pop("out"), ctx.info_name)
     if threads is not None:
         torch.set_num_threads(threads)
+    torch.manual_seed(given.get("seed", 0))  # of the weights
     make = getattr(import_module(f"iep.bench.{module}"), f"{ctx.info_name.replace('-', '_')}_benchmark")
     run_benchmark(make(**given), effort, ctx.meta["command"], files)
 
 
-def refuse(ctx: click.Context, *names: str, beside: str = "data") -> None:
-    """Refuse options given beside another one, and a split without data.
+def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
+    """Fail if an option is given that excludes another one, or a split without data.
 
     Raises:
         click.UsageError: names the first.
@@ -128,7 +127,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 
     The engine has its full size unless KEY=VALUE arguments (engine.module_dim=16) or --config say otherwise.
     """
-    refuse(ctx, "questions_per_image", "feature_shape")
+    exclude(ctx, "questions_per_image", "feature_shape")
     for setting in settings:
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
@@ -156,8 +155,8 @@ def plan(ctx: click.Context, **given: Any) -> None:
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")
-    refuse(ctx, "questions_per_image")
-    refuse(ctx, "num_samples", beside="programs")
+    exclude(ctx, "questions_per_image")
+    exclude(ctx, "num_samples", beside="programs")
     from iep.bench.plan import show_plans
 
     given |= {name: getattr(Config, name) for name in ("placement", "devices") if given[name] is None}
@@ -177,7 +176,7 @@ def plan(ctx: click.Context, **given: Any) -> None:
 @click.pass_context
 def loader(ctx: click.Context, **given: Any) -> None:
     """Time the data loader alone: questions and bytes a second, without any network."""
-    refuse(ctx, "images")
+    exclude(ctx, "images")
     run(ctx, "loader", directory=given["out"], **given)
 
 
@@ -206,7 +205,7 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 
     The binary one, for sentiment, is written in vertex functions; the child-sum one, for relatedness, in a lazy scope.
     """
-    refuse(ctx, "words")
+    exclude(ctx, "words")
     given["width"] = given["width"] or {"binary": 256, "child-sum": 150}[given["cell"]]
     run(ctx, "networks", **given)
 
@@ -231,7 +230,7 @@ def tree_fc(ctx: click.Context, **given: Any) -> None:
 @click.pass_context
 def tagger(ctx: click.Context, **given: Any) -> None:
     """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and its limit."""
-    refuse(ctx, "words")
+    exclude(ctx, "words")
     run(ctx, "networks", **given)
 
 

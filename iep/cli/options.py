@@ -1,6 +1,7 @@
 """What the options of several commands are made of, and those for which questions, where the engine's functions
 run, and what makes features."""
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -54,7 +55,10 @@ class CommaList(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
         if isinstance(value, tuple):
             return value
-        return tuple(dict.fromkeys(self.item.convert(part.strip(), param, ctx) for part in value.split(",")))
+        parts = [part.strip() for part in value.split(",")]
+        if isinstance(self.item, click.IntRange) and not all(re.fullmatch("-?[0-9]+", part) for part in parts):
+            self.fail(f"{value!r}, expected integers separated by commas, such as 1,16,64", param, ctx)
+        return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in parts))
 
 
 class RecordedCommand(Command):

@@ -15,8 +15,8 @@ from torch.nn import functional
 from iep.dynamic.nested import Leaf, split
 
 
-def _named(names: str, *places: Any) -> frozenset:
-    return frozenset(getattr(place, name) for name in names.split() for place in places if hasattr(place, name))
+def _named(names: str, *owners: Any) -> frozenset:
+    return frozenset(getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name))
 
 
 UNARY = (

@@ -170,10 +170,8 @@ def _check_children(children_NA: np.ndarray, first_N: np.ndarray, sample_N: np.n
     bad_N |= ((children_AN[1:] >= 0) & (children_AN[:-1] < 0)).any(axis=0)  # a vertex after -1
     if bad_N.any():
         at = int(np.argmax(bad_N))
-        children = children_NA[at].tolist()
-        raise ValueError(
-            f"{_vertex(at, first_N, sample_N)} has children {children}, expected vertices before it, then -1"
-        )
+        where, children = _vertex(at, first_N, sample_N), children_NA[at].tolist()
+        raise ValueError(f"{where} has children {children}, expected vertices before it, then -1")
 
 
 def _vertex(at: int, first_N: np.ndarray, sample_N: np.ndarray) -> str:

@@ -41,7 +41,7 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The recording, or the trial run, that takes the calls of this thread; None outside of scopes."""
+"""The recording or trial run to which the calls of this thread go; None outside of scopes."""
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _open_recording(arguments: Any) -> Any:
 
 
 def values_of(arguments: Any, but_of: Any = None) -> Any:
-    """Return nested arguments with tensors in the places of futures, except for those of the recording `but_of`."""
+    """Return nested arguments with each future replaced by its tensor, except for futures of the recording `but_of`."""
 
     def value_of(part: Any) -> Any:
         return part.value if type(part) is Future and part._column.recording is not but_of else part

@@ -51,7 +51,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self, leaves: Sequence[Tensor], function: Callable | None = None) -> tuple[Any, list[Tensor]]:
-        """Call the function, or another in its place; returns the structure of the result and its tensors."""
+        """Call `function`, or the call's own; returns the structure of the result and its tensors."""
         return split((function or self.function)(*fill(self.args, leaves), **fill(self.kwargs, leaves)))
 
 

@@ -29,23 +29,23 @@ class Lowered(NamedTuple):
 
 def lower(recording: Recording, futures: Sequence[Future], shared: bool = False) -> Lowered:
     """Return the graph that computes `futures`; if `shared`, with nodes of one op and equal arguments merged."""
-    ops, op_N, taken_U = recording.ops, np.array(recording.node_op), np.array(recording.taken)
+    ops, op_N, address_U = recording.ops, np.array(recording.node_op), np.array(recording.arguments)
     leaves_N = np.array([op.num_leaves for op in ops])[op_N]
     width_N = np.array([len(op.columns) for op in ops])[op_N]
     first_N, maker_R = np.cumsum(width_N) - width_N, np.repeat(np.arange(len(op_N)), width_N)
-    taker_U = np.repeat(np.arange(len(op_N)), leaves_N)
-    argument_U = np.arange(len(taker_U)) - np.repeat(np.cumsum(leaves_N) - leaves_N, leaves_N)
+    reader_U = np.repeat(np.arange(len(op_N)), leaves_N)
+    argument_U = np.arange(len(reader_U)) - np.repeat(np.cumsum(leaves_N) - leaves_N, leaves_N)
     address_F = np.array([future._address for future in futures])
     node_F = maker_R[address_F]
     op_F, field_F = op_N[node_F], address_F - first_N[node_F]
 
-    needed_N = _needed(maker_R, taker_U, taken_U, address_F)
-    position_N, kept = np.cumsum(needed_N) - 1, needed_N[taker_U]
-    op_N, taken_U, row_U, argument_U = op_N[needed_N], taken_U[kept], position_N[taker_U[kept]], argument_U[kept]
-    is_input_U = taken_U < 0
-    inputs, number = np.unique(-1 - taken_U[is_input_U], return_inverse=True)
-    made = taken_U[~is_input_U]
-    slot_U, field_U = np.empty_like(taken_U), np.zeros_like(taken_U)
+    needed_N = _needed(maker_R, reader_U, address_U, address_F)
+    position_N, kept = np.cumsum(needed_N) - 1, needed_N[reader_U]
+    op_N, address_U, row_U, argument_U = op_N[needed_N], address_U[kept], position_N[reader_U[kept]], argument_U[kept]
+    is_input_U = address_U < 0
+    inputs, number = np.unique(-1 - address_U[is_input_U], return_inverse=True)
+    made = address_U[~is_input_U]
+    slot_U, field_U = np.empty_like(address_U), np.zeros_like(address_U)
     slot_U[is_input_U], slot_U[~is_input_U] = number, len(inputs) + position_N[maker_R[made]]
     field_U[~is_input_U] = made - first_N[maker_R[made]]
     args_NA = np.full((len(op_N), int(leaves_N.max())), -1)
@@ -74,13 +74,13 @@ def lower(recording: Recording, futures: Sequence[Future], shared: bool = False)
     return Lowered(graph, types, inputs.tolist(), roots)
 
 
-def _needed(maker_R: np.ndarray, taker_U: np.ndarray, taken_U: np.ndarray, address_F: np.ndarray) -> np.ndarray:
+def _needed(maker_R: np.ndarray, reader_U: np.ndarray, address_U: np.ndarray, address_F: np.ndarray) -> np.ndarray:
     """Return (N,) which nodes the results at `address_F` depend on."""
     needed_N = np.ones(int(maker_R[-1]) + 1, dtype=bool)
-    while True:  # drop the nodes whose results nothing takes, until there are none
+    while True:  # drop the nodes whose results nothing reads, until there are none
         is_used_R = np.zeros(len(maker_R), dtype=bool)
         is_used_R[address_F] = True
-        is_used_R[taken_U[needed_N[taker_U] & (taken_U >= 0)]] = True
+        is_used_R[address_U[needed_N[reader_U] & (address_U >= 0)]] = True
         is_used_N = np.zeros_like(needed_N)
         is_used_N[maker_R[is_used_R]] = True
         if (is_used_N == needed_N).all():

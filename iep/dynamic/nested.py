@@ -30,7 +30,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def split(value: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor) -> tuple[Any, list]:
-    """Return `value` with a `Leaf` in the place of each tensor, and these tensors in order."""
+    """Return `value` with each tensor replaced by a `Leaf`, and these tensors in order."""
     leaves: list[Any] = []
 
     def take_out(part: Any) -> Any:
@@ -43,5 +43,5 @@ def split(value: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor) -> tuple
 
 
 def fill(structure: Any, values: Sequence[Any]) -> Any:
-    """Return `structure` with `values` in the places of its leaves."""
+    """Return `structure` with each leaf replaced by its value."""
     return mapped(lambda part: values[part.index] if type(part) is Leaf else part, structure)

@@ -97,7 +97,7 @@ class Recording:
     def _start(self) -> None:
         self.ops: list[Op] = []
         self.node_op = array("q")
-        self.taken = array("q")
+        self.arguments = array("q")
         """The addresses of the nodes' arguments, node after node."""
         self.inputs: list[Tensor] = []
         self.input_columns: list[Column] = []
@@ -136,7 +136,7 @@ class Recording:
         return tensors
 
     def futures_for(self, arguments: Any) -> Any:
-        """Return nested arguments with futures in the places of a sample's own tensors."""
+        """Return nested arguments with each tensor of a sample's own replaced by a future."""
 
         def future_for(value: Any) -> Any:
             is_own = type(value) is not Future and self._is_samples(value)
@@ -179,7 +179,7 @@ class Recording:
             return op.structure if op.how == STATIC else self._run_now(function, args, kwargs, op.reason)
 
         self.node_op.append(op.index)
-        self.taken.extend(addresses)
+        self.arguments.extend(addresses)
         address, held, futures = self._num_results, self._held, []
         for column in op.columns:
             future = Future(column, address)

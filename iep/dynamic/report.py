@@ -89,11 +89,9 @@ class Report:
         lines += [f"ran {_count(count, 'time')}: {why}" for why, count in self.flushes.most_common()]
         for (name, why), count in self.ran_at_once.most_common():
             lines.append(f"{name} was not recorded and ran at once {_count(count, 'time')}: {why}")
-        milliseconds = [1e3 * each for each in (self.seconds_recording, self.seconds_planning, self.seconds_executing)]
-        lines.append(
-            "recording {:.1f} ms, planning {:.1f} ms, executing {:.1f} ms; ".format(*milliseconds)
-            + f"{self.plans_reused} of {self.flushes.total()} plans reused"
-        )
+        phases = ("recording", "planning", "executing")
+        times = ", ".join(f"{phase} {1e3 * getattr(self, f'seconds_{phase}'):.1f} ms" for phase in phases)
+        lines.append(f"{times}; {self.plans_reused} of {self.flushes.total()} plans reused")
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019,
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from time import perf_counter
 from typing import Any, Self
 
@@ -41,16 +41,16 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         modules: the modules whose calls are recorded. With none, those of all layers that `torch.nn` itself defines.
         granularity: "module" records each call of a listed module as one node; "op" each function of PyTorch that it
             calls. Functions on futures outside of these modules are recorded in both.
-        scheduler: one of `iep.batching.SCHEDULERS`.
+        scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
         share: run nodes of one op with the same arguments once. Not for modules that draw random numbers.
         defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
 
-    A recorded call takes tensors, futures, nested lists, tuples and dicts of them, and static values, which tell calls
-    apart; parameters are shared by all calls, other tensors belong to one sample. It returns futures in the structure
-    that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was recorded so far.
-    What a module does besides returning tensors, such as counting its calls, it does once for a group, and not at all
-    where nobody holds the results; hooks that PyTorch registers for all modules may see a whole group. Scopes may be
-    nested, and open in several threads, each for its own calls.
+    Arguments of a recorded call are tensors, futures, nested lists, tuples and dicts of them, and static values, which
+    tell calls apart. All calls share parameters, and other tensors belong to one sample. A call returns futures in the
+    structure that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was
+    recorded so far. What a module does besides returning tensors, such as counting its calls, it does once for a group,
+    and not at all where nobody holds the results; hooks that PyTorch registers for all modules may see a whole group.
+    Scopes may be nested, and open in several threads, each for its own calls.
 
     All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
     `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
@@ -81,14 +81,14 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._by_op = granularity == "op"
         self._scheduler, self._share, self._defer = scheduler, share, defer_weight_grads
         self._report, self._recording = Report(), None
-        self._hooked: dict[Callable, bool] = {}
+        self._is_hooked = cache(_is_hooked)
 
     def __enter__(self) -> Self:
         if self._recording is not None:
             raise ValueError("a scope can be entered once: make another")
         buffers = [buffer for module in self._listed for buffer in module.buffers()]
         self._recording = Recording(self._run, self._report.ran_at_once, buffers)
-        self.takes = self._listed.__contains__ if self._listed else _is_layer
+        self.handles = self._listed.__contains__ if self._listed else _is_layer
         self.call = self._call_by_op if self._by_op else self._recording.record
         self._stack = ExitStack()
         self._stack.enter_context(_module_calls_recorded())
@@ -127,13 +127,6 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         function = partial(_original_call, function) if isinstance(function, nn.Module) else function
         return function(*futures(args), **futures(dict(kwargs)))
 
-    def _is_hooked(self, function: Callable) -> bool:
-        """Return whether a module or a part of it has backward hooks, so that its calls are run singly, as a whole."""
-        if function not in self._hooked:
-            parts = function.modules() if isinstance(function, nn.Module) else ()
-            self._hooked[function] = any(map(has_backward_hooks, parts))
-        return self._hooked[function]
-
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
         """Give `futures` their values."""
         began = perf_counter()
@@ -171,9 +164,8 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 def _plan(lowered: Lowered, scheduler: str) -> tuple[Plan, bool]:
     """Return the plan of a graph, and whether it was remembered."""
     graph, types = lowered.graph, lowered.types
-    roots = [part for root in types.roots for part in root]
     name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
-    key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *roots)
+    key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *sum(types.roots, ()))
     return remembered(key, graph.num_nodes, lambda: make_plan(graph, make_schedule(graph, scheduler), types))
 
 
@@ -185,6 +177,11 @@ def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield from _without_lists(module.children())
         else:
             yield module
+
+
+def _is_hooked(function: Callable) -> bool:
+    """Return whether a module or a part of it has backward hooks, so that its calls are run singly, as a whole."""
+    return isinstance(function, nn.Module) and any(map(has_backward_hooks, function.modules()))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -216,6 +213,6 @@ def _module_calls_recorded() -> Iterator[None]:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     recorder = current.recorder
-    if recorder is None or not recorder.takes(module):
+    if recorder is None or not recorder.handles(module):
         return _original_call(module, *args, **kwargs)
     return recorder.call(module, args, kwargs)

@@ -4,6 +4,7 @@ Modules are called as twins of themselves, with the same parameters and with cop
 out what prevents many samples from sharing one call.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,12 @@ REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstan
 """The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
 _one_at_a_time = threading.RLock()
 """Fake tensors of several threads share state that they should not."""
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""Returns the hooks by which checkpoints keep tensors from being saved."""
 
 
 class Trial:
-    """Takes the calls of modules while a trial runs, and sends them to twins, whose buffers are `copied`."""
+    """Receives the calls of modules while a trial runs, and passes them to twins, whose buffers are `copied`."""
 
     def __init__(self, copied: Callable[[Tensor], Tensor]):
         self._copied = copied
@@ -34,7 +37,7 @@ class Trial:
         """Of every twin, before it was called."""
         self.watch = _Watch()
 
-    def takes(self, module: nn.Module) -> bool:
+    def handles(self, module: nn.Module) -> bool:
         """Return whether a module is not a twin itself."""
         return module not in self._buffers
 
@@ -43,7 +46,7 @@ class Trial:
         return self._twin_of(module)(*args, **kwargs)
 
     def stand_in(self, function: Callable) -> Callable:
-        """Return what to call in the place of a function, module or method of a module."""
+        """Return what to call instead of a function, module or method of a module."""
         if isinstance(function, nn.Module):
             return self._twin_of(function)
         if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
@@ -58,9 +61,7 @@ class Trial:
             changed = [name for name, *state in _buffers_of(twin) if (name, *state) not in before]
             if changed:
                 return f"{type(twin).__name__} changes its buffer {changed[0]}"
-        if self.watch.hooks_gradients:
-            return "it hooks gradients of tensors, which are those of one sample"
-        return "scale_grad_by_freq counts the indices of all samples" if self.watch.counts_indices else None
+        return self.watch.reason
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         if module in self._twins:
@@ -79,13 +80,20 @@ class Trial:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks for what depends on all samples of a call: hooks of gradients, and embeddings that count indices."""
+    """Looks for what depends on all samples of a call, or cannot be run by vmap, and keeps the reason."""
 
-    counts_indices = hooks_gradients = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+        self._outer_hooks = _saving_hooks(True)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.counts_indices |= bool(kwargs and kwargs.get("scale_grad_by_freq"))
-        self.hooks_gradients |= func is Tensor.register_hook
+        if kwargs and kwargs.get("scale_grad_by_freq"):
+            self.reason = "scale_grad_by_freq counts the indices of all samples"
+        if func is Tensor.register_hook:
+            self.reason = "it hooks gradients of tensors, which are those of one sample"
+        if _saving_hooks(True) != self._outer_hooks:
+            self.reason = 'it saves tensors by hooks, as checkpoint does; granularity="op" batches it without them'
         return func(*args, **(kwargs or {}))
 
 
@@ -111,6 +119,9 @@ def trial_run(is_fake: bool) -> Iterator[Trial]:
         if is_fake:
             stack.enter_context(_one_at_a_time)
             copied = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)).from_tensor
+            log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the errors that are also raised
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
         else:
             stack.enter_context(torch.random.fork_rng())
         stack.callback(torch.set_autocast_cache_enabled, is_cached)

@@ -154,16 +154,11 @@ class VertexNetwork:
         self._column = {name: column for column, name in enumerate(names)}
         self._kind = repr((names, [(function.gathers, function.pulls, function.pushes) for function in functions]))
 
-    def plan(
-        self,
-        samples: Sequence[Edges],
-        scheduler: str = "lookahead",
-        sharing: bool = False,
-    ) -> VertexPlan:
+    def plan(self, samples: Sequence[Edges], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
         """Return how to run a minibatch. Minibatches of the same shape are scheduled once.
 
         Args:
-            scheduler: a name in `SCHEDULERS`.
+            scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
             sharing: merge vertices that run the same function on the same rows and the same children's states.
 
         Raises:
@@ -253,6 +248,7 @@ class VertexNetwork:
         index, shapes = op % len(self.functions), list(self.shapes.items())
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
+            """Run the function on the rows that it pulls and the states that it gathers, in this order."""
             gathered = arguments[first:]
             if not num_children:
                 like = arguments[0]

@@ -29,8 +29,7 @@ class ChildSumCell(nn.Module):
         """Return h and c, (H,) each, of a vertex, from those of its children."""
         gates = self.word_gates(word_D)
         if children:
-            h_NH = torch.stack([h for h, _ in children])
-            c_NH = torch.stack([c for _, c in children])
+            h_NH, c_NH = map(torch.stack, zip(*children, strict=True))
             gates = gates + self.child_gates(h_NH.sum(0))
         i, o, u = gates.chunk(3)
         c = i.sigmoid() * u.tanh()

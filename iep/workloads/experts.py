@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from iep.batching.grouped import EXECUTIONS, grouped_linear, grouped_refusal
+from iep.batching.grouped import EXECUTIONS, grouped_linear
 from iep.errors import InputError
 
 
@@ -44,15 +44,6 @@ class Experts(nn.Module):
         for weights in (self.hidden_weights, self.output_weights):  # as PyTorch initialises linear layers
             nn.init.uniform_(weights, -(weights.shape[1] ** -0.5), weights.shape[1] ** -0.5)
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """D, H and O."""
-        return *self.hidden_weights.shape[1:], self.output_weights.shape[2]
-
-    def grouped_refusal(self) -> str | None:
-        """Return why these weights cannot be used in a grouped matrix product, or None."""
-        return grouped_refusal(self.hidden_weights.device, self.hidden_weights.dtype, self.sizes)
-
     def forward(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Return (T, O): for each token the sum over its experts of gate times expert's output.
 
@@ -63,10 +54,16 @@ class Experts(nn.Module):
             gates_TK: the factor of each of them.
 
         Raises:
-            InputError: shapes, dtypes or devices do not fit, there is no expert of a number (checked on CPUs; on GPUs
+            InputError: a shape or dtype does not fit, or an expert's number is out of range (checked on CPUs; on GPUs
                 it is a device-side assertion).
             ValueError: the execution is `grouped` and PyTorch has no such product here.
         """
+        inputs = self.hidden_weights.shape[1]
+        if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
+            raise InputError(f"experts got inputs {tuple(x_TD.shape)}, expected (tokens, {inputs})")
+        if experts_TK.dim() != 2 or experts_TK.shape != gates_TK.shape or len(experts_TK) != len(x_TD):
+            given = f"experts {tuple(experts_TK.shape)} and gates {tuple(gates_TK.shape)}"
+            raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
         device = self.hidden_weights.device.type
         if not torch.is_autocast_enabled(device):
             return self._sums(x_TD, experts_TK, gates_TK, self.hidden_weights.dtype)
@@ -81,7 +78,9 @@ class Experts(nn.Module):
         return sum(gate * result for gate, result in zip(gates_K, results, strict=True))
 
     def _sums(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        self._check(x_TD, experts_TK, gates_TK, dtype)
+        if x_TD.dtype != dtype or gates_TK.dtype != dtype or experts_TK.dtype != torch.int64:
+            given = f"inputs {x_TD.dtype}, gates {gates_TK.dtype} and experts {experts_TK.dtype}"
+            raise InputError(f"{given}, expected the weights' {dtype} and torch.int64")
         count, k = len(self.hidden_weights), experts_TK.shape[1]
         if not experts_TK.numel():
             hidden_TH = x_TD @ self.hidden_weights[0].to(dtype)  # so that the weights have gradients of zero
@@ -97,13 +96,3 @@ class Experts(nn.Module):
         output_TKO = output_RO.index_select(0, order_R.argsort()).view(*experts_TK.shape, -1)
         output_TKO = output_TKO * gates_TK.unsqueeze(2)
         return output_TKO.squeeze(1) if k == 1 else output_TKO.sum(1)
-
-    def _check(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> None:
-        if x_TD.dim() != 2 or x_TD.shape[1] != self.hidden_weights.shape[1]:
-            raise InputError(f"experts got inputs {tuple(x_TD.shape)}, expected (tokens, {self.sizes[0]})")
-        if experts_TK.dim() != 2 or experts_TK.shape != gates_TK.shape or len(experts_TK) != len(x_TD):
-            given = f"experts {tuple(experts_TK.shape)} and gates {tuple(gates_TK.shape)}"
-            raise InputError(f"{given} for {len(x_TD)} tokens, expected ({len(x_TD)}, k) of both")
-        if x_TD.dtype != dtype or gates_TK.dtype != dtype or experts_TK.dtype != torch.int64:
-            given = f"inputs {x_TD.dtype}, gates {gates_TK.dtype} and experts {experts_TK.dtype}"
-            raise InputError(f"{given}, expected the weights' {dtype} and torch.int64")

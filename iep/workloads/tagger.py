@@ -63,7 +63,7 @@ class BiLSTM(nn.Module):
             sequences: (T,) each, the rows of its items among all vectors.
         """
         lengths = np.array([len(rows) for rows in sequences], dtype=np.int64)
-        # The longest first, so that the sequences that go on after a step are adjacent.
+        # The longest sequences come first, so that those with an item at a step are adjacent.
         order = np.argsort(-lengths, kind="stable")
         first = np.empty_like(lengths)
         first[order] = np.cumsum(lengths[order]) - lengths[order]
@@ -136,7 +136,7 @@ class TaggerPlan:
 
 
 class Tagger(nn.Module):
-    """Word vectors, a BiLSTM, a hidden layer with tanh, a score for every tag.
+    """Word vectors, a BiLSTM, a hidden layer with tanh, a score for every tag. Default sizes: Qiao & Taura 2019, 4.1.
 
     Args:
         characters: the number of letters; None for a tagger that does not spell.

@@ -6,7 +6,6 @@ trees as lists of parents (the preprocessed data of Tai et al. 2015, Improved Se
 Tree-Structured Long Short-Term Memory Networks, section 5.2). Raw text is not parsed.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from iep.errors import InputError
+from iep.runtime.reading import reading
 from iep.workloads.trees import SENTIMENTS, Tree, TreePair, tree_from_parents
 
 UNKNOWN = "<unk>"
@@ -21,21 +21,17 @@ SST_TOKEN = re.compile(r"[()]|[^() ]+")
 """Only spaces separate words: those of the treebank may contain other white space."""
 WORD = re.compile(r"[^ ]+")
 SICK_PARENT = re.compile(r"-?[0-9]+")
+RELATEDNESS = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a UTF-8 file. Line feeds end lines, and no other character does.
 
     Raises:
-        InputError: the file is missing, a directory or not UTF-8.
+        InputError: as `reading`, or the file is not UTF-8.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    return text.removesuffix("\n").split("\n") if text else []
+    with reading(path, "UTF-8 text"):
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
 def index_words(words: Iterable[str]) -> dict[str, int]:
@@ -72,8 +68,8 @@ def _parse_sst(line: str, where: str) -> tuple[list[tuple[int, int]], list[str |
     """Return children, word and label of every vertex, children first."""
     children, words, labels = [], [], []
     opened: list[list[int | str]] = []  # for each open vertex its label, then its word or its children's numbers
-    for place, token in enumerate(SST_TOKEN.findall(line), start=1):
-        at = f"{where}, token {place}: {token!r}"
+    for number, token in enumerate(SST_TOKEN.findall(line), start=1):
+        at = f"{where}, token {number}: {token!r}"
         if not opened and (labels or token != "("):
             raise InputError(f"{at}, expected {'the end of the line' if labels else '('}")
         if opened and not opened[-1]:
@@ -113,21 +109,21 @@ def read_sick(
         word_to_idx: as for `read_sst`.
 
     Raises:
-        InputError: a file cannot be read, files have different numbers of lines, or a line's parents are no tree
-            (names file, line and word).
+        InputError: a file cannot be read, files have different numbers of lines, a line is empty, or its parents are no
+            tree (names file, line and word).
     """
     parts = [directory / name for name in ("a.toks", "a.parents", "b.toks", "b.parents", "sim.txt")]
     lines = [read_lines(part) for part in parts]
     for part, found in zip(parts, lines, strict=True):
         if len(found) != len(lines[0]):
             raise InputError(f"{part}: {len(found)} lines, expected {len(lines[0])} as in {parts[0].name}")
-    if not lines[0]:
-        raise InputError(f"{parts[0]}: empty, expected one sentence in each line")
     if word_to_idx is None:
         word_to_idx = index_words(word for line in (*lines[0], *lines[2]) for word in WORD.findall(line))
     pairs = []
     for n, (a_words, a_parents, b_words, b_parents, similar) in enumerate(zip(*lines, strict=True), start=1):
-        relatedness = _number(similar, f"{parts[4]}, line {n}")
+        if not RELATEDNESS.fullmatch(similar):
+            raise InputError(f"{parts[4]}, line {n}: {similar!r}, expected a number, such as 4.5")
+        relatedness = float(similar)
         left = _sick_tree(a_words, a_parents, relatedness, word_to_idx, f"{parts[1]}, line {n}")
         right = _sick_tree(b_words, b_parents, relatedness, word_to_idx, f"{parts[3]}, line {n}")
         pairs.append(TreePair(left, right, relatedness))
@@ -155,13 +151,3 @@ def _sick_tree(sentence: str, parents: str, relatedness: float, word_to_idx: Map
         return tree_from_parents(position[parent[used]], indices, relatedness)
     except ValueError as error:
         raise InputError(f"{where}: {error}") from None
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise InputError(f"{where}: {text!r}, expected a number")
-    return number

@@ -42,8 +42,8 @@ class Tree:
         count = len(self.words)
         if not count or self.children.ndim != 2 or len(self.children) != count:
             raise ValueError(f"a tree of {count} words and children {self.children.shape}, expected (V, A) and V > 0")
-        vertex, place = np.nonzero(self.children >= 0)
-        child = self.children[vertex, place]
+        vertex, position = np.nonzero(self.children >= 0)
+        child = self.children[vertex, position]
         if (child >= vertex).any() or not np.array_equal(np.sort(child), np.arange(count - 1)):
             raise ValueError("every vertex of a tree but the last is the child of one, later vertex")
 
@@ -120,7 +120,7 @@ def sick_like(count: int, words: int, rng: np.random.Generator) -> list[TreePair
 
 
 def complete_trees(count: int, leaves: int, words: int, rng: np.random.Generator) -> list[Tree]:
-    """Return complete binary trees, as for Tree-FC (`tree_fc.py`).
+    """Return complete binary trees, as for Tree-FC (`binary_trees.py`).
 
     Where `leaves` is no power of two, the two halves of every split differ by one leaf at most.
     """
@@ -159,10 +159,7 @@ def _binary_tree(leaves: int, split: Callable[[int], int]) -> np.ndarray:
 
 def _words_of_leaves(children: np.ndarray, words: int, rng: np.random.Generator) -> np.ndarray:
     """Return (V,), a word for each leaf and -1 for the other vertices."""
-    is_leaf = children[:, 0] < 0
-    drawn = np.full(len(children), -1)
-    drawn[is_leaf] = zipf(int(is_leaf.sum()), words, rng)
-    return drawn
+    return np.where(children[:, 0] < 0, zipf(len(children), words, rng), -1)
 
 
 def _attach(size: int, rng: np.random.Generator) -> np.ndarray:
