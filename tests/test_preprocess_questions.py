@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from click.testing import CliRunner
+from tiny_data import TINY
 
+from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main
+from iep.cli.synth import main as iep_synth
+from iep.cli.train import main as iep_train
 from iep.vocab import Vocab
 
 
@@ -166,14 +170,43 @@ def test_the_vocabulary_of_clevr_cogent_is_that_of_train_a(tmp_path, out):
     assert "already done" in run(tmp_path / "CoGenT", "--split", "valB", "--out", out)
 
 
-def test_a_token_that_the_vocabulary_lacks_is_named_with_file_and_question(clevr, out, tmp_path):
+def test_a_token_that_the_vocabulary_lacks_is_named_with_file_question_and_a_vocabulary_that_has_it(
+    clevr, out, tmp_path
+):
     foreign = tmp_path / "other_vocab.json"
     Vocab(*(("<NULL>", "<START>", "<END>", "<UNK>", "How"),) * 3).save(foreign)
     line = run(clevr, "--out", out, "--vocab", foreign, code=1)
     assert "CLEVR_train_questions.json: question 0: question token 'many' is not in the vocabulary" in line
-    assert str(foreign) in line
+    assert f"{foreign}; --vocab clevr has it" in line
     line = run(clevr, "--out", out, "--vocab", foreign, "--encode-unk", code=1)
     assert "question 0: program token 'count' is not in the vocabulary" in line
+    write_questions(clevr, "train", [question(0, 0, "train") | {"question": "How many zebras?"}])
+    line = run(clevr, "--out", out, "--vocab", "clevr", code=1)
+    assert "question token 'zebras' is not in the vocabulary clevr; give a vocabulary that has it" in line
+
+
+def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out):
+    run(clevr, "--out", out, "--vocab", "clevr")
+    assert Vocab.load(out / "vocab.json") == Vocab.clevr()
+    assert run(clevr, "--out", out, "--vocab", "clevr").count("already done") == 4
+
+
+def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evaluated_on(out, tmp_path):
+    synthetic, run_directory = tmp_path / "synthetic", tmp_path / "run"
+    sizes = ("--train", 3, "--val", 3, "--test", 1, "--questions-per-image", 4)
+    commands = [
+        (iep_synth, synthetic, "--preset", "mini", "--width", 60, "--height", 40, *sizes),
+        (main, synthetic, "--out", out, "--backbone", "patches", "--patch-size", 1, "--workers", 0),
+        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *TINY, "iterations=1"),
+        (iep_eval, "--ee", run_directory, "--data", out, "--workers", 0),
+    ]
+    for command, *arguments in commands:
+        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+    train, val = (read(out / f"{split}_questions.h5")["answers"].tolist() for split in ("train", "val"))
+    assert set(val) - set(train)
+    answers = Vocab.load(out / "vocab.json").answer
+    assert [answer for answer in answers if answer.isdigit()] == ["0", "1", "2", "3"]  # of at most three objects
 
 
 def test_done_files_are_skipped_and_stay_the_same(clevr, out):

@@ -12,25 +12,15 @@ from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
 from iep.synth.tally import Tally, commonest_shares, guessing_accuracy
 from iep.synth.templates import FAMILIES, GROUPS
-from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
-from iep.vocab import tokenize
+from iep.synth.world import ATTRIBUTES
+from iep.vocab import SPECIAL_TOKENS, Vocab, tokenize
 
-# CLEVR's words, as the original toolkit tokenises its questions (without the empty one of doubled spaces).
-WORDS_TEXT = """
-    ; Are Do Does How Is The There What a an and another any anything are as ball balls behind big block blocks blue
-    both brown color cube cubes cyan cylinder cylinders does either else equal fewer front gray greater green has have
-    how in is it its large left less made many material matte metal metallic more number object objects of on or other
-    purple red right rubber same shape shiny side size small sphere spheres than that the there thing things tiny to
-    visible what yellow
-"""
-WORDS = set(WORDS_TEXT.split())
-FUNCTIONS = {
-    "scene", "unique", "count", "exist", "union", "intersect", "less_than", "greater_than", "equal_integer",
-    *(f"{kind}_{attribute}" for kind in ("query", "same", "equal") for attribute in ATTRIBUTES),
-    *(f"relate[{relation}]" for relation in RELATIONS),
-    *(f"filter_{attribute}[{value}]" for attribute in ATTRIBUTES for value in VALUES[attribute]),
-}  # fmt: skip
-ANSWERS = {"yes", "no", *map(str, range(11)), *(value for attribute in ATTRIBUTES for value in VALUES[attribute])}
+CLEVR = Vocab.clevr()
+
+# Those of CLEVR v1.0, without the empty word of doubled spaces, which our text does not have.
+WORDS, FUNCTIONS, ANSWERS = (
+    set(tokens) - {"", *SPECIAL_TOKENS} for tokens in (CLEVR.question, CLEVR.program, CLEVR.answer)
+)
 
 
 def made(preset: str, images: int) -> list[tuple[dict, Question]]:

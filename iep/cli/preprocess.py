@@ -43,8 +43,9 @@ from iep.runtime.locks import alone_in
 )
 @click.option(
     "--vocab",
+    metavar="FILE|clevr",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Use this vocab.json instead of building one from the train split.",
+    help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
 @click.option(
@@ -91,6 +92,7 @@ def main(
     from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
+    from iep.synth.synthesize import possible_tokens
 
     model = chosen_backbone(of_backbone)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
@@ -103,7 +105,7 @@ def main(
         if "questions" in parts:
 
             def encode() -> None:
-                options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk)
+                options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk, possible_tokens(clevr_dir))
                 with alone_in(out, "vocab.json", "*_questions.h5"):  # each features file has a lock of its own
                     preprocess_questions(files, out, options, counts, overwrite, say, verify)
 

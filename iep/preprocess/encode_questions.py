@@ -19,6 +19,9 @@ from iep.preprocess.clevr_files import image_number, read_questions
 from iep.programs import json_to_prefix
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
 
+CLEVR = "clevr"
+"""The name, in place of a file, of the vocabulary of CLEVR v1.0."""
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -145,14 +148,15 @@ def _int32(numbers: array) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
-def build_vocab(questions: QuestionSet, unk_threshold: int) -> Vocab:
-    """Return the vocabulary of a question set: its question tokens that occur at least `unk_threshold` times, and all
-    its program and answer tokens."""
+def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None = None) -> Vocab:
+    """Return the vocabulary of a question set: its question tokens that occur at least `unk_threshold` times, all its
+    program and answer tokens, and the tokens of the vocabulary `also`."""
+    also = also or Vocab((), (), ())
     programs, answers = (part.names if part else () for part in (questions.programs, questions.answers))
     return Vocab(
-        question=index_tokens(_frequent(questions.questions, unk_threshold)),
-        program=index_tokens(programs),
-        answer=index_tokens(answers),
+        question=index_tokens((*_frequent(questions.questions, unk_threshold), *also.question)),
+        program=index_tokens((*programs, *also.program)),
+        answer=index_tokens((*answers, *also.answer)),
     )
 
 
@@ -205,7 +209,8 @@ def _indices(
     if unknown.size:
         token = rows.names[rows.ids[unknown[0]]]
         position = np.searchsorted(np.cumsum(rows.lengths), unknown[0], side="right")
-        hint = "give a vocabulary that has it with --vocab FILE"
+        clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
+        hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
         hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
         raise InputError(
             f"{source}: question {position}: {kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"

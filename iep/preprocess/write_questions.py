@@ -19,7 +19,15 @@ from iep.data.hdf5 import open_hdf5, read_attributes
 from iep.data.question_file import CONTENT_DIGEST
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
-from iep.preprocess.encode_questions import QuestionSet, build_vocab, check_images, encode, expand_vocab, load_questions
+from iep.preprocess.encode_questions import (
+    CLEVR,
+    QuestionSet,
+    build_vocab,
+    check_images,
+    encode,
+    expand_vocab,
+    load_questions,
+)
 from iep.preprocess.recipe import FORMAT, Recipe, check_same, file_digest, is_current, write_recipe
 from iep.runtime.files import arrays_digest, atomic_path, os_errors_name
 from iep.vocab import Vocab
@@ -30,16 +38,18 @@ class QuestionOptions:
     """How questions are encoded.
 
     Args:
-        vocab: a vocab.json to use as it is, instead of building one.
+        vocab: a vocab.json to use as it is, or `clevr` for that of CLEVR v1.0, instead of building one.
         expand_vocab: add new question tokens to `vocab`.
         unk_threshold: a question token enters the vocabulary if it occurs at least this many times.
         encode_unk: encode question tokens that are not in the vocabulary as <UNK>; otherwise they are an error.
+        also: tokens that enter a vocabulary that is built, whether they occur or not.
     """
 
     vocab: Path | None = None
     expand_vocab: bool = False
     unk_threshold: int = 1
     encode_unk: bool = False
+    also: Vocab | None = None
 
 
 def preprocess_questions(
@@ -122,17 +132,17 @@ def _vocabulary(
     if given is not None and not options.expand_vocab:
         if options.vocab is None and not given.exists():
             raise InputError(f"{given}: no such file, preprocess the train split first or give --vocab FILE")
-        return Vocab.load(given), str(given), f"file {file_digest(given)}"
+        return _loaded(given), str(given), f"file {_digest(given)}"
     split = train or next(iter(files))
     made_from = f"questions {digests[split]} unk_threshold {options.unk_threshold}"
     if given is not None:
-        made_from = f"file {file_digest(given)} expanded by {made_from}"
+        made_from = f"file {_digest(given)} expanded by {made_from}"
     if (vocab := _made_before(out, split, made_from)) is not None:
         return vocab, str(out / "vocab.json"), made_from
     if given is not None:
-        vocab = expand_vocab(Vocab.load(given), load(split), options.unk_threshold)
+        vocab = expand_vocab(_loaded(given), load(split), options.unk_threshold)
         return vocab, f"{given} expanded by {files[split]}", made_from
-    return build_vocab(load(split), options.unk_threshold), f"of {files[split]}", made_from
+    return build_vocab(load(split), options.unk_threshold, options.also), f"of {files[split]}", made_from
 
 
 def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
@@ -145,6 +155,14 @@ def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
     except InputError:
         return None  # it is made again, and then compared with the file
     return vocab if found.get("vocab_digest") == vocab.digest else None
+
+
+def _loaded(vocab: Path) -> Vocab:
+    return Vocab.clevr() if str(vocab) == CLEVR else Vocab.load(vocab)
+
+
+def _digest(vocab: Path) -> str:
+    return CLEVR if str(vocab) == CLEVR else file_digest(vocab)
 
 
 def _recorded(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from PIL import Image
 from iep.errors import InputError
 from iep.runtime.files import atomic_path, os_errors_name, write_json
 from iep.runtime.locks import LOCK
-from iep.runtime.reading import read_json
+from iep.runtime.reading import read_json, reading
 from iep.runtime.signals import end_with_parent
 from iep.synth.executor import facts_of
 from iep.synth.presets import SPLITS, Options
@@ -33,6 +33,7 @@ from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
 from iep.synth.tally import Tally
+from iep.vocab import Vocab
 
 BLOCK = 50
 SCENE_TRIES = 5
@@ -264,3 +265,22 @@ def is_whole_png(path: Path) -> bool:
             return file.read() == PNG_END
     except OSError:  # missing, or shorter than a PNG's end
         return False
+
+
+def possible_tokens(directory: Path) -> Vocab | None:
+    """Return every token that questions of the data set in `directory` can have; None if iep-synth did not make it.
+
+    A small data set does not use all of them in its train split.
+
+    Raises:
+        InputError: its record is damaged.
+    """
+    path = directory / RECORD
+    if not path.exists():
+        return None
+    with reading(path, "the record of iep-synth"):
+        most = int(read_json(path)["rules"]["max_objects"])
+    clevr = Vocab.clevr()
+    answers = [token for token in clevr.answer if not token.isdigit() or int(token) <= most]
+    # CLEVR's text has double spaces, which make an empty token; iep-synth's has none.
+    return Vocab(tuple(filter(None, clevr.question)), clevr.program, tuple(answers))
