@@ -248,7 +248,7 @@ def test_features_of_another_shape_than_the_engines_are_refused(parts, tmp_path)
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ({"backbone": "vgg16"}, "by backbone 'vgg16', which this version does not know"),
+        ({"backbone": "vgg16"}, "by the backbone 'vgg16', which this version does not know"),
         ({"backbone": "patches", "patch_size": "large"}, "patch_size large, expected a whole number"),
         ({"backbone": "patches", "patch_size": 2, "dtype": "int8"}, "dtype int8, expected float32 or float16"),
         ([1], "how its features were made is a list"),

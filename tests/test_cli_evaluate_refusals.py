@@ -62,7 +62,7 @@ def test_a_missing_data_directory_is_named(run: dict[str, Path], tmp_path: Path)
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "deeper"):
         result = iep_eval("--baseline", run["lstm"], "--data", path)
-        assert_one_error(result, f"{tmp_path / 'file'}: a file, expected a directory with vocab.json")
+        assert_one_error(result, f"{tmp_path / 'file'}: is a file, expected a directory that holds vocab.json")
 
 
 @pytest.mark.parametrize(
