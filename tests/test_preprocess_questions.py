@@ -57,17 +57,6 @@ def test_questions_programs_and_answers_decode_to_what_the_release_says(clevr, o
     assert set(read(out / "test_questions.h5")) == {"questions", "image_idxs", "orig_idxs", "question_families"}
 
 
-def test_rows_are_padded_with_null_to_the_longest(clevr, out):
-    longer = question(0, 0, "train") | {"question": "How many red things are there; and then some?"}
-    write_questions(clevr, "train", [question(1, 0, "train"), longer])
-    run(clevr, "--out", out, "--split", "train")
-    vocab, train = Vocab.load(out / "vocab.json"), read(out / "train_questions.h5")
-    assert text(vocab.question, train["questions"][0]) == (
-        "<START> How many red things are there <END> <NULL> <NULL> <NULL> <NULL>"
-    )
-    assert text(vocab.question, train["questions"][1]) == "<START> How many red things are there ; and then some <END>"
-
-
 def test_the_public_generators_forms_give_the_same_arrays_as_the_release(clevr, out, tmp_path):
     released = [question(n, 0, "train", COLORS[n]) | {"answer": answer} for n, answer in enumerate(("yes", "no", "3"))]
     write_questions(clevr, "train", released)

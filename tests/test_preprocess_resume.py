@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
@@ -45,7 +46,7 @@ def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_path, out):
+def test_a_killed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, out):
     images = write_images(tmp_path / "CLEVR", "val", 151)
     run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
     expected = (tmp_path / "whole" / "val_features.h5").read_bytes()
@@ -63,7 +64,7 @@ def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_
     assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
-def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
+def test_a_run_is_resumed_after_a_bad_image_is_replaced(clevr, out):
     broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
     sound = broken.read_bytes()
     broken.write_bytes(sound[:200])
@@ -76,7 +77,7 @@ def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> Path:
-    """Leave a run that stopped at image 4, and mend the image. Returns the unfinished file."""
+    """Leave a run that stopped at image 4, and restore the image; return the unfinished file."""
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
@@ -85,35 +86,40 @@ def interrupt(clevr: Path, out: Path, *options: str) -> Path:
     return out / "val_features.h5.partial"
 
 
-def test_an_interrupted_run_with_other_options_is_refused_unless_overwritten(clevr, out):
-    partial = interrupt(clevr, out)
-    line = run(clevr, "--out", out, "--backbone", "patches", code=1)
-    assert f"{partial}: was made with patch_size 2, now it is 8" in line
-    run(clevr, "--out", out, "--backbone", "patches", "--overwrite")
-    assert features(out / "val_features.h5").shape == (7, 192, 14, 14)
-
-
-def test_an_interrupted_run_whose_first_images_changed_is_refused(clevr, out):
-    interrupt(clevr, out)
+def append_to_image(clevr: Path, out: Path) -> None:
     with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
         file.write(b"more")
-    assert "the images of its 4 rows have changed" in run(clevr, "--out", out, *PATCHES, code=1)
 
 
-def test_a_truncated_unfinished_file_is_named(clevr, out):
-    partial = interrupt(clevr, out)
-    os.truncate(partial, 5000)
-    assert f"{partial}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
-    run(clevr, "--out", out, *PATCHES, "--overwrite")
-    assert len(features(out / "val_features.h5")) == 7
+JOURNAL, PARTIAL, FINISHED = "val_features.h5.progress", "val_features.h5.partial", "val_features.h5"
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "message"),
+    [
+        (lambda clevr, out: None, ("--patch-size", 8), f"{PARTIAL}: was made with patch_size 2, now it is 8"),
+        (append_to_image, (), f"{JOURNAL}: the images of its 4 rows have changed"),
+        (lambda clevr, out: os.truncate(out / PARTIAL, 5000), (), f"{PARTIAL}: not a whole HDF5 file"),
+        (lambda clevr, out: (out / JOURNAL).write_text("[" * 10_000), (), f"{JOURNAL}: not the journal of 7 rows"),
+        (lambda clevr, out: (out / JOURNAL).write_text('{"rows": "4"}'), (), f"{JOURNAL}: not the journal of 7 rows"),
+    ],
+)
+def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten(clevr, out, damage, flags, message):
+    interrupt(clevr, out)
+    damage(clevr, out)
+    line = run(clevr, "--out", out, *PATCHES, *flags, code=1)
+    assert message in line
+    assert line.endswith("; --overwrite replaces it")
+    run(clevr, "--out", out, *PATCHES, *flags, "--overwrite")
+    assert len(features(out / FINISHED)) == 7
+    assert [path.name for path in out.iterdir()] == [FINISHED]
 
 
 def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    os.truncate(out / "val_features.h5", 5000)
-    line = run(clevr, "--out", out, *PATCHES, code=1)
-    assert f"{out / 'val_features.h5'}: not a whole HDF5 file" in line
-    assert (out / "val_features.h5").stat().st_size == 5000
+    os.truncate(out / FINISHED, 5000)
+    assert f"{out / FINISHED}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert (out / FINISHED).stat().st_size == 5000
 
 
 def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
