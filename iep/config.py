@@ -36,12 +36,12 @@ RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
 """As in Johnson et al. 2017, section 4.1."""
 PATCH_SIZE = 8
 """Of features that are patches."""
-LOOKS = {
+SALIENCY = {
     "norm": "norm over channels of each module's output",
     "gradient": "norm over channels of the gradient of the answer's score by each module's output",
 }
-"""What a map in the picture of an answer can show, by the name that `--look` takes."""
-DEFAULT_LOOK = "norm"
+"""What the maps in the picture of an answer can show, by the name that `--saliency` takes."""
+DEFAULT_SALIENCY = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")

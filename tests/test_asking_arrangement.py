@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from batching_cases import quick
 from hypothesis import example, given, settings
 
-from iep.asking.arrangement import LEFT, arrange, tidy_columns, wrapped
+from iep.asking.picture import LEFT, arrange, tree_columns, wrapped
 from iep.programs import program_tree
 
 TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
@@ -44,7 +44,7 @@ def test_no_two_boxes_overlap_and_all_lie_in_the_picture(tokens, across, down, q
 @settings(quick)
 def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
     tree = program_tree(tokens)
-    columns = tidy_columns([node.arguments for node in tree.nodes])
+    columns = tree_columns([node.arguments for node in tree.nodes])
     assert min(columns) == 0
     for node, column in zip(tree.nodes, columns, strict=True):
         places = [columns[argument] for argument in node.arguments]
@@ -54,12 +54,8 @@ def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
 
 
 def test_a_chain_is_one_column_and_a_pair_two():
-    assert tidy_columns([(1,), (2,), ()]) == [0, 0, 0]
-    assert tidy_columns([(1, 2), (), ()]) == [0.5, 0, 1]
-
-
-def test_a_deep_subtree_reaches_under_a_short_one():
-    assert tidy_columns([(1, 2), (), (3, 4), (), ()]) == [0.5, 0.0, 1.0, 0.5, 1.5]
+    assert tree_columns([(1,), (2,), ()]) == [0, 0, 0]
+    assert tree_columns([(1, 2), (), ()]) == [0.5, 0, 1]
 
 
 @given(st.text(alphabet="ab ", max_size=80), st.floats(0.2, 3.0))

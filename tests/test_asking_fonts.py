@@ -34,11 +34,11 @@ def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it(tmp_path: Pat
         figure.savefig(tmp_path / "usual.png")
 
 
-def test_a_character_of_no_font_is_told(tmp_path: Path):
+def test_a_character_of_no_font_is_named(tmp_path: Path):
     data = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 16)
     asked = ("--ee", trained(data, "ee", tmp_path / "ee", 1), "--image", IMAGE, "--program", "exist scene")
     result = iep_ask(*asked, "--question", f"Any {NOWHERE}?", "--draw", tmp_path / "a.png")
     assert result.exit_code == 0, result.output
-    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes stand for them" in result.stderr
+    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes replace them" in result.stderr
     assert "no installed font" not in iep_ask(*asked, "--question", "Any?", "--draw", tmp_path / "b.png").stderr
     assert f"Wrote {tmp_path / 'c.svg'}" in answered(*asked, "--question", NOWHERE, "--draw", tmp_path / "c.svg")

@@ -1,40 +1,16 @@
-"""Counts by kind of question, lengths of programs and confusions, against loops over the questions one by one."""
+"""Lengths of programs against a loop over the programs one by one, and the order of answers."""
 
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.reference import run_prefix
-from iep.evaluation.metrics import answer_groups, confusion, groups, program_lengths
+from iep.evaluation.metrics import answer_groups, program_lengths
 from iep.programs import arity
 from iep.synth.world import VALUES
-
-QUESTIONS = st.lists(st.tuples(st.integers(-1, 5), st.booleans(), st.booleans()), min_size=1, max_size=40)
-
-
-@given(QUESTIONS)
-def test_groups_count_what_a_loop_counts(questions):
-    keys, right, exact = (np.array(column) for column in zip(*questions, strict=True))
-    found = groups(keys, right, exact)
-    assert [group.key for group in found] == sorted({key for key, _, _ in questions if key >= 0})
-    for group in found:
-        members = [question for question in questions if question[0] == group.key]
-        assert group.questions == len(members)
-        assert group.right == sum(is_right for _, is_right, _ in members)
-        assert group.exact == sum(is_exact for _, _, is_exact in members)
-        assert questions[group.first] == members[0]
-
-
-def test_what_is_unknown_stays_unknown():
-    (group,) = groups(np.array([7, 7]), None, np.array([True, False]))
-    assert (group.key, group.questions, group.right, group.exact) == (7, 2, None, 1)
-    assert groups(np.array([-1, -1]), np.array([True, True]), None) == []
-    with pytest.raises(ValueError, match="2 results of 1 questions"):
-        groups(np.array([0]), np.array([True, False]), None)
 
 
 def test_the_length_is_the_number_of_functions_besides_scene():
@@ -62,12 +38,6 @@ def test_the_length_of_an_ill_formed_program_is_what_the_engine_runs(programs):
 
 def test_without_scene_in_the_vocabulary_lengths_are_unknown():
     assert program_lengths(np.array([[1, 4, 2], [1, 2, 0]]), VOCAB.program[:6]).tolist() == [-1, -1]
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=60))
-def test_the_confusion_counts_pairs(pairs):
-    answers, predicted = (np.array(column) for column in zip(*pairs, strict=True))
-    assert confusion(answers, predicted) == Counter(pairs)
 
 
 KINDS = (

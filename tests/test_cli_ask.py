@@ -1,20 +1,22 @@
 """`iep-ask` from the command line: answers, words, programs, prompt, and what is said about bad input."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ask_cases import COUNT, IMAGE, SAMPLE, answered, answers_of, changed, iep_ask, sample_data, trained
+from ask_cases import COUNT, IMAGE, answered, answers_of, changed, iep_ask, sample_data, trained
 from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
 from iep.asking import loading
 from iep.asking.answers import describe, nearest_word
-from iep.asking.loading import Asking, make_asker
+from iep.asking.loading import make_asker
 from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import load_checkpoint
 
@@ -85,7 +87,7 @@ def test_questions_asked_together_are_answered_as_one_by_one(parts):
     assert len(answers_of(together)) == 3
 
 
-def test_the_image_is_looked_at_once_for_all_questions(parts, monkeypatch):
+def test_the_images_features_are_computed_once_for_all_questions(parts, monkeypatch):
     seen = []
 
     def counted(*arguments: object, look=loading.image_features) -> torch.Tensor:
@@ -110,8 +112,8 @@ def test_no_question_at_all_is_no_error(parts):
 
 def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_unk(parts, tmp_path):
     output = answered(*parts, "--question", "how many smal zzz zzz are there?")
-    assert "the vocabulary lacks 'smal', taken as <UNK>; the nearest known word is 'small'" in output
-    assert output.count("lacks 'zzz', taken as <UNK>\n") == 1
+    assert "'smal' is not in the vocabulary and is read as <UNK>; the nearest known word is 'small'" in output
+    assert output.count("'zzz' is not in the vocabulary and is read as <UNK>\n") == 1
     asked = answered(
         *parts, "--question", "How many <UNK> qqq things?", "--question", "How many xxx yyy things?", "--json"
     )
@@ -122,7 +124,7 @@ def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_un
 
 def test_a_word_that_differs_in_case_alone_is_suggested_first(parts):
     output = answered(*parts, "--question", "What Color is it?")
-    assert "lacks 'Color', taken as <UNK>; the nearest known word is 'color'" in output
+    assert "'Color' is not in the vocabulary and is read as <UNK>; the nearest known word is 'color'" in output
     assert nearest_word("what", ["", "hat", "whats", "What"]) == "What"
     assert nearest_word("teh", ["The", "the"]) == "the"
     assert nearest_word("Teh", ["The", "the"]) == "The"
@@ -158,50 +160,83 @@ def test_programs_run_instead_of_predicted_ones_and_need_no_generator(parts):
     assert "question" not in first
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        ("count filter_colour[red] scene", "program token 1 ('filter_colour[red]') is not in"),
-        ("count filter_colour[red] scene", "did you mean 'filter_color[red]'?"),
-        ("count <END> scene", "program token 1 ('<END>') is a special token, expected a function"),
-        ("count scene <END>", "program token 2 ('<END>') is a special token, expected a function"),
-        ("count", "ends after 1 token, inside its tree"),
-        ("count scene scene", "program token 2 (scene) comes after the tree is complete"),
-        ("", "ends after 0 tokens"),
-    ],
-)
-def test_a_program_that_is_no_tree_of_known_tokens_is_refused(parts, program, expected):
-    assert_one_error(iep_ask("--ee", parts[3], "--image", IMAGE, "--program", program), expected)
+REFUSED = [
+    # Options that do not go together.
+    ("--image {image}", 2, "give --ee CKPT, or --baseline CKPT"),
+    ("--ee {ee} --image {image}", 2, "give --pg CKPT, or --program TOKENS"),
+    ("--ee {ee} --program {count}", 2, "there is no image: give --image FILE"),
+    ("{run} --program {count} --pg x", 2, "give one of them"),
+    ("{run} --program {count} --question a --question b", 2, "2 --question for 1 --program"),
+    ("{run} --program {count} --saliency gradient", 2, "--saliency is for pictures: give --draw FILE too"),
+    ("{run} --program {count} --look gradient", 2, "give --draw FILE too"),
+    ("{run} --program {count} --beam-size 2", 2, "--beam-size does not apply"),
+    ("{run} --program {count} --max-program-length 9", 2, "--max-program-length does not apply"),
+    ("{run} --program {count} --backbone patches --stage 2", 2, "--stage does not go with --backbone patches"),
+    *(
+        (f"--baseline x --image {{image}} {option}", 2, f"runs no program: {option.split()[0]} does not apply")
+        for option in ("--pg y", "--ee y", "--program y", "--draw y.png", "--saliency norm", "--beam-size 1")
+    ),
+    ("--baseline x --max-program-length 9", 2, "runs no program: --max-program-length does not apply"),
+    # Programs, questions and files.
+    ("{run} --program 'count filter_colour[red] scene'", 1, "program token 1 ('filter_colour[red]') is not in"),
+    ("{run} --program 'count filter_colour[red] scene'", 1, "did you mean 'filter_color[red]'?"),
+    ("{run} --program 'count <END> scene'", 1, "program token 1 ('<END>') is a special token, expected a function"),
+    ("{run} --program 'count scene <END>'", 1, "program token 2 ('<END>') is a special token, expected a function"),
+    ("{run} --program count", 1, "ends after 1 token, inside its tree"),
+    ("{run} --program 'count scene scene'", 1, "program token 2 (scene) comes after the tree is complete"),
+    ("{run} --program ''", 1, "ends after 0 tokens"),
+    ("{run} --program {count} --program count", 1, "program 2: the program ends after 1 token"),
+    ("{run} --pg {pg} --question '  '", 1, "the question is empty"),
+    ("{run} --pg {pg} --question '  ? '", 1, "the question '?' has no word"),
+    ("{run} --pg {pg} --question a --question ' ? '", 1, "question 2: the question '?' has no word"),
+    ("--ee {ee} --image missing.png --program {count}", 1, "missing.png: no such file"),
+    ("--ee {ee} --image {broken} --program {count}", 1, "broken.png: not an image"),
+    ("--ee {ee} --image {pipe} --program {count}", 1, "pipe: is not a regular file, expected an image"),
+    ("--ee {ee} --image {folder} --program {count}", 2, "is a directory"),
+    ("{run} --pg {ee} --question a", 1, "{ee}: holds an execution engine"),
+    ("--baseline {ee} --image {image}", 1, "expected a checkpoint with a baseline"),
+    # Pictures.
+    ("{run} --program {count} --draw picture.gif", 2, "does not end in one of .png, .svg, .pdf"),
+    ("{run} --program {count} --draw {broken}/a.png", 1, "its directory is a file"),
+    ("{run} --program {count} --draw {folder}.png", 2, "is a directory"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ((), "give --pg CKPT, or --program TOKENS"),
-        (("--program", COUNT, "--pg", "x"), "give one of them"),
-        (("--program", COUNT, "--question", "a", "--question", "b"), "2 --question for 1 --program"),
-        (("--program", COUNT, "--draw", "picture.gif"), "does not end in one of .png, .svg, .pdf"),
-        (("--program", COUNT, "--look", "gradient"), "--look says what is drawn: give --draw FILE too"),
-        (("--program", COUNT, "--beam-size", 2), "--beam-size does not go with it"),
-        (("--program", COUNT, "--max-program-length", 9), "--max-program-length does not go with it"),
-        (("--program", COUNT, "--backbone", "patches", "--stage", 2), "--stage does not go with --backbone patches"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(parts, arguments, expected):
-    assert_one_error(iep_ask("--ee", parts[3], "--image", IMAGE, *arguments), expected, code=2)
+@pytest.mark.parametrize(("arguments", "code", "words"), REFUSED)
+def test_refused_input_is_one_line(parts, tmp_path, arguments: str, code: int, words: str):
+    (tmp_path / "broken.png").write_bytes(IMAGE.read_bytes()[:500])
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder.png").mkdir()
+    names = {"pg": parts[1], "ee": parts[3], "run": f"--ee {parts[3]} --image {IMAGE}", "image": IMAGE}
+    names |= {
+        "count": f"'{COUNT}'",
+        "broken": tmp_path / "broken.png",
+        "folder": tmp_path / "folder",
+        "pipe": tmp_path / "pipe",
+    }
+    assert_one_error(iep_ask(*shlex.split(arguments.format(**names))), words.format(**names), code=code)
 
 
-def test_a_question_of_no_word_is_refused(parts):
-    assert_one_error(iep_ask(*parts, "--question", "  "), "the question is empty")
-    assert_one_error(iep_ask(*parts, "--question", "  ? "), "the question '?' has no word")
+def test_a_picture_in_a_missing_directory_is_written_there(parts, tmp_path):
+    path = tmp_path / "missing" / "deeper" / "a.png"
+    for given in ([COUNT], [COUNT, COUNT]):
+        programs = [argument for text in given for argument in ("--program", text)]
+        answered("--ee", parts[3], "--image", IMAGE, *programs, "--draw", path)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["a-1.png", "a-2.png", "a.png"]
 
 
-def test_an_image_that_is_none_is_named(parts, tmp_path):
-    missing, broken = tmp_path / "missing.png", tmp_path / "broken.png"
-    broken.write_bytes(IMAGE.read_bytes()[:500])
-    for image, expected in ((missing, "no such file"), (broken, "not an image"), (SAMPLE, "directory")):
-        result = iep_ask(*parts[:5], image, "--question", QUESTION)
-        assert_one_error(result, str(image), expected, code=2 if image == SAMPLE else 1)
+@pytest.mark.parametrize("option", ["--top", "--json"])
+def test_a_terminal_without_utf8_gets_plain_text(parts, option):
+    arguments = ("--ee", parts[3], "--image", IMAGE, "--program", COUNT, "--question", "Wie groß?", "--device", "cpu")
+    command = [sys.executable, "-m", "iep.cli.ask", *arguments, option, *(["1"] if option == "--top" else [])]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    output = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, env=environment).stdout
+    if option == "--json":
+        assert json.loads(output)["question"] == "Wie groß?"
+    else:
+        assert output.splitlines()[0] == "Wie gro??"
+        assert output.splitlines()[-4:-1] == ["  count", "  `- filter_size[small]", "     `- scene"]
 
 
 def test_an_image_of_any_size_and_kind_can_be_asked_about(parts, tmp_path):
@@ -213,7 +248,6 @@ def test_checkpoints_that_do_not_fit_together_are_refused(parts, runs, tmp_path)
     _, _, _, ee, *image = parts
     expected = f"{runs['pg']}: trained with another vocabulary: program token 12 is"
     assert_one_error(iep_ask("--pg", runs["pg"], "--ee", ee, *image, "--question", "a"), expected, f"in {ee}")
-    assert_one_error(iep_ask("--pg", ee, "--ee", ee, *image, "--question", "a"), f"{ee}: holds an execution engine")
 
 
 def test_question_words_are_the_generators_and_answers_the_engines(parts, tmp_path):
@@ -229,7 +263,10 @@ def test_a_checkpoint_without_a_recipe_is_taken_for_patches_where_its_shape_says
     old = changed(parts[3], tmp_path / "old.pt", features=None)
     result = iep_ask("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION)
     assert result.exit_code == 0, result.output
-    assert f"{old}: does not say how its features were made; taken for 14x14 patches of 2x2 pixels" in result.stderr
+    assert (
+        f"{old}: does not record how its features were made; they are assumed to be 14x14 patches of 2x2 pixels"
+        in result.stderr
+    )
     given = iep_ask(*("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION, "--patch-size", 2))
     assert given.exit_code == 2
     flags = ("--backbone", "patches", "--patch-size", 2)
@@ -262,7 +299,7 @@ def test_a_recipe_that_cannot_be_followed_is_refused(parts, tmp_path, recipe, ex
 
 def test_a_recipe_leaves_nothing_for_options_to_say(parts):
     result = iep_ask(*parts, "--question", QUESTION, "--backbone", "resnet18")
-    assert_one_error(result, "says itself how its features were made (by patches); give no --backbone")
+    assert_one_error(result, "records how its features were made (by patches); --backbone does not apply")
 
 
 def test_patches_do_without_torchvision(parts):
@@ -288,7 +325,7 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     questions = [argument for row in rows for argument in ("--question", row["question"])]
     result = iep_ask("--baseline", run, "--image", IMAGE, *questions, "--json")
     assert result.exit_code == 0, result.output
-    assert ("does not look at the image" in result.stderr) == (model == "lstm")
+    assert ("does not read the image" in result.stderr) == (model == "lstm")
     for row, line in zip(rows, result.stdout.splitlines(), strict=True):
         assert json.loads(line)["answers"][0]["answer"] == row["predicted_answer"]
         assert json.loads(line)["answers"][0]["probability"] == pytest.approx(row["probability"], abs=2e-6)
@@ -297,45 +334,24 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
     assert len(shown.strip().splitlines()) == 2
 
 
-def test_a_baseline_that_does_not_look_needs_no_image_and_takes_no_option_of_looking(sample, tmp_path):
+def test_a_baseline_that_reads_no_image_needs_none_and_takes_no_option_for_features(sample, tmp_path):
     run = trained(sample, "lstm", tmp_path / "run", 1)
     without = iep_ask("--baseline", run, "--question", QUESTION)
     assert (without.exit_code, without.stderr) == (0, "")
     assert without.stdout == answered("--baseline", run, "--question", QUESTION, "--image", IMAGE)
     for flags in (("--backbone", "resnet18"), ("--weights", "random")):
         result = iep_ask("--baseline", run, "--question", QUESTION, *flags)
-        assert_one_error(result, f"{run}: does not look at an image; give no {flags[0]}")
+        assert_one_error(result, f"{run}: reads no image; {flags[0]} does not apply")
 
 
-def test_who_looks_needs_an_image(parts, sample, tmp_path):
-    assert_one_error(iep_ask("--ee", parts[3], "--program", COUNT), "nothing to look at: give --image FILE", code=2)
+def test_a_baseline_that_reads_images_needs_one(sample, tmp_path):
     run = trained(sample, "cnn-lstm", tmp_path / "run", 1)
-    assert_one_error(iep_ask("--baseline", run, "--question", "a"), f"{run}: looks at an image; give --image FILE")
+    assert_one_error(iep_ask("--baseline", run, "--question", "a"), f"{run}: needs an image; give --image FILE")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        *(("--pg", "y"), ("--ee", "y"), ("--program", "y"), ("--draw", "y.png"), ("--look", "norm")),
-        *(("--beam-size", "1"), ("--max-program-length", "9")),
-    ],
-)
-def test_a_baseline_takes_no_other_part(flag, value):
-    result = iep_ask("--baseline", "x", "--image", IMAGE, flag, value)
-    assert_one_error(result, f"--baseline answers alone and runs no program: {flag} does not go with it", code=2)
-
-
-def test_without_networks_nothing_answers():
-    assert_one_error(iep_ask("--image", IMAGE), "give --ee CKPT, or --baseline CKPT", code=2)
-
-
-def test_a_checkpoint_without_a_baseline_is_none(parts):
-    assert_one_error(iep_ask("--baseline", parts[3], "--image", IMAGE), "expected a checkpoint with a baseline")
-
-
-def test_at_a_terminal_the_question_is_not_told_again(parts):
+def test_at_a_terminal_the_question_is_not_repeated(parts):
     asker = make_asker(
-        Asking(IMAGE, ee=parts[3], pg=parts[1], beam_size=1, max_program_length=30, device="cpu"), say=print
+        image=IMAGE, ee=parts[3], pg=parts[1], beam_size=1, max_program_length=30, device="cpu", say=print
     )
     (answer,) = asker.ask([QUESTION])
     with_it, without = describe(answer, 3), describe(answer, 3, with_question=False)

@@ -51,17 +51,10 @@ def test_a_picture_that_cannot_be_drawn_is_named_by_its_line(nets, tmp_path):
     result = iep_ask(*asked, typed=f"{QUESTION}\n{OTHER}\n")
     assert result.exit_code == 1
     assert "Error: standard input, line 1:" in result.stderr
-    assert "is what --image reads" in result.stderr
+    assert "--image reads this file" in result.stderr
     assert len(answers_of(result.stdout)) == 2
     assert (tmp_path / "image.png").read_bytes() == IMAGE.read_bytes()
     assert (tmp_path / "a-2.png").exists()
-
-
-def test_of_several_questions_or_programs_the_bad_one_is_named(nets):
-    asked = ("--question", QUESTION, "--question", " ? ")
-    assert_one_error(iep_ask(*nets, "--image", IMAGE, *asked), "question 2: the question '?' has no word")
-    programs = ("--program", COUNT, "--program", "count")
-    assert_one_error(iep_ask(*nets[2:], "--image", IMAGE, *programs), "program 2: the program ends after 1 token")
 
 
 def test_at_a_terminal_a_bad_line_is_told_and_the_next_is_asked_for(command):
@@ -98,7 +91,7 @@ def test_an_image_or_a_network_is_not_drawn_over(nets, tmp_path):
     asked = ("--ee", ee, "--image", image, "--program", COUNT, "--draw")
     for target, option in ((image, "--image"), (tmp_path / "link.png", "--image"), (ee, "--ee")):
         before = target.read_bytes()
-        assert_one_error(iep_ask(*asked, target), f"{target}: is what {option} reads")
+        assert_one_error(iep_ask(*asked, target), f"{target}: {option} reads this file")
         assert target.read_bytes() == before
     assert "Wrote" in answered(*asked, tmp_path / "other.png")
 
@@ -107,7 +100,7 @@ def test_none_of_several_pictures_is_drawn_over_the_image(nets, tmp_path):
     image = tmp_path / "a-2.png"
     shutil.copy(IMAGE, image)
     asked = ("--ee", nets[3], "--image", image, "--draw", tmp_path / "a.png")
-    assert_one_error(iep_ask(*asked, "--program", COUNT, "--program", COUNT), f"{image}: is what --image reads")
+    assert_one_error(iep_ask(*asked, "--program", COUNT, "--program", COUNT), f"{image}: --image reads this file")
     assert [path.name for path in tmp_path.iterdir()] == ["a-2.png"]
 
 

@@ -57,7 +57,7 @@ def test_a_file_taken_for_torchvisions_weights_is_said(resnet, tmp_path):
     other = changed(ee, tmp_path / "ee.pt", features=recipe)
     result = iep_ask("--ee", other, "--image", IMAGE, "--program", COUNT, "--weights", tmp_path / "a.pth")
     assert result.exit_code == 0, result.output
-    assert f"made with torchvision IMAGENET1K_V1, for which {tmp_path / 'a.pth'} is taken" in result.stderr
+    assert f"made with torchvision IMAGENET1K_V1; {tmp_path / 'a.pth'} is used in its place" in result.stderr
     assert result.stdout == answered("--ee", ee, "--image", IMAGE, "--program", COUNT)
 
 
@@ -72,5 +72,5 @@ def test_an_engine_of_unknown_features_is_taken_for_the_original_toolkits(resnet
     monkeypatch.setattr(backbones, "_torchvision_models", lambda: type("Models", (), {"get_model": staticmethod(lost)}))
     old = changed(ee, tmp_path / "old.pt", features=None)
     result = iep_ask("--ee", old, "--image", IMAGE, "--program", COUNT)
-    assert "taken for resnet101 to stage 3, 224x224 pixels, default weights" in result.stderr
+    assert "assumed to be resnet101 to stage 3, 224x224 pixels, default weights" in result.stderr
     assert_one_error(result, "the weights of resnet101 cannot be downloaded (no network here)")

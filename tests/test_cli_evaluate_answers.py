@@ -49,7 +49,7 @@ def test_questions_out_of_order_are_answered_in_the_order_of_their_question_inde
 def test_answers_to_a_part_of_the_questions_are_said_to_be_incomplete(data, run, tmp_path: Path):
     arguments = ["--baseline", run["lstm"], "--data", data, "--split", "test"]
     _, _, output = evaluate(tmp_path, *arguments, "--num-samples", 5)
-    assert f"{tmp_path / 'answers.txt'} is not complete: it holds 5 of {TEST} questions." in output
+    assert f"{tmp_path / 'answers.txt'} is not complete: it holds the answers to 5 of {TEST} questions." in output
     assert len(answers(tmp_path)[0]) == 5
     assert "not complete" not in evaluate(tmp_path, *arguments, "--num-samples", TEST)[2]
     assert len(answers(tmp_path)[0]) == TEST
@@ -70,7 +70,7 @@ def test_answers_under_one_number_are_said_not_to_be_told_apart(data, run, tmp_p
     path = write_h5(twice / "test_questions.h5", content)
     arguments = ["--baseline", run["lstm"], "--split", "test", "--data"]
     _, _, output = evaluate(tmp_path / "out", *arguments, twice)
-    said = f"2 questions have the question_index 1004; {tmp_path / 'out' / 'answers.json'} does not tell their answers"
+    said = f"2 questions have the question_index 1004; {tmp_path / 'out' / 'answers.json'} cannot distinguish their"
     assert f"{path}: {said}" in output
     assert len(answers(tmp_path / "out")[0]) == TEST
     assert "question_index" not in evaluate(tmp_path / "out", *arguments, data)[2]
@@ -78,7 +78,7 @@ def test_answers_under_one_number_are_said_not_to_be_told_apart(data, run, tmp_p
 
 def test_a_page_of_an_earlier_evaluation_is_said_to_be(data, run, tmp_path: Path):
     arguments = ["--baseline", run["lstm"], "--data", data]
-    said = f"{tmp_path / 'report.html'} is not of this evaluation"
+    said = f"{tmp_path / 'report.html'} is the page of another evaluation"
     assert said not in evaluate(tmp_path, *arguments, "--report", tmp_path)[2]
     assert said in evaluate(tmp_path, *arguments, "--num-samples", 5)[2]
     assert said in evaluate(tmp_path, *arguments, "--report", tmp_path / "elsewhere")[2]

@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import VOCAB
 
-from iep.evaluation.page_questions import Kind, Line, program_lines, side_by_side
+from iep.evaluation.page_questions import FILLED_IN, IGNORED, Line, program_lines, side_by_side
 from iep.execution_engine.families import family
+from iep.programs import NOT_USED
 from iep.vocab import END, NULL, START
 
 TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
@@ -18,7 +19,7 @@ def lines(program: str, end: bool = True, modules: str | None = None) -> list[Li
 
 
 def drawn(found: list[Line]) -> list[str]:
-    marks = {Kind.FUNCTION: "", Kind.FILLED_IN: "?", Kind.IGNORED: "!", Kind.NOT_USED: "-"}
+    marks = {"": "", FILLED_IN: "?", IGNORED: "!", NOT_USED: "-"}
     return ["." * line.depth + line.token + marks[line.kind] for line in found]
 
 
@@ -47,12 +48,14 @@ def test_values_of_a_kind_that_the_modules_do_not_take_are_marked_with_all_below
 def test_both_columns_hold_every_line_once_and_in_order(left_tokens: list[int], right_tokens: list[int]):
     left, right = program_lines(left_tokens, VOCAB), program_lines(right_tokens, VOCAB)
     rows = side_by_side(left, right)
-    assert [at for at, _ in rows if at is not None] == list(range(len(left)))
-    assert [at for _, at in rows if at is not None] == list(range(len(right)))
+    assert [line for line, _ in rows if line is not None] == left
+    assert [line for _, line in rows if line is not None] == right
     assert (None, None) not in rows
 
 
 def test_below_a_function_that_only_one_has_the_rest_is_the_same():
     left, right = lines("count filter_color[red] scene"), lines("count filter_shape[cube] filter_color[red] scene")
-    assert side_by_side(left, right) == [(0, 0), (None, 1), (1, 2), (2, 3)]
-    assert side_by_side(lines("count scene"), lines("exist scene")) == [(0, 0), (1, 1)]
+    rows = [(left[0], right[0]), (None, right[1]), (left[1], right[2]), (left[2], right[3])]
+    assert side_by_side(left, right) == rows
+    left, right = lines("count scene"), lines("exist scene")
+    assert side_by_side(left, right) == list(zip(left, right, strict=True))

@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from iep.bench.workload import clevr_vocab, encode
+from iep.execution_engine.program_plan import plan_programs
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "benchmarks/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -77,3 +80,19 @@ def test_the_models_of_the_demos_data_have_the_accuracies_that_were_measured():
     rows = [re.split(r"\s{2,}", line.strip()) for line in measured if re.search(r"(\d+\.\d\s*){8}$", line)]
     types = [cells for name, _, *cells in rows if name not in ("compare integer", "query", "compare")]
     assert [row[1:] for row in tables(RESULTS)[-1][3:]] == [list(column) for column in zip(*types, strict=True)]
+
+
+def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():
+    text = (ROOT / "docs/architecture.md").read_text()
+    programs = [program.split() for program in re.findall(r"^example \d: (.*)$", text, re.MULTILINE)]
+    assert len(programs) == 4
+    vocab = clevr_vocab()
+    plan = plan_programs(encode(programs, vocab), vocab.program, scene="stem").plan
+    assert f"```\n{plan}\n```" in text
+
+
+def test_the_core_by_hand_prints_what_its_page_shows(capsys: pytest.CaptureFixture):
+    text = (ROOT / "docs/dynamic_networks.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "make_plan(graph" in block)
+    exec(code, {})
+    assert f"```\n{capsys.readouterr().out}```" in text

@@ -1,4 +1,4 @@
-"""What report.html is made of: which questions, which pictures, which curves; and how it is laid together."""
+"""What `iep-eval --report` puts into report.html: which questions, which pictures, which curves."""
 
 import base64
 import io
@@ -18,10 +18,11 @@ from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_tha
 
 from iep.data.question_file import Questions
 from iep.errors import InputError
-from iep.evaluation.html_report import CHARTS, MOST_POINTS, PAGE, SCRIPTS, STYLES, render, thinned, training_runs
+from iep.evaluation.html_report import PAGE
 from iep.evaluation.outcome import Outcome
-from iep.evaluation.page_questions import WIDTH, Pictures, choose, data_uri, question_objects
+from iep.evaluation.page_questions import WIDTH, Pictures, choose, data_uri, question_cards
 from iep.evaluation.predict import Predictions
+from iep.evaluation.training_curves import CHARTS, MOST_POINTS, draw_chart, thinned, training_runs
 
 
 def outcome(seed: int = 0, count: int = 120, parts: str = "answers programs families predicted") -> Outcome:
@@ -75,13 +76,15 @@ def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
     whole = outcome(count=2)
     shares = np.array([[0.200496, 0.25], [0.75, 0]])
     whole = replace(whole, predictions=replace(whole.predictions, ranked_probabilities=shares))
-    first, second = question_objects(whole, np.array([3, -1]), None)
-    assert first["ranked"] == [(whole.predictions.answers[0], 0.200496), (0, 0.25)]
+    first, second = question_cards(whole, np.array([3, -1]), None)
+    answer = VOCAB.answer[whole.predictions.answers[0]]
+    assert first["ranked"] == [(answer, 0.200496), (VOCAB.answer[0], 0.25)]
+    assert first["text"] == "Are there any red cubes?"
     assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, 0.75)
     unknown = outcome(count=1, parts="")
-    (only,) = question_objects(unknown, None, None)
-    assert [only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture", "program")] == [None] * 7
-    assert only["predicted"]
+    (only,) = question_cards(unknown, None, None)
+    assert not any(only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture"))
+    assert all(true is None and predicted is not None for true, predicted in only["rows"])
 
 
 # Pictures
@@ -90,12 +93,12 @@ def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
 def test_pictures_are_small_and_read_once(tmp_path: Path):
     paths = write_images(tmp_path, "val", 2, (480, 320))
     pictures = Pictures(tmp_path, "val")
-    assert pictures.key(1) == 1
+    assert pictures.has(1)
     paths[1].unlink()
-    assert pictures.key(1) == 1
+    assert pictures.has(1)
     image = Image.open(io.BytesIO(base64.b64decode(pictures.by_key[1].removeprefix("data:image/jpeg;base64,"))))
     assert image.size == (WIDTH, 213)
-    assert pictures.key(7) is None
+    assert not pictures.has(7)
     assert pictures.problems == {7: f"{tmp_path / 'images' / 'val'}: no image with index 7"}
     assert list(pictures.by_key) == [1]
 
@@ -166,30 +169,29 @@ def test_every_number_that_training_records_about_success_is_drawn(run):
     assert MOST_POINTS > 100
 
 
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e100, 1e100)), min_size=1, max_size=30))
+def test_every_curve_lies_within_its_axes(points):
+    curve = sorted(dict(points).items())
+    drawn = draw_chart("Loss", {"loss": curve, "last_loss": curve[-1:]})
+    heights, steps = ([place for place, _ in drawn[axis]] for axis in ("levels", "marks"))
+    assert heights == sorted(heights, reverse=True)
+    assert steps == sorted(steps)
+    for line in drawn["curves"]:
+        assert all(heights[-1] <= y <= heights[0] for _, y in line["points"])
+    assert [texts[0] for _, _, texts in drawn["steps"]][-1] == drawn["curves"][0]["end"]
+
+
 # The file
 
 
-def test_data_are_laid_in_as_they_are_whatever_stands_in_them():
-    evil = {"text": "</script><!--<script> &amp; @SCRIPT@ @DATA@ \u2028 é \ud800", "more": ["]]>", "'\"\\"]}
-    page = render("<title> & @SCRIPT@ @DATA@", evil | {"title": "@STYLE@"})
-    content = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
-    assert json.loads(content) == evil | {"title": "@STYLE@"}
-    assert not set(content) & set("<>&")
-    assert page.count("<script") == page.count("</script>") == 2
-    assert "<title>&lt;title&gt; &amp; @SCRIPT@ @DATA@</title>" in page
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        render("", {"share": float("nan")})
-
-
-def test_the_page_needs_no_other_file_and_allows_none():
-    page = render("a title", {})
+def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path):
+    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--report", tmp_path)
+    page = (tmp_path / PAGE).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert re.fullmatch(r"default-src 'none'; img-src data:; style-src 'sha256-\S+'; script-src 'sha256-\S+'", policy)
+    assert re.fullmatch(
+        r"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-\S+'", policy
+    )
     assert not re.search(r"(src|href)=\"(?!#)", page)
-    folder = Path(__file__).parents[1] / "iep" / "evaluation" / "html"
-    for names, kind in ((SCRIPTS, "js"), (STYLES, "css")):
-        assert sorted(names) == sorted(path.name for path in folder.glob(f"*.{kind}"))
-    assert "@" not in re.sub(r"@(media|[a-z-]+ )", "", page)
 
 
 def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
@@ -198,10 +200,9 @@ def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
         arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--report-questions", most]
         evaluate(tmp_path, *arguments)
         text = (tmp_path / PAGE).read_text()
-        listed = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["questions"]
-        assert len(listed) == most
+        assert text.count("<article") == most
         sizes.append(len(text))
-    assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 1500
+    assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 4000
 
 
 def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run, tmp_path: Path):
@@ -210,10 +211,9 @@ def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run
     evaluate(tmp_path / "fewer", *arguments, "--num-samples", 5)
     both = ["--against", "same", tmp_path / "same", "--against", "fewer", tmp_path / "fewer"]
     evaluate(tmp_path, *arguments, "--report", tmp_path, *both)
-    text = (tmp_path / PAGE).read_text()
-    others = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["byType"]["others"]
-    notes = {other["name"]: other["note"] for other in others}
-    assert notes == {"commonest": "", "same": "", "fewer": "5 questions of val"}
+    table = (tmp_path / PAGE).read_text().partition('<table class="statistics by-type">')[2].partition("</thead>")[0]
+    headings = re.findall(r"<button type=\"button\">(.*?)(?:<small>(.*?)</small>)?</button>", table)
+    assert headings[-3:] == [("commonest", ""), ("same", ""), ("fewer", "5 questions of val")]
 
 
 def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
@@ -234,9 +234,3 @@ def test_a_report_may_stand_beside_the_other_files_or_elsewhere(data, run, tmp_p
         assert (report / PAGE).exists()
         assert len(rows) == TEST
     assert {path.name for path in (tmp_path / "page").iterdir()} == {PAGE}
-
-
-@pytest.mark.parametrize("option", [["--images", "CLEVR"], ["--report-questions", "5"]])
-def test_options_of_the_report_without_one_are_refused(data, run, option: list[str]):
-    result = iep_eval("--baseline", run["lstm"], "--data", data, *option)
-    assert_one_error(result, "give --report DIR too", code=2)

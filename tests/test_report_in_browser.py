@@ -12,10 +12,13 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from pages import Opened, chromium, opened
 from playwright.sync_api import Browser
-from tiny_data import IMAGES, TEST, VAL, VOCAB, arrays
+from tiny_data import IMAGES, TEST, VAL, arrays
 
 from iep.programs import QUESTION_TYPES
 from iep.runtime.records import read_rows
+
+OVERFLOWS = """() => [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).map(
+    box => `${box.getAttribute('aria-label')}: ${box.scrollWidth} pixels in ${box.clientWidth}`)"""
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +119,7 @@ def test_the_confusion_counts_every_question_once(shown: Opened, made):
     cells = shown.page.locator("button.cell").evaluate_all(
         "all => all.map(a => [a.dataset.true, a.dataset.predicted, a.textContent])"
     )
-    named = {(VOCAB.answer[int(true)], VOCAB.answer[int(predicted)]): int(count) for true, predicted, count in cells}
-    assert named == counts
+    assert {(true, predicted): int(count) for true, predicted, count in cells} == counts
     order = shown.texts("table.confusion tbody th")
     assert order.index("no") < order.index("yes") < order.index("1") < order.index("2") < order.index("blue")
 
@@ -208,7 +210,7 @@ def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
     rows = made[1]
     shown.page.locator("#order-index").click()
     (true, predicted), count = Counter((row["answer"], row["predicted_answer"]) for row in rows).most_common(1)[0]
-    place = f'[data-true="{VOCAB.answer.index(true)}"][data-predicted="{VOCAB.answer.index(predicted)}"]'
+    place = f'[data-true="{true}"][data-predicted="{predicted}"]'
     shown.page.locator(f"button.cell{place}").click()
     wanted = indices(rows, lambda row: (row["answer"], row["predicted_answer"]) == (true, predicted))
     assert shown.listed() == wanted
@@ -288,7 +290,7 @@ def test_a_split_without_answers_gets_a_report_of_what_is_known(browser: Browser
     with opened(browser, tmp_path / "report.html") as shown:
         assert shown.texts(".tile .value") == [str(TEST), "unknown", "unknown"]
         assert shown.text("#confusion .empty") == "The split has no answers to compare with."
-        assert "No images were given" in shown.text("#listing .hint")
+        assert "No images were given" in shown.text("#questions .hint")
         assert shown.page.locator("article img, article .no-picture").count() == 0
         assert "families are unknown" in shown.text("#by-family")
         shown.page.locator("#order-index").click()
@@ -308,7 +310,7 @@ def test_a_generator_or_a_baseline_alone_gets_a_report_too(browser: Browser, dat
         if model == "pg":
             assert tiles["Accuracy"] == "unknown"
             assert tiles["Programs exact"] == f"{percent(report['program_exact_match']['overall'])}%"
-            assert shown.text("#confusion .empty") == "Nothing answers."
+            assert shown.text("#confusion .empty") == "No network answers."
         else:
             assert tiles["Accuracy"] == f"{percent(report['accuracy']['overall'])}%"
             assert "Programs exact" not in tiles
@@ -322,8 +324,8 @@ def test_a_run_without_metrics_and_an_image_that_is_missing_are_said(browser: Br
     paths[2].write_bytes(b"no image")
     evaluate(tmp_path, "--baseline", alone, "--data", data, "--report", tmp_path, "--images", tmp_path / "CLEVR")
     with opened(browser, tmp_path / "report.html") as shown:
-        assert shown.text("#runs .empty") == "No metrics.jsonl with training curves beside this checkpoint."
-        assert "2 images could not be shown, such as:" in shown.text("#listing .hint")
+        assert shown.text("#training .empty") == "No metrics.jsonl with training curves beside this checkpoint."
+        assert "2 images could not be shown, such as:" in shown.text("#questions .hint")
         shown.listed()
         about = Counter(arrays(VAL)["image_idxs"].tolist())
         assert Counter(shown.texts(".no-picture")) == {f"no image {image}": about[image] for image in (2, 3)}
@@ -383,7 +385,7 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
     arguments = ["--pg", run["pg"], "--ee", run["ee"], "--data", data, "--report", tmp_path, "--report-questions", 8]
     evaluate(tmp_path, *arguments)
     with opened(browser, tmp_path / "report.html") as shown:
-        assert "Listed are 8 of 26 questions" in shown.text("#listing .hint")
+        assert "Listed are 8 of 26 questions" in shown.text("#questions .hint")
         assert shown.found() == "8 questions of 26 evaluated"
         assert shown.column("table.by-type", 3)[0] == percent(report["accuracy"]["overall"])
         listed = shown.listed()
@@ -398,3 +400,49 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
         assert "evaluated" not in shown.found()
+
+
+@pytest.mark.parametrize("width", [1000, 1200, 1398, 1400, 1900])
+def test_tables_fit_their_boxes_and_stand_side_by_side_if_there_is_room(browser: Browser, made, width: int):
+    with opened(browser, made[2], width) as shown:
+        assert shown.page.locator(".scroll").count() == 4
+        assert shown.page.evaluate(OVERFLOWS) == []
+        family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
+        assert (family["y"] == length["y"]) == (width >= 1400)
+
+
+# Curves and numbers
+
+
+def test_a_single_step_is_a_dot_in_the_middle_and_its_number_stands_clear_of_the_word(browser, data, run, tmp_path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": 7, "loss": 2.5, "validation_accuracy": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        assert shown.page.locator("figure").count() == 2
+        for chart in shown.page.locator("figure svg").all():
+            frame, dot = chart.bounding_box(), chart.locator("circle").bounding_box()
+            assert frame["x"] + frame["width"] / 3 < dot["x"] < frame["x"] + 2 * frame["width"] / 3
+            assert dot["width"] > 8
+            word, number = (chart.get_by_text(text, exact=True).bounding_box() for text in ("step", "7"))
+            assert word["x"] + word["width"] < number["x"]
+            assert number["x"] < dot["x"] + dot["width"] / 2 < number["x"] + number["width"]
+
+
+def test_the_first_step_of_a_curve_stands_clear_of_the_word(browser: Browser, data, run, tmp_path: Path):
+    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
+    rows = [{"step": step, "loss": 1.0} for step in (20_000, 40_000, 60_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate(tmp_path / "out", "--baseline", checkpoint, "--data", data, "--report", tmp_path / "out")
+    with opened(browser, tmp_path / "out" / "report.html") as shown:
+        word, number = (shown.page.get_by_text(text, exact=True).bounding_box() for text in ("step", "20k"))
+        assert word["x"] + word["width"] < number["x"]
+
+
+def test_a_page_that_lists_no_question_says_so_and_counts_those_that_were_evaluated(browser, data, run, tmp_path: Path):
+    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--num-samples", 12]
+    evaluate(tmp_path, *arguments, "--report-questions", 0)
+    with opened(browser, tmp_path / "report.html") as shown:
+        assert shown.text("#questions .hint").startswith("None of 12 questions is listed (--report-questions 0).")
+        assert shown.found() == "0 questions of 12 evaluated"

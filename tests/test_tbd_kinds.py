@@ -80,10 +80,10 @@ def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, 
 
 
 def test_what_has_no_gradient_is_not_promised_to_be_lit(predicted, tmp_path):
-    for look in ("gradient", "norm"):
-        path = tmp_path / f"{look}.svg"
-        predicted("count filter_color[red] scene", "--draw", path, "--look", look)
-        assert ("nothing where it is 0" in texts(path)) == (look == "gradient")
+    for saliency in ("gradient", "norm"):
+        path = tmp_path / f"{saliency}.svg"
+        predicted("count filter_color[red] scene", "--draw", path, "--saliency", saliency)
+        assert ("no colour where it is 0" in texts(path)) == (saliency == "gradient")
 
 
 @pytest.mark.parametrize(

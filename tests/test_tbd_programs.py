@@ -7,7 +7,7 @@ from batching_cases import PUBLISHED_LAYERS, quick
 from hypothesis import example, given, settings
 from tbd_cases import INDEX, PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
-from iep.asking.picture import look_maps
+from iep.asking.picture import saliency_maps
 from iep.bench.workload import clevr_vocab
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.family import ATTENTION, MAP, misfits
@@ -172,8 +172,8 @@ def test_a_traced_program_gives_the_references_answer_and_an_output_for_every_fu
     for program_L in programs_BL:
         traced = trace(engine, features(1), program_L.tolist())
         assert traced.logits.equal(engine.reference(features(1), program_L[None]))
-        for look in ("norm", "gradient"):
-            assert len(look_maps(traced, look)) == len(traced.tree.nodes)
+        for saliency in ("norm", "gradient"):
+            assert len(saliency_maps(traced, saliency)) == len(traced.tree.nodes)
 
 
 def test_a_trace_shows_where_each_function_looked():
@@ -185,8 +185,8 @@ def test_a_trace_shows_where_each_function_looked():
     assert red.equal(engine.get_submodule("filter_color[red]")(stem, scene))
     assert unique is red
     assert count.equal(engine.get_submodule("count")(stem, red))
-    assert look_maps(traced, "norm")[2].allclose(red[0, 0].float())
-    gradients = look_maps(traced, "gradient")
+    assert saliency_maps(traced, "norm")[2].allclose(red[0, 0].float())
+    gradients = saliency_maps(traced, "gradient")
     assert gradients[2].any()
     assert not gradients[3].any()
 

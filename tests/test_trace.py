@@ -11,7 +11,7 @@ from tbd_cases import programs as attention_programs
 from tbd_cases import tbd_engine
 from test_engine import PROGRAMS_BL, any_programs, program, small_engine
 
-from iep.asking.picture import look_maps, to_unit
+from iep.asking.picture import saliency_maps, to_unit
 from iep.execution_engine.trace import trace
 
 FEATURES = torch.randn(1, 5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_the_batched_engine_gives_the_traced_answer():
 def test_norm_maps_are_norms_over_channels(scene):
     engine = small_engine(scene)
     outputs, _ = by_hand(engine)
-    for found, output in zip(look_maps(trace(engine, FEATURES, UNION), "norm"), outputs, strict=True):
+    for found, output in zip(saliency_maps(trace(engine, FEATURES, UNION), "norm"), outputs, strict=True):
         assert torch.allclose(found, output[0].square().sum(0).sqrt().float())
 
 
@@ -72,7 +72,7 @@ def test_gradient_maps_are_norms_of_the_likeliest_answers_gradient(scene):
     for output in outputs:
         output.retain_grad()
     logits[0, logits.argmax()].backward()
-    found = look_maps(trace(engine, FEATURES, UNION), "gradient")
+    found = saliency_maps(trace(engine, FEATURES, UNION), "gradient")
     for place, output in enumerate(outputs[:3] + outputs[4:5]):
         number = [0, 1, 2, 4][place]
         assert torch.allclose(found[number], output.grad[0].square().sum(0).sqrt().float())
@@ -95,8 +95,8 @@ def test_attention_modules_are_traced_too_well_formed_or_not(programs_BL):
     for program_L in programs_BL:
         traced = trace(engine, FEATURES, program_L.tolist())
         assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
-        for look in ("norm", "gradient"):
-            maps = look_maps(traced, look)
+        for saliency in ("norm", "gradient"):
+            maps = saliency_maps(traced, saliency)
             assert [map_HW.shape for map_HW in maps] == [(3, 4)] * len(traced.tree.nodes)
             assert all(bool(map_HW.isfinite().all()) for map_HW in maps)
 
@@ -111,9 +111,9 @@ def test_a_function_without_module_shows_what_it_hands_on_and_the_scene_is_ones(
     assert torch.equal(red, getattr(engine, "filter_color[red]")(stem, scene))
     assert unique is red
     assert torch.equal(query, engine.query_size(stem, red))
-    norms = look_maps(traced, "norm")
+    norms = saliency_maps(traced, "norm")
     assert torch.allclose(norms[2], red[0, 0].float())
-    gradients = look_maps(traced, "gradient")
+    gradients = saliency_maps(traced, "gradient")
     assert gradients[3].count_nonzero() == 0
     assert torch.equal(gradients[1], gradients[2])
     assert gradients[2].count_nonzero() > 0

@@ -1,7 +1,7 @@
-"""Questions about one image, as a person types them -> answers by trained networks, and these as lines or objects.
+"""Questions about one image, as a person types them -> answers by trained networks, as lines or as JSON.
 
-The image's features are computed once; questions that are asked together run as one minibatch. Words that the
-vocabulary does not know are named. Where the networks come from is `loading.py`.
+The image's features are computed once; questions that are asked together run as one minibatch. Words that are not in
+the vocabulary are named. Loading the networks is `loading.py`.
 
 Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
@@ -26,7 +26,7 @@ from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 Read = TypeVar("Read")
 MOST_WORDS = 10
-"""Unknown words, ignored tokens and the like that are told or drawn one by one."""
+"""The most unknown words, ignored tokens and the like that are listed one by one."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Words:
     """A question in a vocabulary's tokens.
 
     Attributes:
-        text: as it was asked.
+        text: the question as it was asked.
         indices: `<START>`, its words, `<END>`, as `iep-preprocess` encodes them.
-        unknown: words that the vocabulary lacks, each once, with the nearest that it has, or None.
+        unknown: words that are not in the vocabulary, each once, with the nearest that is, or None.
     """
 
     text: str
@@ -45,8 +45,10 @@ class Words:
 
 
 def read_question(text: str, vocab: Vocab) -> Words:
-    """Encode a question; words that the vocabulary lacks become `<UNK>`. Spaces around the question do not count, nor
-    do further ones between words where the vocabulary has no empty token.
+    """Encode a question; words that are not in the vocabulary become `<UNK>`.
+
+    Spaces around the question are dropped, and so are repeated ones between words unless the vocabulary has the empty
+    token.
 
     Raises:
         InputError: the question is empty, has no word, or is not text.
@@ -66,10 +68,10 @@ def read_question(text: str, vocab: Vocab) -> Words:
 
 
 def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> list[Read]:
-    """`read` of every text.
+    """Return `read(text)` for each text.
 
     Raises:
-        InputError: that of `read`; of one of several it says which, as "question 2" where `what` is "question".
+        InputError: as `read`; with several texts, names the failed one, as "question 2" where `what` is "question".
     """
     found = []
     for number, text in enumerate(texts, start=1):
@@ -81,13 +83,13 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
 
 
 def some(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """The first `most` of the texts, and how many more there are."""
+    """Return the first `most` of the texts, and the number of the rest, as one text."""
     more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """The most similar of the words `known`, one that differs in case alone before all others; None where none is."""
+    """Return the most similar of the words `known`, if any is near; one that differs only in case comes first."""
     by_lower_case: dict[str, list[str]] = {}
     for other in known:
         if other:
@@ -99,10 +101,10 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
 
 
 def read_program(text: str, vocab: Vocab, own: Family) -> tuple[int, ...]:
-    """The indices of a well-formed program's prefix tokens, with spaces between them in `text`.
+    """Return the indices of a well-formed program's prefix tokens, separated by spaces in `text`.
 
     Args:
-        own: the modules that are to run it.
+        own: the family of the modules that run it.
 
     Raises:
         InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or a function is
@@ -128,12 +130,12 @@ def read_program(text: str, vocab: Vocab, own: Family) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the networks say to one question.
+    """The networks' answer to one question.
 
     Attributes:
-        question: None where only a program was given.
-        program: (L,) the tokens that were run, as indices; none of a baseline.
-        tree: the tree that they stand for, with what the engine does not use of it marked; None of a baseline.
+        question: None if only a program was given.
+        program: (L,) the tokens that were run, as indices; empty for a baseline.
+        tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
         ranked: all answers and their probabilities, the likeliest first.
     """
 
@@ -145,36 +147,35 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asker:
-    """Networks that look at one image, and their vocabulary; `predictor` may be without a generator, or a baseline."""
+    """The features of one image, and networks that answer questions about it, with their vocabulary."""
 
     predictor: Predictor
     vocab: Vocab
     features: Tensor | None
-    """(1, C, H, W) of the image; None for a baseline that does not look."""
+    """(1, C, H, W) of the image; None for a baseline that reads no image."""
     device: torch.device
 
     def ask(self, questions: Sequence[str]) -> list[Answer]:
-        """Answer questions, each by the program that the generator predicts; a baseline does without.
+        """Answer questions, each by the program that the generator predicts, or by a baseline.
 
         Raises:
             InputError: a question is empty or not text.
         """
-        words = self._words(questions)
+        words = read_each("question", questions, lambda text: read_question(text, self.vocab))
         questions_BT = _padded([question.indices for question in words]).to(self.device)
         with torch.inference_mode():
             programs_BL = self.predictor.programs(self._batch(questions_BT))
         return self._answers(words, questions_BT, programs_BL)
 
     def run(self, programs: Sequence[str], questions: Sequence[str] = ()) -> list[Answer]:
-        """The answers of programs, prefix tokens with spaces between them; `questions`, if any, are what they ask.
+        """Answer programs, prefix tokens separated by spaces; `questions`, if any, are what they ask.
 
         Raises:
             InputError: a token is not in the vocabulary, a program is not one complete tree, or a function is given a
                 value of a kind that the engine's modules do not take there.
         """
-        own = family(self.predictor.engine.family_name)
-        programs_BL = _padded(read_each("program", programs, lambda text: read_program(text, self.vocab, own)))
-        words = self._words(questions) or [None] * len(programs)
+        programs_BL = _padded(read_each("program", programs, lambda text: read_program(text, self.vocab, self._family)))
+        words = read_each("question", questions, lambda text: read_question(text, self.vocab)) or [None] * len(programs)
         programs_BL = programs_BL.to(self.device)
         return self._answers(words, programs_BL, programs_BL)
 
@@ -182,33 +183,28 @@ class Asker:
     def _answers(
         self, questions: Sequence[Words | None], questions_BT: Tensor, programs_BL: Tensor | None
     ) -> list[Answer]:
-        """An engine does not read `questions_BT`.
+        """Answer questions by a baseline, or by an engine, which does not read `questions_BT`.
 
         Raises:
             InputError: answer logits are not finite.
         """
         logits_BA = self.predictor.logits(self._batch(questions_BT), programs_BL)
+        names = [f"question {given.text!r}" if given else f"program {n}" for n, given in enumerate(questions, start=1)]
         programs = [()] * len(questions) if programs_BL is None else programs_BL.tolist()
         answers = []
-
-        def name(row: int) -> str:
-            given = questions[row]
-            return f"question {given.text!r}" if given else f"program {row + 1}"
-
-        ranks_BA = ranked(logits_BA, name)
-        for question, program_L, values_A, indices_A in zip(questions, programs, *ranks_BA, strict=True):
+        for question, program_L, values_A, indices_A in zip(
+            questions, programs, *ranked(logits_BA, names.__getitem__), strict=True
+        ):
             pairs = zip(indices_A.tolist(), values_A.tolist(), strict=True)
-            named = tuple((self.vocab.answer[index], value) for index, value in pairs)
-            tree = self._tree(program_L) if program_L else None
-            answers.append(Answer(question, tuple(program_L), tree, named))
+            likeliest = tuple((self.vocab.answer[index], value) for index, value in pairs)
+            tokens = [self.vocab.program[token] for token in program_L]
+            tree = tree_run(tokens, self._family) if tokens else None
+            answers.append(Answer(question, tuple(program_L), tree, likeliest))
         return answers
 
-    def _words(self, questions: Sequence[str]) -> list[Words]:
-        return read_each("question", questions, lambda text: read_question(text, self.vocab))
-
-    def _tree(self, program_L: Sequence[int]) -> ProgramTree:
-        tokens = [self.vocab.program[token] for token in program_L]
-        return tree_run(tokens, family(self.predictor.engine.family_name))
+    @property
+    def _family(self) -> Family:
+        return family(self.predictor.engine.family_name)
 
     def _batch(self, questions_BT: Tensor) -> Batch:
         rows_B = torch.zeros(len(questions_BT), dtype=torch.long)
@@ -216,20 +212,20 @@ class Asker:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """(B, longest row) with `<NULL>` on the right."""
+    """Return the rows as one matrix (B, longest row), padded with `<NULL>` on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[NULL] * (width - len(row))] for row in rows])
 
 
 def describe(answer: Answer, top: int, picture: Path | None = None, with_question: bool = True) -> str:
-    """The question, its unknown words, the `top` likeliest answers, the program as a tree."""
+    """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
     lines = [answer.question.text] if answer.question and with_question else []
     unknown = answer.question.unknown if answer.question else ()
     for word, near in unknown[:MOST_WORDS]:
         hint = f"; the nearest known word is {near!r}" if near else ""
-        lines.append(f"  the vocabulary lacks {word!r}, taken as <UNK>{hint}")
+        lines.append(f"  {word!r} is not in the vocabulary and is read as <UNK>{hint}")
     if len(unknown) > MOST_WORDS:
-        lines.append(f"  and {len(unknown) - MOST_WORDS} more words, taken as <UNK>")
+        lines.append(f"  and {len(unknown) - MOST_WORDS} more words are read as <UNK>")
     best, *others = (f"{name} {100 * probability:.1f}%" for name, probability in answer.ranked[:top])
     lines.append(f"  {best}  (then {', '.join(others)})" if others else f"  {best}")
     if answer.tree is not None:
@@ -242,14 +238,18 @@ def describe(answer: Answer, top: int, picture: Path | None = None, with_questio
 
 
 def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Path | None = None) -> dict[str, Any]:
-    """The same; `program` as predicted, in the form of predictions.jsonl, and `run`, the functions that were run, with
-    `scene` for what was not used, both in prefix order. What there is not is left out."""
-    told: dict[str, Any] = {}
+    """Return the object that `--json` prints; keys of unknown values are left out.
+
+    `program` is the program as predicted, in the form of predictions.jsonl, and `run` the functions that were run, with
+    `scene` for those that were not used, both in prefix order.
+    """
+    content: dict[str, Any] = {}
     if answer.question is not None:
-        told |= {"question": answer.question.text, "unknown_words": [word for word, _ in answer.question.unknown]}
-    told["answers"] = [{"answer": name, "probability": round(value, 6)} for name, value in answer.ranked[:top]]
+        unknown = [word for word, _ in answer.question.unknown]
+        content |= {"question": answer.question.text, "unknown_words": unknown}
+    content["answers"] = [{"answer": name, "probability": round(value, 6)} for name, value in answer.ranked[:top]]
     if answer.tree is not None:
-        told |= {"program": words(answer.program, program_tokens), "run": tokens_run(answer.tree)}
+        content |= {"program": words(answer.program, program_tokens), "run": tokens_run(answer.tree)}
     if picture is not None:
-        told["picture"] = str(picture)
-    return told
+        content["picture"] = str(picture)
+    return content

@@ -1,16 +1,18 @@
-"""An answer and where its functions looked -> one picture: the image, the question, the answers, the program's tree,
-and beside each function's name the image with what it looked at lit up.
+"""An answer and the saliency of its functions -> one picture: the image, the question, the answers, the program's tree,
+and for each function the image with the function's saliency or attention map.
 
-As figure 3 of Johnson et al. 2017 and figure 1 of Mascharka et al. 2018 (Transparency by Design). Where things lie is
-`arrangement.py`. Texts are drawn in installed fonts that together have their characters; whether a font suits the
-language is not looked at.
+As figure 3 of Johnson et al. 2017 and figure 1 of Mascharka et al. 2018 (Transparency by Design). On the left, from the
+top: the question, the image, the likeliest answers, notes. On the right the tree, with the root at the top, each
+function a small picture with its name beside it. The picture is as large as the tree needs. Texts are drawn in
+installed fonts that together have their characters; whether a font suits the language is not checked.
 
-Shapes: C H W maps, A answers; H W pixels of an image or places of a map.
+Shapes: C H W maps, A answers; H W pixels of an image or cells of a map.
 """
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -27,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from iep.asking.answers import MOST_WORDS, Answer, Asker, some
-from iep.asking.arrangement import LEFT, LINE, Arrangement, Box, Measure, arrange, wrapped
-from iep.config import LOOKS
+from iep.config import SALIENCY
 from iep.errors import InputError
 from iep.execution_engine.trace import Trace, trace
 from iep.preprocess.images import open_image
@@ -37,24 +38,160 @@ from iep.runtime.pictures import DPI, save
 
 USUAL = "sans-serif"
 _NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
-"""How names of matplotlib's own fonts begin that hold other shapes than those of the characters."""
+"""The beginnings of the names of matplotlib's own fonts whose shapes are not those of the characters."""
 MOST_NODES = 200
-"""Functions of a program that is drawn: more is nothing that can be looked at."""
+"""The most functions of a program that is drawn; a larger picture would be illegible."""
 PIXELS = 2**25
-"""At most of a picture; where it would have more, its points are larger."""
+"""The most pixels of a picture; a larger one is drawn at a lower resolution."""
 MARGIN = 0.05
-"""Around everything, in inches, for lines' own width."""
+"""The margin around everything, in inches, for the width of lines."""
 HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
 
-# It warns of a font without bold letters, in whose place others are drawn.
+LEFT, GAP = 3.6, 0.45
+"""The width of the left column, and the gap between it and the tree."""
+AREA, BETWEEN = 0.75, 0.2
+"""The area of a node's picture in square inches, and the gap between rows of nodes."""
+LABEL_GAP, COLUMN_GAP = 0.07, 0.22
+"""The gap between a node's picture and its name, and between a name and the next picture."""
+LINE, PARAGRAPH = 0.2, 0.14
+"""The height of a line of text, and the gap between the parts of the left column."""
+PROPORTIONS = 0.5, 2.0
+"""The least and the greatest ratio of an image's width to its height; an image beyond them is squeezed."""
+
+Measure = Callable[[str], float]
+"""A function from a line of text to its width."""
+
+# matplotlib warns of fonts without bold letters, although it draws others in their place.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
+@dataclass(frozen=True)
+class Box:
+    """A rectangle; y grows downwards."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        """x of the right edge."""
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        """y of the lower edge."""
+        return self.y + self.height
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """x and y of the centre."""
+        return self.x + self.width / 2, self.y + self.height / 2
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The positions of everything. `pictures` and `labels` are those of the tree's nodes, in its order."""
+
+    width: float
+    height: float
+    question: Box
+    image: Box
+    answers: Box
+    notes: Box
+    pictures: tuple[Box, ...]
+    labels: tuple[Box, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """All boxes."""
+        return self.question, self.image, self.answers, self.notes, *self.pictures, *self.labels
+
+
+def arrange(
+    tree: ProgramTree,
+    labels: Sequence[Sequence[str]],
+    measure: Measure,
+    image_size: tuple[int, int],
+    question_lines: int,
+    num_answers: int,
+    note_lines: int,
+) -> Arrangement:
+    """Lay out the picture.
+
+    Args:
+        labels: the lines of each node's name.
+        measure: the width of such a line.
+        image_size: width and height of the image, in any unit.
+        question_lines: lines of text above the image.
+        num_answers: lines for answers.
+        note_lines: lines of text below the answers.
+    """
+    least, most = PROPORTIONS
+    proportion = min(max(image_size[0] / image_size[1], least), most)
+    question = Box(0, 0, LEFT, LINE * question_lines)
+    image = Box(0, question.bottom + PARAGRAPH, LEFT, LEFT / max(proportion, 1.0))
+    image = Box((LEFT - image.height * proportion) / 2, image.y, image.height * proportion, image.height)
+    answers = Box(0, image.bottom + PARAGRAPH, LEFT, LINE * num_answers)
+    notes = Box(0, answers.bottom + PARAGRAPH, LEFT, LINE * note_lines)
+
+    height = (AREA / proportion) ** 0.5
+    width, row = height * proportion, height + BETWEEN
+    widths = [max(map(measure, lines)) for lines in labels]
+    column = width + LABEL_GAP + max(widths) + COLUMN_GAP
+    columns = tree_columns([node.arguments for node in tree.nodes])
+    places = [
+        (LEFT + GAP + column * across, row * node.depth) for across, node in zip(columns, tree.nodes, strict=True)
+    ]
+    pictures = tuple(Box(x, y, width, height) for x, y in places)
+    names = tuple(
+        Box(picture.right + LABEL_GAP, picture.y, long, height) for picture, long in zip(pictures, widths, strict=True)
+    )
+    right, bottom = max(name.right for name in names), max(picture.bottom for picture in pictures)
+    return Arrangement(right, max(bottom, notes.bottom), question, image, answers, notes, pictures, names)
+
+
+def wrapped(text: str, width: float, measure: Measure) -> list[str]:
+    """Break `text` into lines no wider than `width`; a single word that is wider is broken. No words give no lines."""
+    words = text.split()
+    lines = [""] if words else []
+    for word in words:
+        longer = f"{lines[-1]} {word}".strip()
+        if measure(longer) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and measure(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
+    return lines
+
+
+def tree_columns(arguments: Sequence[Sequence[int]]) -> list[float]:
+    """Return the column of each node: leaves stand side by side in order, a node above the middle of its arguments.
+
+    Args:
+        arguments: the arguments of each node, in order; a node comes before its arguments, the root first.
+    """
+    columns = [0.0] * len(arguments)  # counted from the right
+    leaves = 0
+    for node in reversed(range(len(arguments))):
+        if arguments[node]:
+            columns[node] = (columns[arguments[node][0]] + columns[arguments[node][-1]]) / 2
+        else:
+            columns[node] = leaves
+            leaves += 1
+    return [leaves - 1 - column for column in columns]
+
+
 def fonts_for(text: str) -> tuple[list[str], str]:
-    """Names of fonts, the usual one first, then those that have what it lacks; and the characters that none has."""
+    """Return names of fonts, the usual one first, that together have all characters, and the characters of no font."""
     names, missing = [USUAL], {letter for letter in text if not letter.isspace()} - _letters(USUAL)
     others = sorted({entry.name for entry in fontManager.ttflist if not entry.name.startswith(_NO_TEXT)})
     for name in others if missing else ():
@@ -66,26 +203,25 @@ def fonts_for(text: str) -> tuple[list[str], str]:
 
 @cache
 def _letters(name: str) -> frozenset[str]:
-    """The characters that a font has, normal and bold."""
+    """Return the characters that a font has in normal and in bold."""
     fonts = (get_font(findfont(FontProperties(family=[name], weight=weight))) for weight in ("normal", "bold"))
     return frozenset.intersection(*(frozenset(map(chr, font.get_charmap())) for font in fonts))
 
 
-def look_maps(trace: Trace, look: str) -> list[Tensor]:
-    """(H, W) numbers from 0 up for every node of the tree, in its order.
+def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
+    """Return a map (H, W) of numbers from 0 for every node of the tree, in its order.
 
     Args:
         trace: made with autograd on, for `gradient`.
-        look: `norm`, the norm over the channels of what a module put out, which for an attention is the attention
-            itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, that of the gradient of
-            the likeliest answer's score (its logit) by it (Johnson et al. 2017, section 4.2 and figure 3, which take
-            all answers' sum and the last map alone), and 0 for what no module put out, or has no part in the score.
+        saliency: `norm`, the norm over the channels of a module's output, which for an attention is the attention
+            itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, the norm of the gradient of
+            the likeliest answer's logit by that output (Johnson et al. 2017, section 4.2 and figure 3, which take the
+            sum of all logits and the last map alone), 0 where the logit does not depend on it.
     """
     values = trace.outputs
-    if look == "gradient":
-        learnt = {
-            id(output): output for output in trace.outputs if output.requires_grad
-        }  # each once; not a scene of ones
+    if saliency == "gradient":
+        # Each output once; a scene of ones has no gradient.
+        learnt = {id(output): output for output in trace.outputs if output.requires_grad}
         found = torch.autograd.grad(trace.logits.max(), [*learnt.values()], allow_unused=True) if learnt else ()
         by_output = dict(zip(learnt, found, strict=True))
         gradients = [by_output.get(id(output)) for output in values]
@@ -97,26 +233,26 @@ def look_maps(trace: Trace, look: str) -> list[Tensor]:
 
 
 def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
-    """A map scaled to 0 to 1: an attention as it is, another from its least value to its greatest; 0 where all are
-    the same."""
+    """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its least value to its greatest,
+    and a constant one becomes 0."""
     if is_attention:
         return map_HW.clamp(0, 1)
     low, high = map_HW.aminmax()
     return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)
 
 
-def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str, top: int) -> str:
-    """Run the answer's program once more, and draw where its functions looked.
+def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency: str, top: int) -> str:
+    """Run the answer's program once more, and draw the saliency of its functions.
 
     Args:
-        path: gets the picture, whole or not at all; its ending says which kind (.png, .svg, .pdf).
-        image: that was asked about.
-        asker: that answered.
-        look: what is drawn of each function, a key of `LOOKS`.
-        top: how many of the likeliest answers are shown.
+        path: the file, written whole or not at all; its ending is its format (.png, .svg, .pdf).
+        image: the image that the question is about.
+        asker: the networks that answered.
+        saliency: what is drawn of each function, a key of `SALIENCY`.
+        top: the number of the likeliest answers to show.
 
     Returns:
-        the characters that no installed font has: they are drawn as boxes, but in .svg.
+        the characters that no installed font has; they are drawn as boxes, except in .svg.
 
     Raises:
         InputError: the program is too large to be drawn, or the image can no longer be read.
@@ -125,12 +261,12 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, look: str
         many = len(answer.tree.nodes)
         raise InputError(f"a program of {many} functions is not drawn, expected {MOST_NODES} at most")
     traced = trace(asker.predictor.engine, asker.features, answer.program)
-    attentions = [look == "norm" and output.shape[1] == 1 for output in traced.outputs]
-    maps = [to_unit(*pair) for pair in zip(look_maps(traced, look), attentions, strict=True)]
-    # What is not used did not run for the answer.
+    attentions = [saliency == "norm" and output.shape[1] == 1 for output in traced.outputs]
+    maps = [to_unit(*pair) for pair in zip(saliency_maps(traced, saliency), attentions, strict=True)]
+    # The answer does not depend on nodes that are not used.
     maps = [map_HW * (not node.unused) for node, map_HW in zip(answer.tree.nodes, maps, strict=True)]
     is_all_lit = all(node.unused or bool(map_HW.any()) for node, map_HW in zip(answer.tree.nodes, maps, strict=True))
-    notes = _notes(answer, look, any(attentions), is_all_lit)
+    notes = _notes(answer, saliency, any(attentions), is_all_lit)
     names = (name for name, _ in answer.ranked[:top])
     fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
     with rc_context({"font.family": fonts}):
@@ -146,7 +282,7 @@ def _draw(
     notes: Sequence[tuple[str, str]],
     top: int,
 ) -> None:
-    """Lay out and write the picture; `maps` (H, W) are from 0 to 1, `notes` texts and their colours."""
+    """Lay out and write the picture, with `maps` (H, W) from 0 to 1, and `notes`, texts and their colours."""
     question = wrapped(answer.question.text if answer.question else "", LEFT, _measure(QUESTION, "bold"))
     notes = [(line, color) for text, color in notes for line in wrapped(text, LEFT, _measure(NOTE))]
     labels = [_label(node) for node in answer.tree.nodes]
@@ -168,7 +304,7 @@ def _draw(
 
 
 def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
-    """(H, W, 3) the image in grey, lit up where the map, of numbers from 0 to 1, is great."""
+    """Return the image (H, W, 3) in grey, with the map, of numbers from 0 to 1, in colours over it."""
     grey_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None] / 255
     size = (image.height, image.width)
     heat_11HW = functional.interpolate(map_HW[None, None].float(), size, mode="bicubic", align_corners=False)
@@ -183,8 +319,8 @@ def _label(node: Node) -> list[str]:
     return [function, *([bracket + value] if bracket else []), *said]
 
 
-def _notes(answer: Answer, look: str, with_attentions: bool, is_all_lit: bool) -> list[tuple[str, str]]:
-    """What is said below the answers, with its colours."""
+def _notes(answer: Answer, saliency: str, with_attentions: bool, is_all_lit: bool) -> list[tuple[str, str]]:
+    """Return the notes below the answers, with their colours."""
     notes = []
     if unknown := [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []:
         words = "unknown words" if len(unknown) > 1 else "unknown word"
@@ -195,12 +331,12 @@ def _notes(answer: Answer, look: str, with_attentions: bool, is_all_lit: bool) -
     if answer.tree.ignored:
         notes.append((f"ignored after the program's tree: {some(answer.tree.ignored, MOST_WORDS, ' ')}", WARNING))
     alone = "; attentions as they are, from 0 to 1" if with_attentions else ""
-    dark = "" if is_all_lit else "; nothing where it is 0 or the same everywhere"
-    return [*notes, (f"Lit up: {LOOKS[look]}, each from its least to its greatest{alone}{dark}.", GREY)]
+    dark = "" if is_all_lit else "; no colour where it is 0 or constant"
+    return [*notes, (f"Colours: {SALIENCY[saliency]}, each from its least to its greatest{alone}{dark}.", GREY)]
 
 
 def _measure(size: float, weight: str = "normal") -> Measure:
-    """Widths in inches of lines of text, of a size in points."""
+    """Return a function from a line of text, of a size in points, to its width in inches."""
     font, paths = FontProperties(size=size, weight=weight), TextToPath()
 
     def measure(text: str) -> float:
@@ -212,7 +348,7 @@ def _measure(size: float, weight: str = "normal") -> Measure:
 
 
 def _no_larger(image: Image.Image, side: int) -> Image.Image:
-    """The image, shrunk where it has more pixels along a side."""
+    """Return the image, shrunk if a side has more than `side` pixels."""
     factor = min(1.0, side / max(image.size))
     size = tuple(max(1, round(factor * length)) for length in image.size)
     return image if factor == 1 else image.resize(size, Image.Resampling.BICUBIC)
@@ -226,14 +362,14 @@ def _show(axis: Axes, box: Box, pixels: np.ndarray) -> None:
 
 
 def _write(axis: Axes, box: Box, lines: Sequence[tuple[str, str]], size: float, weight: str = "normal") -> None:
-    """Lines of text and their colours, from the top of the box."""
+    """Write lines of text in their colours, from the top of the box."""
     for number, (line, color) in enumerate(lines):
         place = (box.x, box.y + LINE * (number + 0.5))
         axis.text(*place, line, fontsize=size, weight=weight, color=color, va="center", parse_math=False)
 
 
 def _draw_answers(axis: Axes, box: Box, ranked: Sequence[tuple[str, float]]) -> None:
-    """A line for each answer: its name, a bar as long as it is probable, its probability."""
+    """Draw a line for each answer: its name, a bar for its probability, its probability."""
     names = min(max(_measure(ANSWER, "bold")(name) for name, _ in ranked) + 0.15, 0.5 * box.width)
     longest = box.width - names - 0.6
     for number, (name, probability) in enumerate(ranked):

@@ -4,7 +4,9 @@ A node is named by its example and by its token's position in the example's prog
 example 2. A node that several tokens share has the name of the first. Runs no module.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
 from iep.bench.loader import FEATURE_SHAPE
@@ -31,13 +34,15 @@ from iep.runtime.files import write_bytes, write_json
 from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
+LEAF, ROW = 1.6, 0.4
+"""Inches of a picture for each leaf across, and for each call down."""
+
 
 class Token(NamedTuple):
     """One token of an example's program, whose result the token at `parent` reads; `node` runs for it, or, for None,
     an image's stem."""
 
     name: str
-    depth: int
     parent: int | None
     node: int | None
 
@@ -47,16 +52,16 @@ def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
     graph, takes = plan.graph, family(plan.modules).takes
     for root in graph.roots.tolist():
         tokens: list[Token] = []
-        waiting: list[tuple[int, int, int | None]] = [(root, 0, None)]
+        waiting: list[tuple[int, int | None]] = [(root, None)]
         while waiting:
-            slot, depth, parent = waiting.pop()
+            slot, parent = waiting.pop()
             node = slot - graph.num_inputs if slot >= graph.num_inputs else None
             token = SCENE if node is None else plan.program_tokens[graph.op[node]]
             if node is not None:
                 # The function's arguments are the last of those of its module.
                 taken = graph.args[node][: len(takes(token))].tolist()
-                waiting += [(each, depth + 1, len(tokens)) for each in taken[len(taken) - arity(token) :][::-1]]
-            tokens.append(Token(token, depth, parent, node))
+                waiting += [(each, len(tokens)) for each in taken[len(taken) - arity(token) :][::-1]]
+            tokens.append(Token(token, parent, node))
         yield tokens
 
 
@@ -73,28 +78,55 @@ def calls_of(plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> list[dic
     ]
 
 
-def draw_plan(axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Token]]) -> None:
-    """Draw the programs' trees side by side, every node with the number and colour of its call."""
-    call_of = {node: number for number, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
-    colors, leaves = colormaps["viridis"].resampled(len(plan.schedule) + 1), 0
-    for tokens in reversed(examples):
+def draw_plan(
+    axis: Axes, title: str, plan: ProgramPlan, examples: Sequence[Sequence[Token]], labels: Sequence[str]
+) -> None:
+    """Draw the programs' trees side by side: each call is a row, with one outline around the nodes that it runs.
+
+    The calls follow each other from top to bottom, as in the printed plan, so that a root lies below all that it reads,
+    with its example's label under it. Outlines never overlap, since each has a row of its own.
+    """
+    row_of = {node: row for row, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
+    colors, leaves, spans = cycle(colormaps["tab10"].colors), 0, defaultdict(list)
+    color_of: dict[str, tuple[float, ...]] = {SCENE: (0.0, 0.0, 0.0)}
+    for tokens, label in reversed(list(zip(examples, labels, strict=True))):
         x: dict[int, float] = {}
         for position in reversed(range(len(tokens))):  # arguments come after what reads them
             arguments = [x[other] for other in x if tokens[other].parent == position]
             leaves += not arguments
             x[position] = float(np.mean(arguments)) if arguments else -float(leaves)
         for position, token in enumerate(tokens):
+            row = row_of.get(token.node, -1)  # the stems are above the first call
+            spans[row].append(x[position])
             if token.parent is not None:
-                axis.plot([x[position], x[token.parent]], [-token.depth, 1 - token.depth], color="0.7", zorder=1)
-            call = call_of.get(token.node)
-            text, color = (token.name, "0.7") if call is None else (f"{call}\n{token.name}", colors(call))
-            box = {"boxstyle": "round", "facecolor": "white", "edgecolor": color, "linewidth": 2}
-            axis.text(x[position], -token.depth, text, ha="center", va="center", fontsize=7, bbox=box)
-    depth = max(token.depth for tokens in examples for token in tokens)
-    axis.set(title=title, xlim=(-leaves - 0.5, -0.5), ylim=(-depth - 0.5, 0.5))
+                below = row_of[tokens[token.parent].node]
+                axis.plot([x[position], x[position], x[token.parent]], [row, below - 0.8, below], color="0.7", zorder=1)
+            if token.name not in color_of:
+                color_of[token.name] = next(colors)
+            face = [0.75 + 0.25 * part for part in color_of[token.name]]
+            box = {"boxstyle": "round", "facecolor": face, "edgecolor": color_of[token.name]}
+            axis.text(x[position], row, token.name, ha="center", va="center", fontsize=8, bbox=box)
+        axis.text(x[0], len(plan.schedule), label, ha="center", va="center", fontsize=8, style="italic")
+    for row, xs in spans.items():
+        corner, size = (min(xs) - 0.47, row - 0.36), (max(xs) - min(xs) + 0.94, 0.72)
+        shape = {"boxstyle": "round,pad=0,rounding_size=0.06", "mutation_aspect": LEAF / ROW}
+        axis.add_patch(FancyBboxPatch(corner, *size, **shape, fill=False, edgecolor="0.4", linestyle="dashed"))
+        name = "stems" if row < 0 else f"call {row}"
+        axis.text(-leaves - 0.6, row, name, ha="right", va="center", fontsize=8, color="0.3")
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set(xlim=(-leaves - 1.1, -0.5), ylim=(len(plan.schedule) + 0.5, min(spans) - 0.5))
     axis.set_axis_off()
-    width, height = axis.figure.get_size_inches()
-    axis.figure.set_size_inches(min(200, max(width, 1.5 * leaves)), max(height, depth * len(axis.figure.axes)))
+
+
+def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Token]]]], labels: Sequence[str]) -> Figure:
+    """Draw plans of the same programs below each other: of each its title, and its examples as `walk` yields them."""
+    rows = [len(plan.schedule) + 3 for _, plan, _ in plans]
+    figure = Figure(layout="constrained")
+    axes = figure.subplots(len(plans), squeeze=False, height_ratios=rows)[:, 0]
+    for axis, shown in zip(axes, plans, strict=True):
+        draw_plan(axis, *shown, labels)
+    figure.set_size_inches(min(200, LEAF * np.ptp(axes[0].get_xlim())), min(200, ROW * sum(rows)))
+    return figure
 
 
 def show_plans(
@@ -131,10 +163,8 @@ def show_plans(
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)
         engine.placement = make_placement(placement, devices, engine.parts, costs.work, sample.source)
-    image_rows_B, texts, calls = np.unique(image_idxs_B, return_inverse=True)[1], [], {}
-    figure = Figure(layout="constrained")
-    axes = figure.subplots(len(strategies), squeeze=False)[:, 0]
-    for strategy, axis in zip(strategies, axes, strict=True):
+    image_rows_B, texts, calls, shown = np.unique(image_idxs_B, return_inverse=True)[1], [], {}, []
+    for strategy in strategies:
         planner = engine.planner(strategy.batching, strategy.sharing, families=strategy.families)
         plan = planner(programs_BL, image_rows_B=image_rows_B)
         examples = list(walk(plan))
@@ -153,13 +183,13 @@ def show_plans(
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]
         if placement != NONE:
             texts.append(describe_engine(placement, engine, costs, sample, planner, len(programs_BL), "float32"))
-        draw_plan(axis, title, plan, examples)
+        shown.append((title, plan, examples))
     text = "\n\n".join(texts)
     print(text)
     if files:
         write_json(files[0], calls, indent=2)
         write_bytes(files[1], f"{text}\n".encode())
-        save(figure, files[2])
+        save(draw_plans(shown, [f"example {example}" for example in range(len(programs_BL))]), files[2])
         print(f"\nWrote {', '.join(map(str, files))}")
 
 

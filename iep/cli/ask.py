@@ -1,8 +1,8 @@
-"""`iep-ask`: questions about one image -> answers, programs as trees, and pictures of where each function looked."""
+"""`iep-ask`: questions about one image -> answers, programs as trees, and pictures of each function's saliency map."""
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -12,7 +12,7 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
-from iep.config import DEFAULT_LOOK, LOOKS, Evaluation
+from iep.config import DEFAULT_SALIENCY, SALIENCY, Evaluation
 from iep.errors import InputError
 from iep.runtime.files import check_writable
 
@@ -29,37 +29,42 @@ if TYPE_CHECKING:
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The image: PNG, JPEG, ... Only a baseline that does not look does without.",
+    help="The image: PNG, JPEG, ... Only a baseline that reads no image does without.",
 )
 @click.option(
     "--question",
     "questions",
     multiple=True,
-    help="May be given several times. Without any, questions are read line by line; at a terminal an empty line ends.",
+    help="A question; may be given several times. Without this option questions are read line by line from the "
+    "standard input; at a terminal an empty line ends them.",
 )
 @click.option(
     "--program",
     "programs",
     multiple=True,
     metavar="TOKENS",
-    help='Run this instead of a predicted program, in prefix order, such as "count filter_color[red] scene"; may be '
-    "given several times, with as many questions or none.",
+    help='A program to run instead of a predicted one, in prefix order: "count filter_color[red] scene". May be given '
+    "several times, with as many questions or none.",
 )
-@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Answers shown, the likeliest.")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of the likeliest answers to show."
+)
 @decoding_options
 @click.option(
     "--draw",
     type=PicturePath(),
-    help="Picture to write of image, answer and program, and of where each function looked: .png, .svg or .pdf. Of "
-    "several questions, and of those read line by line: FILE-1.png, FILE-2.png, ...",
+    help="Picture to write of image, answer, program, and the saliency map of each function: .png, .svg or .pdf. "
+    "Several questions, and those read line by line, give FILE-1.png, FILE-2.png, ...",
 )
 @click.option(
+    "--saliency",
     "--look",
-    type=click.Choice(list(LOOKS)),
-    help="What --draw shows of a function: the norm of its output, or of the gradient of the answer's score by that.  "
-    f"[default: {DEFAULT_LOOK}]",
+    "saliency",
+    type=click.Choice(list(SALIENCY)),
+    help="Map that --draw shows of a function: the norm of its output, or of the gradient of the answer's score by its "
+    f"output. --look is the former name of this option.  [default: {DEFAULT_SALIENCY}]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Write a line with a JSON object for each question.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line with a JSON object for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
 @backbone_options(None)
 def main(
@@ -71,7 +76,7 @@ def main(
     programs: tuple[str, ...],
     top: int,
     draw: Path | None,
-    look: str | None,
+    saliency: str | None,
     beam_size: int | None,
     max_program_length: int | None,
     device: str,
@@ -80,11 +85,11 @@ def main(
 ) -> None:
     """Answer questions about one image.
 
-    The image's features are made as those were that the engine was trained on. Checkpoints say how; for one that does
-    not, such as the original toolkit's, --backbone and the options after it do.
+    The image's features are computed as those of the engine's training were. Checkpoints record how; for one that does
+    not, such as the original toolkit's, use --backbone and the options after it.
     """
-    decoding = {"beam_size": beam_size, "max_program_length": max_program_length}
-    _check_options(image, pg, ee, baseline, questions, programs, {**decoding, "draw": draw, "look": look})
+    context = click.get_current_context()
+    _check_options(context)
     inputs = {"--image": image, "--pg": pg, "--ee": ee, "--baseline": baseline}
     inputs["--weights"] = Path(of_backbone["weights"]) if of_backbone["weights"] else None
     num_given = len(programs or questions)
@@ -94,42 +99,51 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import Asking, make_asker
+    from iep.asking.loading import make_asker
 
     given = {name: of_backbone[name] for name in BACKBONE_OPTIONS if of_backbone[name] is not None}
-    backbone = chosen_backbone(given) if given else None
-    flags = tuple(_flag(name) for name in given if name != "weights")
-    lengths = {name: getattr(Evaluation, name) if value is None else value for name, value in decoding.items()}
-    asking = Asking(image, ee, pg, baseline, backbone, given.get("weights"), flags, device=device, **lengths)
-    asker = make_asker(asking, say=lambda line: click.echo(line, err=True))
+    asker = make_asker(
+        image=image,
+        ee=ee,
+        pg=pg,
+        baseline=baseline,
+        backbone=chosen_backbone(given) if given else None,
+        weights=given.get("weights"),
+        options=[_flag(context, name) for name in given if name != "weights"],
+        beam_size=Evaluation.beam_size if beam_size is None else beam_size,
+        max_program_length=Evaluation.max_program_length if max_program_length is None else max_program_length,
+        device=device,
+        say=lambda line: click.echo(line, err=True),
+    )
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
-    show = _Shown(asker, image, pictures, inputs, look or DEFAULT_LOOK, top, as_json, with_question=not is_echoed)
+    saliency = saliency or DEFAULT_SALIENCY
+    printer = _Printer(asker, image, pictures, inputs, saliency, top, as_json, with_question=not is_echoed)
     if programs or questions:
         for answer in asker.run(programs, questions) if programs else asker.ask(questions):
-            show(answer)
-    elif not _answer_lines(asker, show, is_typed):
-        click.get_current_context().exit(1)
+            printer.show(answer)
+    elif not _answer_lines(asker, printer, is_typed):
+        context.exit(1)
 
 
 @dataclass
-class _Shown:
-    """Prints answers, one after the other, and draws them where that is asked for."""
+class _Printer:
+    """Prints answers one after the other, and draws them if `pictures` has files for them."""
 
     asker: "Asker"
     image: Path | None
     pictures: Iterator[Path | None]
     inputs: Mapping[str, Path | None]
-    look: str
+    saliency: str
     top: int
     as_json: bool
     with_question: bool
 
-    def __call__(self, answer: "Answer") -> None:
-        """Show one.
+    def show(self, answer: "Answer") -> None:
+        """Print and draw one answer.
 
         Raises:
-            InputError, OSError: it cannot be drawn; it is printed before.
+            InputError, OSError: it cannot be drawn; it has been printed all the same.
         """
         from iep.asking.answers import describe, to_json
 
@@ -140,31 +154,39 @@ class _Shown:
 
             try:
                 _check_not_read(picture, self.inputs)
-                missing = draw_answer(picture, self.image, self.asker, answer, self.look, self.top)
+                missing = draw_answer(picture, self.image, self.asker, answer, self.saliency, self.top)
             except (InputError, OSError) as error:
                 picture, failure = None, error
+        is_plain = not (sys.stdout.encoding or "").lower().startswith("utf")
         if self.as_json:
-            told = to_json(answer, self.top, self.asker.vocab.program, picture)
-            click.echo(json.dumps(told, ensure_ascii=False))
+            content = to_json(answer, self.top, self.asker.vocab.program, picture)
+            click.echo(json.dumps(content, ensure_ascii=is_plain))
         else:
-            click.echo(describe(answer, self.top, picture, self.with_question) + "\n")
+            text = describe(answer, self.top, picture, self.with_question)
+            if is_plain:
+                text = text.translate(PLAIN_BRANCHES).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
+            click.echo(text + "\n")
         if missing:
-            click.echo(f"{picture}: no installed font has {missing}; boxes stand for them", err=True)
+            click.echo(f"{picture}: no installed font has {missing}; boxes replace them", err=True)
         if failure is not None:
             raise failure
 
 
-def _answer_lines(asker: "Asker", show: _Shown, is_terminal: bool) -> bool:
-    """Answer the questions of the standard input. A bad one is a line on the standard error and ends nothing.
+PLAIN_BRANCHES = str.maketrans("├└─│", "|`-|")
+"""The lines of a tree for a terminal without UTF-8."""
+
+
+def _answer_lines(asker: "Asker", printer: _Printer, is_terminal: bool) -> bool:
+    """Answer the questions of the standard input. A failed one is a line on the standard error, and the rest go on.
 
     Returns:
-        whether all is well: at a terminal whatever was typed, elsewhere if no question was bad.
+        whether the command succeeds: at a terminal always, elsewhere if no question failed.
     """
     is_well = True
     for number, line in typed_questions(is_terminal):
         try:
             for answer in asker.ask([line]):
-                show(answer)
+                printer.show(answer)
         except InputError as error:
             where = "" if is_terminal else f"standard input, line {number}: "
             click.echo(f"Error: {where}{' '.join(str(error).split())}", err=True)
@@ -173,67 +195,69 @@ def _answer_lines(asker: "Asker", show: _Shown, is_terminal: bool) -> bool:
 
 
 def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
-    """The picture of one answer after the other; FILE-1.png and so on, but of a single question or program."""
+    """Return the picture of each answer: `draw` for a single question or program, else FILE-1.png and so on."""
     if draw is None or given == 1:
         return repeat(draw)
     return (draw.with_stem(f"{draw.stem}-{number}") for number in count(1))
 
 
 def _check_not_read(picture: Path, inputs: Mapping[str, Path | None]) -> None:
-    """`inputs` are files and directories that are read, by option.
+    """Check that a picture does not replace one of `inputs`, the files and directories that are read, by option.
 
     Raises:
-        InputError: the picture would be written over one of them.
+        InputError: it would.
     """
     for option, path in inputs.items():
         if path is not None and path.exists() and picture.exists() and path.samefile(picture):
-            raise InputError(f"{picture}: is what {option} reads, and would be overwritten by --draw")
+            raise InputError(f"{picture}: {option} reads this file, and --draw would overwrite it")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flag(context: click.Context, name: str) -> str:
+    """Return the option whose value has a name, such as `--program` for `programs`."""
+    return next(option.opts[0] for option in context.command.params if option.name == name)
 
 
-def _check_options(
-    image: Path | None,
-    pg: Path | None,
-    ee: Path | None,
-    baseline: Path | None,
-    questions: Sequence[str],
-    programs: Sequence[str],
-    of_programs: Mapping[str, Any],
-) -> None:
-    """`of_programs` are options by name that say something of programs."""
-    decoding = [_flag(name) for name in ("beam_size", "max_program_length") if of_programs[name] is not None]
-    if baseline is not None:
-        others = {"pg": pg, "ee": ee, "program": programs or None, **of_programs}
-        if given := [_flag(name) for name, value in others.items() if value is not None]:
-            raise click.UsageError(f"--baseline answers alone and runs no program: {given[0]} does not go with it")
-        return
-    if ee is None:
-        raise click.UsageError("nothing answers: give --ee CKPT, or --baseline CKPT")
-    if programs and pg is not None:
-        raise click.UsageError("--program runs instead of what --pg would predict; give one of them")
-    if not programs and pg is None:
-        raise click.UsageError("nothing makes programs: give --pg CKPT, or --program TOKENS")
-    if image is None:
-        raise click.UsageError("there is nothing to look at: give --image FILE")
-    if programs and decoding:
-        raise click.UsageError(f"--program runs instead of what would be decoded: {decoding[0]} does not go with it")
-    if of_programs["look"] is not None and of_programs["draw"] is None:
-        raise click.UsageError("--look says what is drawn: give --draw FILE too")
-    if programs and len(questions) not in (0, len(programs)):
-        raise click.UsageError(f"{len(questions)} --question for {len(programs)} --program: give as many, or none")
+def _check_options(context: click.Context) -> None:
+    """Check that the options go together.
+
+    Raises:
+        click.UsageError: two contradict each other, or one is missing.
+    """
+    given = {name: value for name, value in context.params.items() if value not in (None, ())}
+    decoding = [_flag(context, name) for name in ("beam_size", "max_program_length") if name in given]
+    programs, questions = len(given.get("programs", ())), len(given.get("questions", ()))
+    if "baseline" in given:
+        others = ["pg", "ee", "programs", "beam_size", "max_program_length", "draw", "saliency"]
+        wrong = [_flag(context, name) for name in others if name in given]
+        problems = [(wrong, f"--baseline answers alone and runs no program: {''.join(wrong[:1])} does not apply")]
+    else:
+        problems = [
+            ("ee" not in given, "no network answers: give --ee CKPT, or --baseline CKPT"),
+            (programs and "pg" in given, "--program replaces the programs that --pg predicts: give one of them"),
+            (not programs and "pg" not in given, "there are no programs: give --pg CKPT, or --program TOKENS"),
+            ("image" not in given, "there is no image: give --image FILE"),
+            (programs and decoding, f"--program replaces decoded programs: {''.join(decoding[:1])} does not apply"),
+            ("saliency" in given and "draw" not in given, "--saliency is for pictures: give --draw FILE too"),
+            (
+                programs and questions not in (0, programs),
+                f"{questions} --question for {programs} --program: give as many, or none",
+            ),
+        ]
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise click.UsageError(message)
 
 
 def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
-    """Questions from the standard input, a line each, with the line's number, until it ends; at a terminal an empty
-    line ends them too, elsewhere it is passed over. At a terminal they are prompted for; where the answers go
-    elsewhere the prompt stays out of them. What is not UTF-8 comes as surrogates."""
+    """Yield the questions of the standard input, a line each, with the line's number.
+
+    At a terminal an empty line ends them, elsewhere it is skipped. A terminal shows a prompt, on the standard error if
+    the standard output is a file. Bytes that are not UTF-8 become surrogates.
+    """
     sys.stdin.reconfigure(errors="surrogateescape")
     is_edited = is_terminal and sys.stdout.isatty()
     if is_edited:
-        import readline  # noqa: F401 - lines that can be edited
+        import readline  # noqa: F401 - makes lines editable
     for number in count(1):
         if is_terminal and not is_edited:
             click.echo("question: ", nl=False, err=True)

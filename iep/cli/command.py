@@ -35,6 +35,8 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         keep_freed_memory()
+        if sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
         with handled():
             try:
                 return super().main(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl and answers."""
+"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl, answers, a page."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,28 +29,31 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--sharing/--no-sharing",
     default=None,
-    help="Run each image's stem, and equal subtrees over one image, once a batch.  [default: sharing]",
+    help="Run each image's stem, and equal subtrees over one image, once per batch.  [default: sharing]",
 )
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), help=f"What networks compute in.  [default: {Evaluation.precision}]"
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help=f"Number format of the engine's or baseline's arithmetic; program generators always use float32.  "
+    f"[default: {Evaluation.precision}]",
 )
 @click.option(
     "--order-by-image",
     is_flag=True,
     default=None,
-    help="Visit questions image by image: those of one image share a batch. Results stay in the file's order.",
+    help="Evaluate questions image by image: those of one image share a batch. Results stay in the file's order.",
 )
 @decoding_options
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help=f"Questions a batch.  [default: {Evaluation.batch_size}]"
+    "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
 @families_option
-@click.option("--skip-samples", type=click.IntRange(min=0), help="Leave out the first N questions, of those families.")
-@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on N questions, the first that are left.")
+@click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions (of --families).")
+@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
-    help=f"Processes that read and plan batches; 0: this one.  [default: {Evaluation.workers}]",
+    help=f"Processes that read and plan batches; 0 for the main process.  [default: {Evaluation.workers}]",
 )
 @click.option(
     "--features-in-memory",
@@ -63,30 +66,30 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--out",
     type=DirectoryPath(),
-    help="Directory for report.json, predictions.jsonl, answers.json, and answers.txt, as CLEVR's evaluation takes it.",
+    help="Directory for report.json, predictions.jsonl, answers.json, and answers.txt, which CLEVR's evaluation reads.",
 )
 @click.option(
     "--report",
     "report_dir",
     type=DirectoryPath(),
     metavar="DIR",
-    help="Directory for report.html: accuracies, confusion, worst questions, training curves in one file to look at.",
+    help="Directory for report.html: accuracies, confusion, worst questions and training curves on one page.",
 )
 @click.option(
     "--images",
     type=click.Path(path_type=Path),
     metavar="CLEVR_DIR",
-    help="Directory in CLEVR's layout, whose images the report shows.",
+    help="Directory in CLEVR's layout; the report shows its images.",
 )
 @click.option(
     "--report-questions",
     "most_questions",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Questions that the report lists at most: of a larger split the worst, and some of every kind.  "
+    help="Most questions that the report lists: of a larger split the worst, and some of every kind.  "
     f"[default: {REPORT_QUESTIONS}]",
 )
-@click.option("--name", default="model", show_default=True, help="Heading of this evaluation's column.")
+@click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
 @click.option(
     "--against",
     "others",
@@ -106,9 +109,9 @@ def main(
 ) -> None:
     """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
     if report_dir is None and not (images is None and most_questions is None):
-        raise click.UsageError("--images and --report-questions are for the HTML report; give --report DIR too")
+        raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
-        raise click.UsageError("--beam-size and --max-program-length are for a program generator; give --pg CKPT")
+        raise click.UsageError("--beam-size and --max-program-length are for a program generator: give --pg CKPT")
     for flag, label in (("--name", name), *(("--against", label) for label, _ in others)):
         if label.encode(errors="replace").decode() != label:
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
@@ -141,14 +144,14 @@ def main(
             for directory in {path.resolve(): path for path in (out, report_dir) if path is not None}.values():
                 held.enter_context(alone_in(directory, *OUTPUTS, PAGE))
         report = evaluate(settings, out, page, show)
-    if report is None:  # one of several processes, and not the one that speaks
+    if report is None:  # of several processes only the first prints
         return
     if out is not None:
         click.echo(f"Wrote {', '.join(str(out / name) for name in OUTPUTS if (out / name).exists())}")
     if report_dir is not None:
         click.echo(f"Wrote {report_dir / PAGE}")
     if out is not None and (out / PAGE).exists() and (page is None or not out.samefile(page.directory)):
-        click.echo(f"{out / PAGE} is not of this evaluation; --report {out} writes one that is.")
+        click.echo(f"{out / PAGE} is the page of another evaluation; --report {out} replaces it.")
 
 
 if __name__ == "__main__":

@@ -1,65 +1,48 @@
 """An evaluation's outcome -> one HTML file that opens from disk, with everything that it needs inside.
 
-The page is `html/report.html` with its style sheets and scripts, which draw what the data in it say; here those data
-are put together and laid in. Nothing of the data is ever read as HTML: they are JSON with every `<` escaped, which the
-scripts show as text, and a content security policy lets no other script run and no address be fetched. The training
-curves are what the runs of the checkpoints recorded, short enough to be drawn.
+The template `html/report.html` renders all tables, curves and questions; its script sorts, filters and pages them. Data
+become text and attributes, which Jinja escapes, and a content security policy lets no other script run and no address
+be fetched.
 
 Shapes: N questions, R of them listed.
 """
 
 import base64
 import hashlib
-import html
-import json
-import re
-import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 
 from iep import __version__
 from iep.config import REPORT_QUESTIONS
-from iep.evaluation.json_report import ROWS, Report, mean_accuracy, with_baselines
-from iep.evaluation.metrics import Group, answer_groups, confusion, groups, program_lengths
+from iep.evaluation import training_curves
+from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
+from iep.evaluation.metrics import answer_groups, program_lengths
 from iep.evaluation.outcome import Outcome, question_text
-from iep.evaluation.page_questions import Pictures, choose, question_objects
+from iep.evaluation.page_questions import REMARKS, Pictures, choose, differ, question_cards
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_bytes
-from iep.runtime.records import METRICS, read_rows
 
 PAGE = "report.html"
-STYLES = ("page.css", "statistics.css", "questions.css", "curves.css", "narrow.css")
-SCRIPTS = ("page.js", "statistics.js", "confusion.js", "programs.js", "questions.js", "curves.js", "start.js")
-
-
-MOST_POINTS = 500
-"""Of one curve; of a longer one, neighbouring points are averaged."""
-CHARTS = {
-    "Loss": ("loss",),
-    "Accuracy": ("accuracy", "validation_accuracy", "reward", "reward_baseline"),
-    "Loss of the generator (REINFORCE)": ("generator_loss",),
-}
-"""What is drawn together: a chart's title, and the names in metrics.jsonl."""
-
-Curve = list[tuple[float, float]]
-"""Points (step, value)."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What the HTML report is to hold besides the evaluation's outcome.
+    """What the HTML report holds besides the evaluation's outcome.
 
     Attributes:
         directory: where `report.html` is written.
         images: a directory in CLEVR's layout with the questions' images; None for a report without.
-        most_questions: how many questions are listed at most, with image and programs.
-        name: what the evaluation is called.
+        most_questions: the most questions that are listed, with image and programs.
+        name: the name of the evaluation.
         others: earlier reports to show beside it, by name.
     """
 
@@ -70,7 +53,7 @@ class Page:
     others: tuple[tuple[str, Report], ...] = ()
 
     def pictures(self, split: str) -> Pictures | None:
-        """The images of `split`, None without a directory of images.
+        """Return the images of `split`, None without a directory of images.
 
         Raises:
             InputError: the directory has no images of the split.
@@ -86,7 +69,7 @@ def write_page(
     pictures: Pictures | None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write report.html, whole or not at all.
+    """Write report.html, whole or not at all. Its statistics are over all questions, of which R are listed.
 
     Args:
         settings: of the evaluation, to be shown.
@@ -94,62 +77,80 @@ def write_page(
         notes: lines to be shown above everything.
 
     Raises:
-        OSError: the file cannot be written, or a run's metrics.jsonl not be read.
+        OSError: the file cannot be written, or a run's metrics.jsonl cannot be read.
     """
-    data = page_data(page, outcome, report, settings, pictures) | {"notes": notes}
-    write_bytes(page.directory / PAGE, render(f"{page.name} on {report.split}", data).encode())
-
-
-def render(title: str, data: Mapping[str, Any]) -> str:
-    """The page as text: template, style sheets and scripts with `data` laid in.
-
-    Raises:
-        ValueError: `data` holds a number that is not finite.
-    """
-    folder = files("iep.evaluation") / "html"
-    style, script = (
-        "\n".join((folder / name).read_text(encoding="utf-8") for name in names) for names in (STYLES, SCRIPTS)
-    )
-    text = (folder / "report.html").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(script)}"
-    content = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for mark in "<>&":
-        content = content.replace(mark, f"\\u{ord(mark):04x}")
-    parts = {"POLICY": policy, "TITLE": html.escape(title), "STYLE": style, "SCRIPT": script, "DATA": content}
-    # All at once: what stands in the parts is no placeholder.
-    return re.sub("@([A-Z]+)@", lambda place: parts[place[1]], text)
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def page_data(
-    page: Page, outcome: Outcome, report: Report, settings: Mapping[str, Any], pictures: Pictures | None
-) -> dict[str, Any]:
-    """All that the page shows, as JSON values; statistics are over all questions, listed are R of them."""
-    programs = outcome.programs
-    lengths_N = None if programs is None else program_lengths(programs, outcome.vocab.program)
+    lengths_N = None if outcome.programs is None else program_lengths(outcome.programs, outcome.vocab.program)
+    by_type, by_family = _by_type(page, outcome, report), _by_family(outcome)
+    by_length = [] if lengths_N is None else _by_key(outcome, lengths_N)
     rows_R = choose(outcome, page.most_questions)
-    listed = outcome.select(rows_R)
-    questions = question_objects(listed, None if lengths_N is None else lengths_N[rows_R], pictures)
-    return {
-        "name": page.name,
-        "facts": _facts(page, report),
-        "settings": {key: _plain(value) for key, value in settings.items()},
-        "types": QUESTION_TYPES,
-        "functions": outcome.vocab.program,
-        "answers": outcome.vocab.answer,
-        "summary": _summary(outcome, report),
-        "byType": _by_type(page, outcome, report),
-        "byFamily": _by_family(outcome),
-        "lengthsOf": "true" if outcome.questions.programs is not None else "predicted",
-        "byLength": [] if lengths_N is None else _groups(outcome, lengths_N),
-        "confusion": _confusion(outcome),
-        "questions": questions,
-        "images": _images(page, pictures),
-        "training": [asdict(run) | {"path": str(run.path)} for run in training_runs(report.checkpoints)],
+    text = render(
+        title=f"{page.name} on {report.split}",
+        tiles=_tiles(outcome, report),
+        notes=notes,
+        facts=_facts(page, report),
+        settings={name: _plain(value) for name, value in settings.items()},
+        outcome=outcome,
+        by_type=by_type,
+        others=[(name, _note(other, report)) for name, other in _other_columns(page, report)],
+        by_family=by_family,
+        by_length=by_length,
+        filters=[
+            ("type", "Type", by_type[1:]),
+            ("family", "Family", by_family),
+            ("length", "Functions", by_length),
+            ("answer", "Answer", _right_and_wrong(outcome, outcome.right)),
+            ("program", "Program", _right_and_wrong(outcome, outcome.exact)),
+        ],
+        confusion=_confusion(outcome),
+        cards=question_cards(outcome.select(rows_R), None if lengths_N is None else lengths_N[rows_R], pictures),
+        pictures=pictures,
+        runs=training_curves.training_runs(report.checkpoints),
+    )
+    # A token that is no UTF-8 text may stand in a vocabulary.
+    write_bytes(page.directory / PAGE, text.encode(errors="replace"))
+
+
+def render(**values: Any) -> str:
+    """Return the page as text: the template with style sheet, script and `values`."""
+    environment = Environment(
+        loader=PackageLoader("iep.evaluation", "html"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "percent": percent,
+        "whole": "{:,}".format,
+        "draw_chart": lambda chart: training_curves.draw_chart(*chart),
     }
+    environment.tests["different"] = lambda row: differ(*row)
+    style, script = (environment.loader.get_source(environment, name)[0] for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("report.html").render(
+        style=Markup(style),
+        script=Markup(script),
+        script_digest=f"sha256-{digest}",
+        size=training_curves,
+        remarks=REMARKS,
+        **values,
+    )
+
+
+def _tiles(outcome: Outcome, report: Report) -> list[tuple[str, str, str]]:
+    """Return the largest numbers of the page: label, value and a note."""
+    known = ", ".join(f"{name} {percent(scores.overall)}%" for name, scores in report.baselines.items())
+    tiles = [("Questions", f"{report.questions:,}", "")]
+    if report.accuracy is not None:
+        tiles.append(("Accuracy", f"{percent(report.accuracy.overall)}%", known))
+        tiles.append(("Wrong answers", f"{int((~outcome.right).sum()):,}", ""))
+    else:
+        has_answers = outcome.predictions.answers is not None
+        tiles.append(("Accuracy", "unknown", "the split has no answers" if has_answers else "no network answers"))
+    if report.program_exact_match is not None:
+        tiles.append(("Programs exact", f"{percent(report.program_exact_match.overall)}%", ""))
+    elif outcome.predictions.programs is not None:
+        tiles.append(("Programs exact", "unknown", "the split has no programs"))
+    return tiles
 
 
 def _plain(value: Any) -> str:
@@ -158,164 +159,94 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _facts(page: Page, report: Report) -> list[tuple[str, str]]:
+def _facts(page: Page, report: Report) -> dict[str, str]:
     speed, memory = report.questions_per_second, report.peak_memory_gb
-    return [
-        ("Split", f"{report.split}: {report.selection}" if report.selection else report.split),
-        ("Questions", f"{report.questions:,}"),
-        *((f"Checkpoint ({part})", path) for part, path in report.checkpoints.items()),
-        ("Programs", report.programs or "none"),
-        ("Images", "none given" if page.images is None else str(page.images)),
-        ("Device", report.device),
-        *([] if speed is None else [("Speed", f"{speed:,.0f} questions/s")]),
-        *([] if memory is None else [("Peak memory", f"{memory:.2f} GB")]),
-        ("Made", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, iep {__version__}"),
-    ]
-
-
-def _summary(outcome: Outcome, report: Report) -> dict[str, Any]:
-    """Of all questions: how many, right, exact; the baselines' accuracies."""
-    right, exact = (None if good is None else int(good.sum()) for good in (outcome.right, outcome.exact))
-    baselines = {name: scores.overall for name, scores in report.baselines.items()}
-    return {
-        "questions": report.questions,
-        "right": right,
-        "exact": exact,
-        "baselines": baselines,
-        "answered": outcome.predictions.answers is not None,
-        "predicted": outcome.predictions.programs is not None,
+    facts = {
+        "Split": f"{report.split}: {report.selection}" if report.selection else report.split,
+        "Questions": f"{report.questions:,}",
+        **{f"Checkpoint ({part})": path for part, path in report.checkpoints.items()},
+        "Programs": report.programs or "none",
+        "Images": "none given" if page.images is None else str(page.images),
+        "Device": report.device,
+        "Speed": None if speed is None else f"{speed:,.0f} questions/s",
+        "Peak memory": None if memory is None else f"{memory:.2f} GB",
+        "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, iep {__version__}",
     }
+    return {name: value for name, value in facts.items() if value is not None}
 
 
-def _by_type(page: Page, outcome: Outcome, report: Report) -> dict[str, Any]:
-    """A row for every type and family of types that has questions, as in the printed table, and the other columns."""
-    columns = with_baselines([*page.others, (page.name, report)])[:-1]
-    by_position = {group.key: group for group in groups(outcome.types, outcome.right, outcome.exact)}
+def _row(outcome: Outcome, chosen_N: np.ndarray, label: object, value: object, **more: Any) -> dict[str, Any]:
+    """Return a table's row: numbers of the questions `chosen_N`, and the filter's `value` that lists them."""
+    count = int(chosen_N.sum())
+    row = {"label": str(label), "value": str(value), "questions": count}
+    for name, good_N in (("right", outcome.right), ("exact", outcome.exact)):
+        row[name] = None if good_N is None or not count else int(good_N[chosen_N].sum()) / count
+    return row | more
+
+
+def _other_columns(page: Page, report: Report) -> list[tuple[str, Report]]:
+    """Return the baselines and the earlier reports that stand beside the new one."""
+    return with_baselines([*page.others, (page.name, report)])[:-1]
+
+
+def _by_type(page: Page, outcome: Outcome, report: Report) -> list[dict[str, Any]]:
+    """Return a row for all questions, and one for every type and family of types that has any, as in the table of the
+    terminal."""
     rows = []
-    for label, types in ROWS[1:]:
-        positions = [QUESTION_TYPES.index(name) for name in types]
-        members = [by_position[position] for position in positions if position in by_position]
-        if members:
-            counts = {name: _total(members, name) for name in ("questions", "right", "exact")}
-            shares = [mean_accuracy(other, types) for _, other in columns]
-            row = {"label": label.strip(), "inner": label.startswith(" "), "types": positions, "others": shares}
-            rows.append(row | counts)
-    return {
-        "rows": rows,
-        "others": [
-            {"name": name, "overall": mean_accuracy(other, None), "note": _note(other, report)}
-            for name, other in columns
-        ],
-    }
-
-
-def _groups(outcome: Outcome, keys_N: np.ndarray) -> list[dict[str, Any]]:
-    return [asdict(group) for group in groups(keys_N, outcome.right, outcome.exact)]
-
-
-def _total(members: Sequence[Group], name: str) -> int | None:
-    values = [getattr(member, name) for member in members]
-    return None if None in values else sum(values)
+    for label, types in ROWS:
+        wanted = None if types is None else [QUESTION_TYPES.index(name) for name in types]
+        chosen_N = np.ones(len(outcome.types), bool) if wanted is None else np.isin(outcome.types, wanted)
+        if chosen_N.any():
+            name = label.strip()
+            more = {
+                "prefix": types[0].removesuffix(name) if label.startswith(" ") else "",
+                "is_group": types is None or len(types) > 1,
+                "others": [mean_accuracy(other, types) for _, other in _other_columns(page, report)],
+            }
+            rows.append(_row(outcome, chosen_N, name, ",".join(types or ()), **more))
+    return rows
 
 
 def _note(other: Report, report: Report) -> str:
-    """What tells an earlier report's questions from those of this one, as far as known."""
+    """Return how an earlier report's questions differ from those of this one, as far as known."""
     same = all(getattr(other, name) == getattr(report, name) for name in ("split", "questions", "questions_by_type"))
     return "" if same else f"{other.questions:,} questions of {other.split}"
 
 
+def _by_key(outcome: Outcome, keys_N: np.ndarray) -> list[dict[str, Any]]:
+    """Return a row for the questions of every key; those of a negative one are left out."""
+    return [_row(outcome, keys_N == key, key, key) for key in np.unique(keys_N[keys_N >= 0]).tolist()]
+
+
 def _by_family(outcome: Outcome) -> list[dict[str, Any]]:
-    """Families with the first question of each, which tells what the number does not."""
-    families = outcome.questions.families
-    if families is None:
-        return []
-    return [
-        asdict(group)
-        | {
-            "example": question_text(outcome.questions.questions[group.first], outcome.vocab.question),
-            "type": int(outcome.types[group.first]) if outcome.types[group.first] >= 0 else None,
-        }
-        for group in groups(families, outcome.right, outcome.exact)
-    ]
+    """Return a row for every family, with its first question, which says more than its number."""
+    families_N = outcome.questions.families
+    rows = [] if families_N is None else _by_key(outcome, families_N)
+    for row in rows:
+        first = int((families_N == int(row["value"])).argmax())
+        of_type = outcome.types[first]
+        row["example"] = question_text(outcome.questions.questions[first], outcome.vocab.question)
+        row["type"] = QUESTION_TYPES[of_type] if of_type >= 0 else "unknown type"
+    return rows
+
+
+def _right_and_wrong(outcome: Outcome, good_N: np.ndarray | None) -> list[dict[str, Any]]:
+    return [] if good_N is None else [_row(outcome, good_N, "right", "right"), _row(outcome, ~good_N, "wrong", "wrong")]
 
 
 def _confusion(outcome: Outcome) -> dict[str, Any] | None:
-    answers, predicted = outcome.questions.answers, outcome.predictions.answers
+    """Return the answers in their order, those that begin a group of answers, and for each true answer how many
+    questions got which answer; None where answers are unknown."""
     if outcome.right is None:
         return None
-    order = answer_groups([*answers.tolist(), *predicted.tolist()], outcome.vocab.answer)
-    counts = confusion(answers, predicted)
-    return {"order": list(order.items()), "cells": [(*pair, count) for pair, count in counts.items()]}
-
-
-def _images(page: Page, pictures: Pictures | None) -> dict[str, Any]:
-    if pictures is None:
-        return {"given": False, "pictures": {}, "problems": []}
-    return {"given": True, "pictures": pictures.by_key, "problems": list(pictures.problems.values())}
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """What one run recorded.
-
-    Attributes:
-        parts: what the evaluation took from it, such as `("pg", "ee")`.
-        path: the run directory.
-        charts: title -> name -> curve; charts and curves without points are left out.
-        averaged: how many recorded points one point stands for at most.
-    """
-
-    parts: tuple[str, ...]
-    path: Path
-    charts: Mapping[str, Mapping[str, Curve]]
-    averaged: int
-
-
-def training_runs(checkpoints: Mapping[str, str]) -> list[TrainingRun]:
-    """The runs that checkpoints (files in a run directory, or run directories) belong to, each once.
-
-    A run without metrics.jsonl has no charts.
-
-    Args:
-        checkpoints: paths by part, as in a report.
-
-    Raises:
-        OSError: a metrics.jsonl cannot be read.
-    """
-    runs: dict[Path, tuple[Path, list[str]]] = {}
-    for part, path in checkpoints.items():
-        directory = Path(path) if Path(path).is_dir() else Path(path).parent
-        runs.setdefault(directory.resolve(), (directory, []))[1].append(part)
-    return [_read_run(tuple(parts), directory) for directory, parts in runs.values()]
-
-
-def _read_run(parts: tuple[str, ...], directory: Path) -> TrainingRun:
-    path = directory / METRICS
-    rows = read_rows(path) if path.is_file() else []
-    charts, averaged = {}, 1
-    for title, names in CHARTS.items():
-        curves = {name: _points(rows, name) for name in names}
-        longest = max(map(len, curves.values()))
-        averaged = max(averaged, -(-longest // MOST_POINTS))
-        if longest:
-            charts[title] = {name: thinned(curve) for name, curve in curves.items() if curve}
-    return TrainingRun(parts, directory, charts, averaged)
-
-
-def _points(rows: list[dict[str, float]], name: str) -> Curve:
-    """The finite values of one name; a row may hold anything, for the file may have been edited."""
-    return [(row["step"], float(row[name])) for row in rows if _is_finite(row["step"]) and _is_finite(row.get(name))]
-
-
-def _is_finite(value: object) -> bool:
-    """A number that a float holds; Python reads whole ones from JSON that none does."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """At most `most` points: as many neighbours as that takes become one, their mean in step and value."""
-    size = -(-len(curve) // most)
-    if size <= 1:
-        return curve
-    parts = [curve[start : start + size] for start in range(0, len(curve), size)]
-    return [(sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)) for part in parts]
+    tokens = outcome.vocab.answer
+    pairs = Counter(zip(outcome.questions.answers.tolist(), outcome.predictions.answers.tolist(), strict=True))
+    groups = answer_groups({answer for pair in pairs for answer in pair}, tokens)
+    rows = {true: {other: pairs[true, other] for other in groups if pairs[true, other]} for true in groups}
+    return {
+        "answers": [tokens[answer] for answer in groups],
+        "starts": {tokens[after] for before, after in pairwise(groups) if groups[before] != groups[after]},
+        "rows": {
+            tokens[true]: {tokens[other]: count for other, count in row.items()} for true, row in rows.items() if row
+        },
+    }

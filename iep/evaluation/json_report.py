@@ -3,16 +3,18 @@
 Covers neither the computing of scores (`metrics.py`) nor single answers (`outcome.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from iep.config import LARGEST
 from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_json
-from iep.runtime.reading import read_json
+from iep.runtime.reading import parse_json, reading
 
 FORMAT = "iep report 1"
 MISSING = "-"
@@ -20,22 +22,22 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
-        split: name of the split, such as `val`.
-        questions: number of questions.
-        questions_by_type: number of each type that has any, by the true programs or else by the predicted ones;
-            empty where neither are known.
+        split: the name of the split, such as `val`.
+        questions: the number of questions.
+        questions_by_type: the number of questions of each type that has any, by the true programs or else by the
+            predicted ones; empty where neither are known.
         accuracy: of the answers; None on a split without answers.
         program_exact_match: of the predicted programs; None where there are none, or none to compare with.
         questions_per_second: None where not measured.
-        peak_memory_gb: most memory held at one time, of a GPU's or else the process's; None where not measured.
-        device: what it ran on, such as `cpu`.
-        programs: where they came from: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
-        selection: which of the split's questions, such as `families short`; "" for all.
+        peak_memory_gb: the peak memory of the GPU, or else of the process; None where not measured.
+        device: such as `cpu`.
+        programs: the source of the programs: `ground-truth`, `predicted` or `predicted, beam 4`; "" without programs.
+        selection: the part of the split that was evaluated, such as `families short`; "" for all of it.
         checkpoints: paths by part, such as `{"ee": "runs/ee/best.pt"}`.
-        baselines: accuracies of other ways of answering the same questions, by name.
+        baselines: accuracies of other ways to answer the same questions, by name.
     """
 
     split: str
@@ -63,61 +65,45 @@ def read_report(path: Path) -> Report:
     Raises:
         InputError: the file is missing, not JSON, or not a report; names the field that is not as expected.
     """
-    content = read_json(path)
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise InputError(f'{path}: not a report, expected a JSON object with "format": "{FORMAT}"')
-    names = {entry.name for entry in fields(Report)}
-    for name in sorted(names ^ content.keys()):
-        raise InputError(f"{path}: {name!r} is {'missing' if name in names else 'not a field of a report'}")
-
-    def expect(name: str, good: bool, expected: str) -> None:
-        if not good:
-            raise InputError(f"{path}: {name} is {content[name]!r}, expected {expected}")
-
-    for name in ("split", "selection", "device", "programs"):
-        expect(name, isinstance(content[name], str), "text")
-    expect("questions", _is_count(content["questions"]), "a whole number")
-    for name in ("questions_per_second", "peak_memory_gb"):
-        expect(name, _is_number(content[name], or_none=True), "a number or null")
-    expect("questions_by_type", _is_table(content["questions_by_type"], _is_count), "whole numbers by question type")
-    expect("checkpoints", _is_table(content["checkpoints"], lambda path: isinstance(path, str)), "file names by part")
-    expect("baselines", _is_table(content["baselines"], _is_scores), "scores by name")
-    for name in ("accuracy", "program_exact_match"):
-        expect(name, content[name] is None or _is_scores(content[name]), "scores or null")
-        content[name] = content[name] and Scores(**content[name])
-    content["baselines"] = {name: Scores(**scores) for name, scores in content["baselines"].items()}
-    return Report(**content)
+    with reading(path, "a report of iep-eval"):
+        content = parse_json(path.read_bytes())
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise InputError(f'not a report, expected a JSON object with "format": "{FORMAT}"')
+        return _as_kind(content, Report, "the report")
 
 
-def _is_number(value: object, or_none: bool = False) -> bool:
-    """A finite one: JSON as Python reads it has NaN and Infinity too, and whole numbers beyond every float."""
-    return (isinstance(value, (int, float)) and abs(value) <= LARGEST) or (or_none and value is None)
+def _as_kind(value: Any, kind: Any, name: str) -> Any:
+    """Return a JSON value as a `kind`, one of the types of a report's fields; numbers are finite and at least 0.
+
+    Raises:
+        InputError: it is something else; names the field.
+    """
+    if get_origin(kind) is UnionType:
+        return None if value is None else _as_kind(value, get_args(kind)[0], name)
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        return {key: _as_kind(each, get_args(kind)[1], f"{name}: {key!r}") for key, each in value.items()}
+    if is_dataclass(kind) and isinstance(value, dict):
+        kinds = get_type_hints(kind)
+        for key in sorted(kinds.keys() ^ value.keys()):
+            raise InputError(f"{name}: {key!r} is {'missing' if key in kinds else 'unknown'}")
+        return kind(**{key: _as_kind(each, kinds[key], f"{name}: {key!r}") for key, each in value.items()})
+    if kind is str and isinstance(value, str):
+        return value
+    # JSON as Python reads it has NaN and Infinity too, and whole numbers beyond every float.
+    if kind in (int, float) and isinstance(value, (int, kind)) and 0 <= value <= LARGEST:
+        return value
+    raise InputError(f"{name} is {value!r:.60}, expected {_KINDS.get(kind, 'a JSON object')}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value <= LARGEST
-
-
-def _is_table(value: object, is_entry: Callable[[object], bool]) -> bool:
-    return isinstance(value, dict) and all(map(is_entry, value.values()))
-
-
-def _is_scores(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"overall", "by_type"}
-        and _is_number(value["overall"])
-        and _is_table(value["by_type"], _is_number)
-    )
+_KINDS = {str: "text", int: "a whole number from 0", float: "a finite number from 0"}
 
 
 def format_table(columns: Sequence[tuple[str, Report]]) -> str:
-    """A text table of accuracies in percent: one row per question type, one column per report.
+    """Return a text table of accuracies in percent: one row per question type, one column per report.
 
-    The row of a family (`compare integer`, `query`, `compare`) is the mean over all its questions. The
-    baselines of the reports come first, each name once. A column with numbers of questions stands left of the
-    first column that they hold for. `-` marks what is unknown; types without questions in any report are left
-    out.
+    The row of a family (`compare integer`, `query`, `compare`) is the mean over all its questions. The baselines of the
+    reports come first, each name once. Where reports are of other questions, a column with the numbers of questions
+    precedes them. `-` marks unknown values; types without questions in any report are left out.
     """
     reports = with_baselines(columns)
     rows = [row for row in ROWS if any(count_of(report, row[1]) for _, report in reports)]
@@ -128,8 +114,8 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
         if counts != counted:
             table.append(["questions", *counts, "", ""])
             counted = counts
-        accuracies = [_percent(mean_accuracy(report, types)) for _, types in rows]
-        programs = _percent(report.program_exact_match and report.program_exact_match.overall)
+        accuracies = [percent(mean_accuracy(report, types)) for _, types in rows]
+        programs = percent(report.program_exact_match and report.program_exact_match.overall)
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
     widths = [max(map(len, column)) for column in table]
@@ -141,7 +127,7 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
 
 
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
-    """The reports' baselines as columns of their own, each name once, and after them the columns."""
+    """Return the reports' baselines as columns of their own, each name once, and after them the columns."""
     baselines = {
         name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
         for _, report in columns
@@ -158,7 +144,6 @@ def _family_rows(family: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(family, _members(family)), *((f"  {name.split(': ')[1]}", (name,)) for name in _members(family))]
 
 
-# A row of the table: its label, and the question types that it is the mean of; None for all questions.
 ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
     ("overall", None),
     ("exist", ("exist",)),
@@ -167,22 +152,24 @@ ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
     *_family_rows("query"),
     *_family_rows("compare"),
 )
+"""The rows of the table: a label, and the question types that the row is the mean of, None for all questions."""
 
 
 def count_of(report: Report, types: tuple[str, ...] | None) -> int:
-    """Number of questions of some types, None for all questions."""
+    """Return the number of questions of some types, or of all questions for None."""
     if types is None:
         return report.questions
     return sum(report.questions_by_type.get(name, 0) for name in types)
 
 
 def mean_accuracy(report: Report, types: tuple[str, ...] | None) -> float | None:
-    """Accuracy over all questions of some types, from the types' accuracies and numbers of questions."""
+    """Return the accuracy over all questions of some types, computed from those of the types; None for all types."""
     if report.accuracy is None or types is None or not count_of(report, types):
         return report.accuracy.overall if report.accuracy and types is None else None
     right = (report.questions_by_type.get(name, 0) * report.accuracy.by_type.get(name, 0.0) for name in types)
     return round(sum(right), 6) / count_of(report, types)  # rounded: 49 * (1 / 49) is a little less than 1
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """Return a share from 0 to 1 in percent with one digit, `-` where it is unknown."""
     return MISSING if share is None else f"{100 * share:.1f}"

@@ -1,16 +1,15 @@
-"""The questions that the HTML report lists, as objects with small pictures of their images and programs side by side.
+"""The questions that the HTML report lists, with small pictures of their images and their programs side by side.
 
 Pictures are data URIs, each once, for a page that needs no other file. Programs are the lines of their trees, whether
 well-formed or not.
 
-Shapes: N questions.
+Shapes: N questions, R of them listed, L program tokens.
 """
 
 import base64
 import io
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
-from enum import IntEnum
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +24,17 @@ from iep.execution_engine.family import Family, tree_run
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
-from iep.programs import Node, program_tree
-from iep.vocab import NULL, Vocab
+from iep.programs import NOT_USED, QUESTION_TYPES, program_tree
+from iep.vocab import Vocab
 
 WIDTH = 320
-"""Pixels; smaller images stay as they are."""
+"""The greatest width of a picture, in pixels."""
 QUALITY = 75
-"""Of JPEG, up to 95."""
+"""The quality of JPEG pictures, up to 95."""
 
 
 class Pictures:
-    """The pictures that a page needs, read when first asked for."""
+    """The pictures that a page needs, each read at its first use."""
 
     def __init__(self, clevr_dir: Path, split: str):
         """Find the split's images, by the index in their names.
@@ -55,13 +54,13 @@ class Pictures:
         """Why there is no picture, by image index."""
 
     def is_of(self, count: int, digest: str) -> bool:
-        """Are the first `count` images those of a features file with this digest of names and sizes?"""
+        """Return whether the first `count` images are those of a features file with this digest of names and sizes."""
         if not all(index in self._paths for index in range(count)):
             return False
         return value_digest(listing(self._paths[index] for index in range(count))) == digest
 
-    def key(self, image: int) -> int | None:
-        """The key in `by_key` of the picture of image `image`; None where there is none, for a reason in `problems`."""
+    def has(self, image: int) -> bool:
+        """Read the picture of image `image` into `by_key`, or a reason why there is none into `problems`."""
         if image not in self.by_key and image not in self.problems:
             path = self._paths.get(image)
             try:
@@ -70,11 +69,11 @@ class Pictures:
                 self.by_key[image] = data_uri(open_image(path))
             except InputError as error:
                 self.problems[image] = str(error)
-        return image if image in self.by_key else None
+        return image in self.by_key
 
 
 def data_uri(image: Image.Image) -> str:
-    """The image, at most `WIDTH` pixels wide, as a JPEG in a data URI."""
+    """Return the image, at most `WIDTH` pixels wide, as a JPEG in a data URI."""
     small = image.copy()
     small.thumbnail((WIDTH, 4 * WIDTH), Image.Resampling.LANCZOS)
     content = io.BytesIO()
@@ -82,29 +81,25 @@ def data_uri(image: Image.Image) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode("ascii")
 
 
-class Kind(IntEnum):
-    """What a line of a tree is."""
-
-    FUNCTION = 0
-    """A token of the program."""
-    FILLED_IN = 1
-    """A `scene` that the program lacks: it has `<NULL>` there, or had ended."""
-    IGNORED = 2
-    """A token after the tree is complete, which does not run."""
-    NOT_USED = 3
-    """A function whose value is of another kind than what is to take it, or one below it."""
+FILLED_IN, IGNORED = "filled in", "ignored"
+REMARKS = {
+    FILLED_IN: "the program has no function here; the engine uses the scene.",
+    IGNORED: "these functions follow a complete tree and do not run.",
+    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene's.",
+}
+"""What the page says of the lines of a tree that are no plain functions of the program, by their kind."""
 
 
 class Line(NamedTuple):
-    """One line: how deep in the tree, which token, and of what kind."""
+    """One line of a tree: its depth, its token and its kind, which is empty or a key of `REMARKS`."""
 
     depth: int
     token: str
-    kind: Kind
+    kind: str
 
 
 def program_lines(program_L: np.ndarray, vocab: Vocab, own: Family | None = None) -> list[Line]:
-    """The lines of the tree that a program stands for, from its root by depth-first search, and of what is ignored.
+    """Return the lines of a program's tree, from its root by depth-first search, and of what is ignored after it.
 
     Args:
         program_L: program tokens with `<START>`, `<END>` and padding.
@@ -113,36 +108,31 @@ def program_lines(program_L: np.ndarray, vocab: Vocab, own: Family | None = None
     """
     tokens = [vocab.program[token] for token in np.asarray(program_L).tolist()]
     tree = program_tree(tokens) if own is None else tree_run(tokens, own)
-    lines = [Line(node.depth, node.token, _kind(node)) for node in tree.nodes]
-    return lines + [Line(0, token, Kind.IGNORED) for token in tree.ignored]
+    lines = [
+        Line(node.depth, node.token, NOT_USED if node.unused else FILLED_IN if node.is_filled_in else "")
+        for node in tree.nodes
+    ]
+    return lines + [Line(0, token, IGNORED) for token in tree.ignored]
 
 
-def _kind(node: Node) -> Kind:
-    if node.unused:
-        return Kind.NOT_USED
-    return Kind.FILLED_IN if node.is_filled_in else Kind.FUNCTION
+def differ(one: Line | None, other: Line | None) -> bool:
+    """Return whether two lines have another token or kind, or one is missing. Their depths do not count: below a
+    function that only one tree has, the rest is the same but for its depth."""
+    return one is None or other is None or one[1:] != other[1:]
 
 
-def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[int | None, int | None]]:
-    """Rows of two columns: the lines of both trees by number, in order, equal ones in one row as far as possible.
-
-    Lines are equal that have the same token and are of the same kind, however deep: below a function that only one
-    tree has, the rest is the same but for its depth.
-    """
+def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[Line | None, Line | None]]:
+    """Return rows of two columns: the lines of both trees in order, equal ones in one row as far as possible."""
     matcher = SequenceMatcher(None, *([line[1:] for line in lines] for lines in (left, right)), autojunk=False)
-    rows: list[tuple[int | None, int | None]] = []
-    for _, left_start, left_end, right_start, right_end in matcher.get_opcodes():
-        for offset in range(max(left_end - left_start, right_end - right_start)):
-            at_left, at_right = left_start + offset, right_start + offset
-            rows.append((at_left if at_left < left_end else None, at_right if at_right < right_end else None))
-    return rows
+    blocks = (zip_longest(left[a:b], right[c:d]) for _, a, b, c, d in matcher.get_opcodes())
+    return list(chain.from_iterable(blocks))
 
 
 def choose(outcome: Outcome, most: int) -> np.ndarray:
-    """(R,) rows of at most `most` questions to list, ascending.
+    """Return the rows (R,) of at most `most` questions to list, ascending.
 
-    Of more, in turn: the wrong answers, most confident first; the wrong programs, likewise; one after the other of
-    every pair of a true and a predicted answer; one after the other of every question family.
+    If there are more questions, they are chosen in turn from the wrong answers, most confident first, the wrong
+    programs, likewise, all pairs of a true and a predicted answer, and all question families.
     """
     count = len(outcome.questions)
     if count <= most:
@@ -178,59 +168,56 @@ def _in_turn(lists: list[list[int]]) -> Iterator[int]:
     return (row for row in rounds if row is not None)
 
 
-def question_objects(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
-    """The questions as objects: numbers are positions in the vocabulary's tokens and in `QUESTION_TYPES`.
+def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
+    """Return what the page shows of each question; what is unknown is None or empty.
 
-    Keys: `index` (`question_index`), `image`, `picture` (the key of its picture, where there is one), `text`, `type`,
-    `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`, `exact`; `program` and
-    `predicted`, the lines of the trees, the latter only where it differs from the true one, with the rows of both
-    side by side in `rows`.
-    What is unknown is None.
+    Keys: `data`, attributes by which the page filters and sorts; `index` (`question_index`), `image`, `picture` (if
+    there is any), `text`, `type`, `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`,
+    `exact`; `rows`, the true and the predicted program side by side; `remarks`, the kinds of lines of the latter.
     """
-    questions, predictions = outcome.questions, outcome.predictions
-    objects = []
-    for n in range(len(questions)):
-        image = int(questions.image_idxs[n])
-        ranked = predictions.ranked_answers is not None and zip(
-            predictions.ranked_answers[n].tolist(),
-            predictions.ranked_probabilities[n].tolist(),
-            strict=True,
-        )
-        objects.append(
-            {
-                "index": int(questions.orig_idxs[n]),
-                "image": image,
-                "picture": None if pictures is None else pictures.key(image),
-                "text": question_text(questions.questions[n], outcome.vocab.question),
-                "type": int(outcome.types[n]) if outcome.types[n] >= 0 else None,
-                "family": None if questions.families is None else int(questions.families[n]),
-                "length": None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n]),
-                "answer": None if questions.answers is None else int(questions.answers[n]),
-                "ranked": list(ranked) if ranked else None,
-                "right": None if outcome.right is None else bool(outcome.right[n]),
-                "exact": None if outcome.exact is None else bool(outcome.exact[n]),
-                **_programs(outcome, n),
-            }
-        )
-    return objects
-
-
-def _programs(outcome: Outcome, n: int) -> dict[str, Any]:
-    vocab = outcome.vocab
+    questions, predictions, vocab = outcome.questions, outcome.predictions, outcome.vocab
     own = None if outcome.modules is None else family(outcome.modules)
-    true, predicted = (
-        None if programs is None else program_lines(programs[n], vocab, own)
-        for programs in (outcome.questions.programs, outcome.predictions.programs)
-    )
-    is_exact = outcome.exact is not None and outcome.exact[n]
-    return {
-        "program": _indexed(true, vocab),
-        "predicted": None if is_exact else _indexed(predicted, vocab),
-        "rows": side_by_side(true, predicted) if outcome.exact is not None and not is_exact else None,
-    }
+    confidence_N = _confidence(outcome)
+    cards = []
+    for n in range(len(questions)):
+        ranked = outcome.ranked(n)
+        true, predicted = (
+            [] if programs is None else program_lines(programs[n], vocab, own)
+            for programs in (questions.programs, predictions.programs)
+        )
+        is_right, is_exact = (None if good is None else bool(good[n]) for good in (outcome.right, outcome.exact))
+        card = {
+            "index": int(questions.orig_idxs[n]),
+            "image": int(questions.image_idxs[n]),
+            "text": question_text(questions.questions[n], vocab.question),
+            "type": QUESTION_TYPES[outcome.types[n]] if outcome.types[n] >= 0 else None,
+            "family": None if questions.families is None else int(questions.families[n]),
+            "length": None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n]),
+            "answer": None if questions.answers is None else vocab.answer[questions.answers[n]],
+            "ranked": ranked,
+            "right": is_right,
+            "exact": is_exact,
+            "rows": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
+            "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
+        }
+        # Wrong answers come first, the most confident before others; then wrong programs; then the least confident.
+        rank = 0 if is_right is False else 1 if is_exact is False else 2
+        worst = rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2
+        data = {
+            **{name: card[name] for name in ("type", "family", "length")},
+            "index": card["index"],
+            "answer": _verdict(is_right),
+            "program": _verdict(is_exact),
+            "true": card["answer"],
+            "predicted": ranked[0][0] if ranked else None,
+            "probability": ranked[0][1] if ranked else None,
+            "worst": worst,
+        }
+        has_picture = pictures is not None and pictures.has(card["image"])
+        attributes = {f"data-{name}": value for name, value in data.items()}
+        cards.append(card | {"data": attributes, "picture": has_picture})
+    return cards
 
 
-def _indexed(lines: list[Line] | None, vocab: Vocab) -> list[tuple[int, int, int]] | None:
-    if lines is None:
-        return None
-    return [(line.depth, vocab.program_index.get(line.token, NULL), line.kind) for line in lines]
+def _verdict(good: bool | None) -> str | None:
+    return None if good is None else "right" if good else "wrong"

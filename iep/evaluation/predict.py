@@ -1,4 +1,4 @@
-"""A split's questions through trained networks -> predicted programs and answers, with the time that it took.
+"""A split's questions and trained networks -> predicted programs and answers, and the time that they took.
 
 Shapes: N questions of the split, B of a batch, L program tokens, A answers, K of them the likeliest.
 """
@@ -26,12 +26,12 @@ from iep.runtime.distributed import barrier, gather, is_main, rank, world_size
 from iep.vocab import NULL
 
 RANKED = 3
-"""K: how many of the likeliest answers are kept."""
+"""K, the number of the likeliest answers that are kept."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the networks said of every question; parts without a network are None."""
+    """The networks' predictions for every question; those without a network are None."""
 
     programs: np.ndarray | None
     """(N, L) predicted program tokens."""
@@ -40,7 +40,7 @@ class Predictions:
     ranked_probabilities: np.ndarray | None
     """(N, K) their probabilities."""
     seconds: float
-    """Time for all, reading included."""
+    """The time for all of them, with reading."""
 
     @property
     def answers(self) -> np.ndarray | None:
@@ -50,7 +50,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Predictor:
-    """The networks of an evaluation and how they are run.
+    """The networks of an evaluation and their options.
 
     The `engine` runs the generator's programs if `run_predicted`, otherwise the split's own; a `baseline` answers
     alone.
@@ -67,7 +67,7 @@ class Predictor:
     max_program_length: int
 
     def programs(self, batch: Batch) -> Tensor | None:
-        """(B, L) predicted programs: greedy, or by beam search where `beam_size` is above 1."""
+        """Return predicted programs (B, L), by beam search if `beam_size` is above 1, else greedily."""
         if self.generator is None:
             return None
         if self.beam_size > 1:
@@ -75,7 +75,7 @@ class Predictor:
         return greedy(self.generator, batch.questions, self.max_program_length)
 
     def logits(self, batch: Batch, programs_BL: Tensor | None) -> Tensor | None:
-        """(B, A) answer logits, None where nothing answers."""
+        """Return answer logits (B, A), None without an engine or baseline."""
         if self.baseline is not None:
             return self.baseline(batch.questions, batch.features, batch.image_rows)
         if self.engine is None:
@@ -87,10 +87,10 @@ class Predictor:
 
 
 def ranked(logits_BA: Tensor, name: Callable[[int], str]) -> tuple[Tensor, Tensor]:
-    """(B, A) probabilities and (B, A) answers, the likeliest first.
+    """Return probabilities (B, A) and answers (B, A), the likeliest first.
 
     Args:
-        name: what the question at a row is called in an error.
+        name: a function from a row to the name of its question in an error.
 
     Raises:
         InputError: a question's logits are not finite; names the first such.
@@ -98,8 +98,8 @@ def ranked(logits_BA: Tensor, name: Callable[[int], str]) -> tuple[Tensor, Tenso
     if not (is_finite_B := logits_BA.isfinite().all(1)).all():
         row = int((~is_finite_B).nonzero()[0])
         raise InputError(
-            f"{name(row)}: the answers' scores are not finite; the image's features are not either, or numbers grow "
-            "too large on the way"
+            f"{name(row)}: the answers' scores are not finite; the image's features are not finite, or the activations "
+            "overflow"
         )
     probability_BA, answer_BA = logits_BA.float().softmax(1).sort(dim=1, descending=True, stable=True)
     return probability_BA, answer_BA
@@ -115,9 +115,9 @@ def predict(
     by_image: bool = False,
     precision: str = "float32",
 ) -> Predictions | None:
-    """Run every question of `dataset` once; the predictions are in its order, `by_image` or not.
+    """Predict for every question of `dataset` once; the predictions are in its order, `by_image` or not.
 
-    Several processes share out the batches; the first returns the predictions, the others None.
+    Several processes divide the batches among them; the first returns the predictions, the others None.
 
     Raises:
         InputError: a question's answer logits are not finite (names it), or its features cannot be read.
@@ -125,24 +125,17 @@ def predict(
     ranks = {"rank": rank(), "world_size": world_size()}
     batches = sequential_batches(dataset, batch_size, loading, by_image, **ranks)
     parts: dict[str, list[Tensor]] = {"index": [], "programs": [], "answers": [], "probabilities": []}
-    barrier()  # loading took some longer than others
+    barrier()  # loading takes some processes longer than others
     start = time.perf_counter()
-    with (
-        autocast(device, precision),
-        tqdm(
-            total=-(-len(dataset) // world_size()),
-            unit="question",
-            desc="evaluate",
-            mininterval=1.0,
-            disable=not is_main(),
-        ) as bar,
-    ):
+    total = -(-len(dataset) // world_size())
+    with tqdm(total=total, unit="question", desc="evaluate", mininterval=1.0, disable=not is_main()) as bar:
         for batch in on_device(batches, device):
             parts["index"].append(batch.index.cpu())
-            programs_BL = predictor.programs(batch)
+            programs_BL = predictor.programs(batch)  # always in float32: rounding changes programs, and saves no time
             if programs_BL is not None:
                 parts["programs"].append(programs_BL.cpu())
-            logits_BA = predictor.logits(batch, programs_BL)
+            with autocast(device, precision):
+                logits_BA = predictor.logits(batch, programs_BL)
             if logits_BA is not None:
                 probability_BA, answer_BA = ranked(logits_BA, partial(_name, dataset, batch.index))
                 parts["answers"].append(answer_BA[:, :RANKED].cpu())
@@ -154,13 +147,13 @@ def predict(
 
 
 def _name(dataset: ClevrDataset, index_B: Tensor, row: int) -> str:
-    """The question at a batch's row, as the questions file counts it."""
+    """Return the name of the question at a batch's row in an error."""
     questions = dataset.questions
     return f"{questions.path}: question_index {questions.orig_idxs[int(index_B[row])]}"
 
 
 def _in_order(gathered: Sequence[dict[str, list[Tensor]]], seconds: float) -> Predictions:
-    """The predictions that the processes made, in the order of the dataset."""
+    """Return the predictions of all processes in the order of the dataset."""
     parts = {name: [batch for process in gathered for batch in process[name]] for name in gathered[0]}
     place = torch.cat(parts["index"]).argsort()
 

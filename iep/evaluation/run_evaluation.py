@@ -1,11 +1,10 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes.
 
-Says, in lines for the terminal and the HTML report, what a reader might take otherwise than it is meant: where question
-types are from, why there is no column *commonest*, pictures of other images than the features are of, and answers to a
-part of the questions or several under one number.
+Notes for the terminal and the HTML report warn of results that are easily misread: types of predicted programs, a
+missing column of commonest answers, pictures of other images than those of the features, incomplete answers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -43,34 +42,36 @@ def evaluate(
     page: Page | None = None,
     show: Callable[[Report], None] | None = None,
 ) -> Report | None:
-    """Evaluate, and write report.json, predictions.jsonl and the answers into `out` where it is given, the HTML report
-    of `page` where that is. Of several processes the first writes and returns the report, the others None.
+    """Evaluate; write report.json, predictions.jsonl and the answers into `out`, and the HTML report of `page`.
 
     Args:
-        show: gets the report at the end, where a file could not be written too: it may have taken hours to find.
+        out: a directory; None to write none of its files.
+        page: None for no HTML report.
+        show: receives the report at the end, even if a file could not be written: it may have taken hours to compute.
+
+    Returns:
+        the report; None in all processes but the first, which alone writes.
 
     Raises:
-        InputError: no model is named, a checkpoint does not fit the data, the split lacks what is asked for, or there
-            are no images where `page` says.
+        InputError: no model is named, a checkpoint does not fit the data, the split lacks what the settings need, or
+            there are no images where `page` says.
     """
     targets = [] if out is None else [out / name for name in OUTPUTS]
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
     pictures = None if page is None else page.pictures(settings.split)
     vocab = Vocab.load(settings.data / "vocab.json")
-    baseline = _load_baseline(settings, vocab)
+    device = main_device(settings.placement, settings.devices, settings.device)
+    baseline = None if settings.baseline is None else load_baseline(settings.baseline, vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
     split = _open_split(settings, vocab, sees)
-    questions = split.questions
     predictor = _load(settings, vocab, split, baseline)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:
         make_plan = predictor.engine.planner(settings.batching, settings.sharing)
-    dataset = ClevrDataset(questions, split.features, make_plan)
-    device = main_device(settings.placement, settings.devices, settings.device)
     predictions = predict(
         predictor,
-        dataset,
+        ClevrDataset(split.questions, split.features, make_plan),
         settings.batch_size,
         Loading(settings.workers, pin=device.type == "cuda"),
         device,
@@ -82,14 +83,28 @@ def evaluate(
         return None
 
     modules = None if predictor.engine is None else predictor.engine.family_name
-    outcome = Outcome(vocab, questions, predictions, modules)
+    outcome = Outcome(vocab, split.questions, predictions, modules)
     baselines = _baselines(settings.data, outcome)
-    report = _report(settings, outcome, str(device), max(memory), baselines)
-    notes = _notes(settings, outcome, bool(baselines), pictures)
-    _tell(notes)
+    report = Report(
+        split=settings.split,
+        selection=_describe_selection(settings),
+        questions=len(split.questions),
+        questions_by_type=count_types(outcome.types),
+        accuracy=outcome.scores(outcome.right),
+        program_exact_match=outcome.scores(outcome.exact),
+        questions_per_second=len(split.questions) / predictions.seconds,
+        peak_memory_gb=max(memory) / 1e9,
+        device=",".join(settings.devices) or str(device),
+        programs=_describe_programs(settings),
+        checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
+        baselines=baselines,
+    )
+    notes = _notes(settings, outcome, baselines, pictures)
+    _write_notes(notes)
     try:
         if out is not None:
-            _write_outputs(out, outcome, report, split.total)
+            write_outputs(out, outcome, report)
+            _write_notes(_answers_notes(out, outcome, split.total))
         if page is not None:
             shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
             write_page(page, outcome, report, shown, pictures, notes)
@@ -99,50 +114,13 @@ def evaluate(
     return report
 
 
-def _write_outputs(out: Path, outcome: Outcome, report: Report, total: int) -> None:
-    """`total`: questions of the split."""
-    write_outputs(out, outcome, report)
-    _tell(answers_notes(out, outcome, total))
-
-
-def _tell(notes: Iterable[str]) -> None:
+def _write_notes(notes: list[str]) -> None:
     for note in notes:
         tqdm.write(note)
 
 
-def _notes(settings: Evaluation, outcome: Outcome, has_commonest: bool, pictures: Pictures | None) -> list[str]:
-    """What is to be said besides the report."""
-    data, split = settings.data, settings.split
-    notes = [types_note(outcome, split)]
-    if not has_commonest:
-        notes.append(commonest_note(data, split, outcome.questions, training_split(data)))
-    if pictures is not None:
-        notes.append(pictures_note(pictures, data, split))
-    return [note for note in notes if note is not None]
-
-
-def _report(
-    settings: Evaluation, outcome: Outcome, device: str, memory: float, baselines: Mapping[str, Scores]
-) -> Report:
-    questions = outcome.questions
-    return Report(
-        split=settings.split,
-        selection=_describe_selection(settings),
-        questions=len(questions),
-        questions_by_type=count_types(outcome.types),
-        accuracy=outcome.scores(outcome.right),
-        program_exact_match=outcome.scores(outcome.exact),
-        questions_per_second=len(questions) / outcome.predictions.seconds,
-        peak_memory_gb=memory / 1e9,
-        device=",".join(settings.devices) or device,
-        programs=_describe_programs(settings),
-        checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
-        baselines=baselines,
-    )
-
-
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
-    """The split's questions that are asked for, and features where a network sees them."""
+    """Return the questions that the settings select, and their features if a network reads them."""
     train, choose = training_split(settings.data), None
     if settings.families is not None:
         train_path = None if train is None else split_files(settings.data, train)[0]
@@ -152,7 +130,7 @@ def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
 
 
 def _describe_selection(settings: Evaluation) -> str:
-    """Which of the split's questions are evaluated, "" for all of them."""
+    """Return which of the split's questions are evaluated, "" for all of them."""
     parts = []
     if settings.families is not None:
         parts.append(f"families {settings.families}")
@@ -164,7 +142,7 @@ def _describe_selection(settings: Evaluation) -> str:
 
 
 def _programs_used(settings: Evaluation) -> str:
-    """Where the engine's programs come from: `predicted`, `ground-truth`, or nothing for a baseline."""
+    """Return the source of the engine's programs: `predicted`, `ground-truth`, or nothing for a baseline."""
     if settings.baseline is not None:
         return ""
     return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
@@ -176,27 +154,21 @@ def _describe_programs(settings: Evaluation) -> str:
 
 
 def _check_models(settings: Evaluation) -> None:
-    """See that something is to be evaluated, and what is named goes together."""
+    """Check that there is something to evaluate, and that the options go together."""
     engines = (settings.pg, settings.ee, settings.programs)
     if settings.baseline is not None and any(given is not None for given in engines):
         raise InputError("--baseline answers alone; evaluate it without --pg, --ee and --programs")
     if settings.baseline is None and settings.pg is None and settings.ee is None:
         raise InputError("nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT")
     if _programs_used(settings) == "predicted" and settings.pg is None:
-        raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
+        raise InputError("--programs predicted needs a program generator: give --pg CKPT")
     if settings.ee is None and settings.programs == "ground-truth":
-        raise InputError("--programs ground-truth is for an execution engine: give --ee CKPT")
+        raise InputError("--programs ground-truth needs an execution engine: give --ee CKPT")
     check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
 
 
-def _load_baseline(settings: Evaluation, vocab: Vocab) -> nn.Module | None:
-    if settings.baseline is None:
-        return None
-    return load_baseline(settings.baseline, vocab, main_device(settings.placement, settings.devices, settings.device))
-
-
 def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:
-    """What answers, made for the split's features."""
+    """Load the networks, and check that they fit the split's features and programs."""
     predicted = _programs_used(settings) == "predicted"
     if settings.ee is not None and not predicted and split.questions.programs is None:
         raise InputError(f"{split.questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
@@ -226,7 +198,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
 
 
 def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
-    """Place the engine's parts; returns a text on where they are and what is copied between devices."""
+    """Place the engine's parts; return a text on their devices and what is copied between these."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, settings.placement, settings.devices, sample)
     planner = engine.planner(settings.batching, settings.sharing)
@@ -234,7 +206,7 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
 
 
 def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
-    """The commonest answer per question type, counted on the training split, where both have what it needs."""
+    """Return the scores of the commonest answer to each question type, counted on the training split, if known."""
     split, vocab, questions, types = training_split(data), outcome.vocab, outcome.questions, outcome.types
     if questions.answers is None or questions.programs is None or split is None:
         return {}
@@ -246,54 +218,44 @@ def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
     return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
 
 
-def types_note(outcome: Outcome, split: str) -> str | None:
-    """A line where questions are sorted into types by programs that may be wrong."""
-    if outcome.questions.programs is not None or outcome.predictions.programs is None:
-        return None
-    return f"Question types are those of the predicted programs: the {split} split has none of its own."
-
-
-def commonest_note(data: Path, split: str, questions: Questions, train: str | None) -> str | None:
-    """A line where answers are known, but the commonest ones to compare with are not.
-
-    Args:
-        train: the split that they are counted on, None where the data have none.
-    """
-    if questions.answers is None:
-        return None
-    if train is None:
-        return f"No column commonest: {data} has no train split to count answers on."
-    lacking = split if questions.programs is None else train
-    return f"No column commonest: the {lacking} split has no programs, or no answers, to tell types and count by."
-
-
-def pictures_note(pictures: Pictures, data: Path, split: str) -> str | None:
-    """A line where the images to be shown are not those that the split's features were made of, as far as recorded.
+def _notes(
+    settings: Evaluation, outcome: Outcome, baselines: Mapping[str, Scores], pictures: Pictures | None
+) -> list[str]:
+    """Return a line for each thing about the results that a reader could get wrong.
 
     Raises:
         InputError: the split has a features file that cannot be read.
     """
+    data, split, questions, notes = settings.data, settings.split, outcome.questions, []
+    if questions.programs is None and outcome.predictions.programs is not None:
+        notes.append(f"Question types are those of the predicted programs: the {split} split has no programs.")
+    if questions.answers is not None and not baselines:
+        train = training_split(data)
+        problem = f"{data} has no train split to count answers on"
+        if train is not None:
+            problem = f"the {split if questions.programs is None else train} split has no programs or no answers"
+        notes.append(f"There is no column commonest: {problem}.")
     path = split_files(data, split)[1]
-    made_of = Features(path).images if path.exists() else None
-    if made_of is None or pictures.is_of(*made_of):
-        return None
-    return (
-        f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the report's pictures "
-        "may be wrong."
-    )
+    made_of = Features(path).images if pictures is not None and path.exists() else None
+    if made_of is not None and not pictures.is_of(*made_of):
+        notes.append(
+            f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the report's "
+            "pictures may be wrong."
+        )
+    return notes
 
 
-def answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
-    """Lines where the files of answers in `out` do not hold one to each of the split's `total` questions, or several
-    under one `question_index`."""
+def _answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
+    """Return a line if the answers in `out` are not those to all of the split's `total` questions, and one if several
+    have the same `question_index`."""
     questions, notes = outcome.questions, []
     if outcome.predictions.answers is None:
         return notes
     if len(questions) < total:
-        notes.append(f"{out / ANSWERS} is not complete: it holds {len(questions)} of {total} questions.")
+        notes.append(f"{out / ANSWERS} is not complete: it holds the answers to {len(questions)} of {total} questions.")
     indices, counts = np.unique(questions.orig_idxs, return_counts=True)
     if (counts > 1).any():
         first = counts.argmax()
         where = f"{counts[first]} questions have the question_index {indices[first]}"
-        notes.append(f"{questions.path}: {where}; {out / ANSWERS_JSON} does not tell their answers apart.")
+        notes.append(f"{questions.path}: {where}; {out / ANSWERS_JSON} cannot distinguish their answers.")
     return notes

@@ -1,0 +1,194 @@
+"use strict";
+
+// What the report needs a browser for: sorting its tables, filtering, ordering and paging its questions, moving between
+// cells of the confusion by arrow keys, and reading values off the curves. All that it shows is in the page already.
+const STEP = 25;
+const ORDERS_DOWN = ["probability", "length"]; // the first click on these sorts downwards
+const PICTURES = JSON.parse(byId("pictures").textContent);
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+function all(selector, root = document) {
+  return [...root.querySelectorAll(selector)];
+}
+
+function whole(number) {
+  return number.toLocaleString("en-US");
+}
+
+// The order of two texts, as numbers where both are; an empty one is last in either direction.
+function compare(one, other, isDown) {
+  if (!one || !other) return !one - !other;
+  const order = isNaN(one) || isNaN(other) ? one.localeCompare(other, "en", { numeric: true }) : one - other;
+  return isDown ? -order : order;
+}
+
+// Tables: a heading sorts one way, the other way, and at the third click as it was.
+for (const table of all("table.statistics")) {
+  const rows = [...table.tBodies[0].rows];
+  const headings = [...table.tHead.rows[0].cells];
+  for (const [column, heading] of headings.entries()) {
+    const first = heading.dataset.first;
+    const second = first === "ascending" ? "descending" : "ascending";
+    heading.querySelector("button").addEventListener("click", () => {
+      const next = { none: first, [first]: second, [second]: "none" }[heading.getAttribute("aria-sort")];
+      for (const other of headings) other.setAttribute("aria-sort", other === heading ? next : "none");
+      const key = (row) => row.cells[column].dataset.key;
+      const sorted = [...rows].sort((one, other) => compare(key(one), key(other), next === "descending"));
+      table.classList.toggle("sorted", next !== "none");
+      table.tBodies[0].append(...(next === "none" ? rows : sorted));
+    });
+  }
+}
+
+// Confusion: the tab key reaches one cell, the arrow keys the others.
+const cells = all("button.cell");
+for (const [at, cell] of cells.entries()) {
+  cell.tabIndex = at === 0 ? 0 : -1;
+  cell.addEventListener("focus", () => cells.forEach((other) => (other.tabIndex = other === cell ? 0 : -1)));
+  cell.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const side = ["ArrowLeft", "ArrowRight"].includes(event.key) ? "true" : "predicted";
+    const line = cells.filter((other) => other.dataset[side] === cell.dataset[side]);
+    line[line.indexOf(cell) + step]?.focus();
+  });
+}
+
+// Questions: those that the filters let through, in an order, some at a time.
+const cards = all("article");
+const texts = new Map(cards.map((card) => [card, searchable(card)]));
+const total = Number(byId("found").dataset.total);
+let filters = {};
+let order = { name: "worst", isDown: false };
+let found = [];
+let shown = 0;
+
+function searchable(card) {
+  const parts = all("h3, code, .true, .predicted", card).map((part) => part.textContent);
+  return [...parts, `#${card.dataset.index}`].join(" ").toLowerCase();
+}
+
+function matches(card) {
+  return Object.entries(filters).every(([name, wanted]) => {
+    if (name === "text") return wanted.toLowerCase().split(/\s+/).every((word) => texts.get(card).includes(word));
+    if (name === "type") return wanted.split(",").includes(card.dataset.type);
+    return wanted === card.dataset[name];
+  });
+}
+
+function key(card) {
+  return order.name === "text" ? card.querySelector("h3").textContent : card.dataset[order.name];
+}
+
+// List the questions that some filters let through; an empty one lets all through.
+function list(wanted) {
+  filters = Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== ""));
+  for (const control of all("[id^=filter-]")) control.value = filters[control.id.slice("filter-".length)] ?? "";
+  refresh();
+}
+
+function refresh() {
+  found = cards.filter(matches).sort((one, other) => compare(key(one), key(other), order.isDown));
+  const known = evaluated();
+  const many = `${whole(found.length)} question${found.length === 1 ? "" : "s"}`;
+  byId("found").textContent = many + (known === undefined ? "" : ` of ${whole(known)} evaluated`);
+  for (const button of all("[id^=order-]")) {
+    const isPressed = button.id === `order-${order.name}`;
+    button.setAttribute("aria-pressed", isPressed);
+    button.dataset.arrow = isPressed ? (order.isDown ? " ↓" : " ↑") : "";
+  }
+  byId("chips").replaceChildren(...chips());
+  byId("cards").replaceChildren();
+  shown = 0;
+  showMore();
+}
+
+// How many of all evaluated questions the filters let through, where the page lists a part and can tell.
+function evaluated() {
+  if (cards.length === total) return undefined;
+  const names = Object.keys(filters);
+  if (!names.length) return total;
+  if (names.length === 1) return Number(byId(`filter-${names[0]}`)?.selectedOptions?.[0].dataset.count ?? NaN) || undefined;
+  const { true: answer, predicted } = filters;
+  const cell = cells.find((cell) => cell.dataset.true === answer && cell.dataset.predicted === predicted);
+  return names.length === 2 && cell ? Number(cell.textContent) : undefined;
+}
+
+function chips() {
+  const chip = (text, wanted) => {
+    const button = document.createElement("button");
+    Object.assign(button, { type: "button", className: "chip", textContent: `${text} ✕`, ariaLabel: `Remove: ${text}` });
+    button.addEventListener("click", () => list(wanted));
+    return button;
+  };
+  const sides = ["true", "predicted"].filter((name) => name in filters);
+  const made = sides.map((name) => chip(`${name}: ${filters[name]}`, { ...filters, [name]: "" }));
+  return Object.keys(filters).length ? [...made, chip("all filters", {})] : made;
+}
+
+function showMore() {
+  const more = found.slice(shown, shown + STEP);
+  for (const image of more.flatMap((card) => all("img", card))) image.src = PICTURES[image.dataset.picture];
+  byId("cards").append(...more);
+  shown += STEP;
+  const rest = found.length - shown;
+  byId("more").hidden = rest <= 0;
+  byId("more").textContent = `Show ${Math.min(rest, STEP)} more of ${whole(rest)}`;
+  return more;
+}
+
+for (const control of all("[id^=filter-]")) {
+  control.addEventListener("input", () => list({ ...filters, [control.id.slice("filter-".length)]: control.value }));
+}
+for (const button of all("[id^=order-]")) {
+  const name = button.id.slice("order-".length);
+  button.addEventListener("click", () => {
+    order = { name, isDown: order.name === name ? !order.isDown : ORDERS_DOWN.includes(name) };
+    refresh();
+  });
+}
+for (const button of all("[data-list]")) {
+  button.addEventListener("click", () => {
+    list(JSON.parse(button.dataset.list));
+    byId("questions").focus({ preventScroll: true });
+    byId("questions").scrollIntoView({ block: "start" });
+  });
+}
+byId("more").addEventListener("click", () => showMore()[0].querySelector("summary")?.focus());
+byId("open-programs").addEventListener("change", (event) => {
+  for (const details of cards.flatMap((card) => all("details", card))) details.open = event.target.checked;
+});
+refresh();
+
+// Curves: the values under the pointer or, with the arrow keys, at a step.
+for (const chart of all("figure.chart")) {
+  const svg = chart.querySelector("svg");
+  const cursor = chart.querySelector(".cursor");
+  const values = all(".key b", chart);
+  const steps = JSON.parse(svg.dataset.steps); // [x, step, the text of each curve's value]
+  let at = null;
+  const go = (place) => {
+    at = place;
+    const [x, step, readings] = steps[at ?? steps.length - 1];
+    cursor.setAttribute("visibility", at === null ? "hidden" : "visible");
+    for (const side of ["x1", "x2"]) cursor.setAttribute(side, x);
+    chart.querySelector(".when").textContent = at === null ? "at the end" : `at step ${step}`;
+    for (const [number, value] of values.entries()) value.textContent = readings[number];
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const frame = svg.getBoundingClientRect();
+    const where = ((event.clientX - frame.left) / frame.width) * svg.viewBox.baseVal.width;
+    go(steps.reduce((best, [x], place) => (Math.abs(x - where) < Math.abs(steps[best][0] - where) ? place : best), 0));
+  });
+  svg.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    go(Math.min(Math.max((at ?? steps.length) + move, 0), steps.length - 1));
+  });
+  for (const end of ["pointerleave", "blur"]) svg.addEventListener(end, () => go(null));
+}

@@ -1,7 +1,0 @@
-drawHeader();
-drawByType();
-drawByFamily();
-drawByLength();
-drawConfusion();
-drawQuestions();
-drawRuns();
