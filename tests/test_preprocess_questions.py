@@ -174,7 +174,9 @@ def test_a_token_that_the_vocabulary_lacks_is_named_with_file_question_and_a_voc
     assert "question token 'zebras' is not in the vocabulary clevr; give a vocabulary that has it" in line
 
 
-def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out):
+def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clevr").mkdir()
     run(clevr, "--out", out, "--vocab", "clevr")
     assert Vocab.load(out / "vocab.json") == Vocab.clevr()
     assert run(clevr, "--out", out, "--vocab", "clevr").count("already done") == 4

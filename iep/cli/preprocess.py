@@ -44,7 +44,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--vocab",
     metavar="FILE|clevr",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path),  # `clevr` may also be a directory here
     help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
