@@ -81,27 +81,12 @@ def test_what_killed_processes_left_of_the_targets_is_removed(tmp_path: Path):
         assert {path.name for path in tmp_path.iterdir()} == {"c.pt", ".d", LOCK}
 
 
-def test_a_lock_that_vanishes_while_it_is_asked_for_holds_nobody_off(tmp_path: Path, monkeypatch):
-    """The first process removes its file just after the second has opened it."""
-    lockf, seen = fcntl.lockf, []
-
-    def late(file, how: int) -> None:
-        if not seen:
-            (tmp_path / LOCK).unlink()
-        seen.append(lockf(file, how))
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    with alone_in(tmp_path):
-        assert len(seen) == 2
-        assert (tmp_path / LOCK).exists()
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_named_in_a_line(data: Path, tmp_path: Path, monkeypatch, number: int):
     def refuse(file: object, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY]
     result = CliRunner().invoke(iep_train, [str(argument) for argument in arguments])
     assert_one_error(result, f"{tmp_path / 'run' / LOCK}: cannot be locked, locks are not supported on its file system")
