@@ -17,13 +17,15 @@ from typing import Any
 
 import yaml
 
+from iep.batching.schedulers import SCHEDULERS
 from iep.errors import InputError, nearest
+from iep.execution_engine import choices
 
 BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
 """Models of a single network that answers without programs."""
 MODELS = ("pg", "ee", "joint", *BASELINES)
-MODULES = ("iep", "tbd")
-BATCHING = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
+MODULES = tuple(choices.MODULES)
+BATCHING = tuple(SCHEDULERS)
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 EVALUATED = ("pg", "ee", "baseline")
@@ -77,20 +79,20 @@ class EngineConfig:
     """Execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is Suarez & Zhu's)."""
 
     modules: str = setting("iep", choices=MODULES)
-    """Family of modules: residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018), which
-    `module_residual`, `module_norm` and `scene` have nothing to say about."""
+    """The set of modules: `iep`, residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018),
+    which has no settings `module_residual`, `module_norm` and `scene`."""
     module_dim: int = setting(128, minimum=1)
     module_residual: bool = True
-    module_norm: str = setting("none", choices=("none", "batch", "example"))
+    module_norm: str = setting("none", choices=choices.NORMS)
     """Batch norm after every convolution of a block: over a call's examples, or over each example by itself, as where
     examples run one at a time."""
-    scene: str = setting("module", choices=("module", "stem"))
-    stem: str = setting("conv", choices=("conv", "pixels", "none"))
+    scene: str = setting("module", choices=choices.SCENES)
+    stem: str = setting("conv", choices=choices.STEMS)
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
     stem_stride: int = setting(1, minimum=1)
     stem_pixels: int = setting(1, minimum=1)
     stem_norm: bool = False
-    initialization: str = setting("kaiming", choices=("kaiming", "torch"))
+    initialization: str = setting("kaiming", choices=choices.INITIALIZATIONS)
     classifier_projection: int = setting(512, minimum=0)
     classifier_pool: int = setting(2, minimum=1)
     classifier_hidden: tuple[int, ...] = setting((1024,), minimum=1)
@@ -118,7 +120,7 @@ class CnnLstmConfig(LstmConfig):
     cnn_res_blocks: int = setting(0, minimum=0)
     cnn_res_block_dim: int = setting(128, minimum=1)
     cnn_projection: int = setting(512, minimum=0)
-    cnn_pooling: str = setting("maxpool2", choices=("maxpool2", "none"))
+    cnn_pooling: str = setting("maxpool2", choices=choices.POOLINGS)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Config:
     """Checkpoint that a baseline starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
-    batching: str = setting("lookahead", choices=BATCHING)
+    batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING)
     """Scheduler of the engine's module calls."""
     sharing: bool | None = None
     """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that
@@ -190,7 +192,8 @@ class Config:
     networks make (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
     precision: str = setting("float32", choices=PRECISIONS)
-    """What the networks compute in (weights stay float32); bfloat16 pays on processors that have it."""
+    """The dtype that the networks compute in. Weights and the program generator are always in float32; bfloat16 is
+    faster on processors that have it."""
 
     freeze: tuple[str, ...] = ()
     """Parts of the model that training leaves as they are; their names are in `iep/training/freezing.py`."""

@@ -1,34 +1,41 @@
-"""CLEVR programs: the JSON list of function calls <-> prefix tokens, what a token means, the tree of a program.
+"""CLEVR programs: what a token means, the tree of a program, and its conversion from JSON, to JSON and to a graph.
 
-A JSON program lists calls, arguments before the calls that use them; a prefix program lists the same tree from
-its root by depth-first search, a function's value in brackets: `filter_color[red]` (Johnson et al. 2017,
+A JSON program lists function calls, and the arguments of a call come before it. A prefix program lists the same tree
+from its root by depth-first search, with a function's value in brackets: `filter_color[red]` (Johnson et al. 2017,
 Inferring and Executing Programs, section 3).
 
-A network may put out tokens that are not well-formed. Their tree is the one that the engine runs: `<START>` is skipped,
-`<NULL>` and the end of the tokens stand for `scene`, what follows the complete tree is ignored, other special tokens
-inside of it are functions of one argument. Which values are of a kind that nothing takes is the engine's to say
-(`without`). Turning prefix tokens into a minibatch's graph is `batching/graph.py`; running a program on a scene,
-`synth/executor.py`.
+The meaning of tokens is defined here and nowhere else. A network may predict tokens that are not well-formed. Their
+tree is the one that the engine runs: `<START>` is skipped, `<NULL>` and the end of the tokens stand for `scene`, tokens
+after the complete tree are ignored, and other special tokens inside the tree are functions of one argument.
+`program_tree` parses one program in plain Python, and `program_graph` parses a minibatch by array code.
+
+Shapes: N programs, B programs of a minibatch, L program tokens, V program vocabulary.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from iep.batching.graph import Graph, graph_from_prefix
 from iep.errors import InputError
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START
 
 SCENE = "scene"
+MOST_TOKENS = 1000
+"""The greatest number of tokens of a JSON program in prefix order. CLEVR's longest program has 25."""
+CHUNK = 65_536
+"""The number of programs of which `program_lengths` makes one graph."""
 BINARY_FUNCTIONS = frozenset({"union", "intersect", "less_than", "greater_than"})
 _TOKEN = re.compile(r"^(?P<function>[^\[\]]+)(?:\[(?P<value>[^\[\]]*)\])?$")
 
 
 def arity(token: str) -> int:
-    """Number of arguments of a program token: 0 for `scene`, 2 for the binary functions, otherwise 1.
+    """Return the number of arguments of a token: 0 for `scene`, 2 for the binary functions, otherwise 1.
 
-    Special tokens such as `<END>` inside a tree count as unary, which ill-formed predicted programs rely on.
+    Special tokens inside a tree, such as `<END>`, are unary.
     """
     function = token.partition("[")[0]
     if function == SCENE:
@@ -37,12 +44,14 @@ def arity(token: str) -> int:
 
 
 def arities(program_tokens: Sequence[str]) -> np.ndarray:
-    """(V,) integers: the arity of every token of a program vocabulary."""
+    """Return the arity of every token of a program vocabulary, (V,) integers."""
     return np.array([arity(token) for token in program_tokens], dtype=np.int64)
 
 
 def call_token(call: dict) -> str:
-    """The token of one JSON call, `filter_color[red]`. Accepts the generator's key `type` for `function`.
+    """Return the token of one JSON call, such as `filter_color[red]`.
+
+    The function's name may be under the key `type`, as the public question generator writes it.
 
     Raises:
         InputError: the call has no function name or more than one value.
@@ -55,11 +64,13 @@ def call_token(call: dict) -> str:
 
 
 def json_to_prefix(program: Sequence[dict]) -> list[str]:
-    """Prefix tokens of a JSON program; the last call is the root. A call used twice is written out twice.
+    """Return the prefix tokens of a JSON program, whose last call is the root.
+
+    A call that is an input of several others is written out for each of them.
 
     Raises:
-        InputError: there is no list or it is empty, an input is not an earlier call, or a call has the wrong number of
-            inputs.
+        InputError: the program is not a list or is empty, an input is not an earlier call, a call has the wrong number
+            of inputs, or there are more than `MOST_TOKENS` tokens.
     """
     if not isinstance(program, list):
         raise InputError(f"the program is {program!r:.60}, expected a list of calls")
@@ -74,43 +85,40 @@ def json_to_prefix(program: Sequence[dict]) -> list[str]:
             raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected {arity(token)}")
         if any(not isinstance(source, int) or not 0 <= source < position for source in inputs):
             raise InputError(f"program call {position} ({token}) has inputs {inputs!r}, expected earlier calls")
+        if (length := 1 + sum(len(prefixes[source]) for source in inputs)) > MOST_TOKENS:
+            raise InputError(f"program call {position} ({token}) makes {length} tokens, expected at most {MOST_TOKENS}")
         prefixes.append([token, *(token for source in inputs for token in prefixes[source])])
     return prefixes[-1]
 
 
 def prefix_to_json(tokens: Sequence[str]) -> list[dict]:
-    """The JSON program of well-formed prefix tokens, in CLEVR's order: each argument's calls, left first.
+    """Return the JSON program of well-formed prefix tokens in CLEVR's order: the calls of each argument, left first.
 
     Raises:
-        InputError: a token is malformed, the tokens end inside the tree, or go on after it.
+        InputError: a token is malformed or special, or the tokens end inside the tree or go on after it.
     """
-    program: list[dict] = []
-    end = _append_call(tokens, 0, program)
-    if end != len(tokens):
-        raise InputError(f"program token {end} ({tokens[end]}) comes after the tree is complete")
+    for position, token in enumerate(tokens):
+        if token in SPECIAL_TOKENS or not _TOKEN.match(token):
+            raise InputError(f"program token {position} ({token!r}) is not of the form name or name[value]")
+    nodes = (tree := program_tree(tokens)).nodes
+    if len(nodes) > len(tokens):
+        many = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
+        raise InputError(f"the program ends after {many}, inside its tree")
+    if len(nodes) < len(tokens):
+        raise InputError(f"program token {len(nodes)} ({tokens[len(nodes)]}) comes after the tree is complete")
+    order = tree.post_order
+    call_of = {node: call for call, node in enumerate(order)}
+    program = []
+    for node in order:
+        match = _TOKEN.match(tokens[node])
+        values = [] if match["value"] is None else [match["value"]]
+        inputs = [call_of[argument] for argument in nodes[node].arguments]
+        program.append({"inputs": inputs, "function": match["function"], "value_inputs": values})
     return program
 
 
-def _append_call(tokens: Sequence[str], position: int, program: list[dict]) -> int:
-    """Append the tree that starts at `position`, arguments first; return the position after it."""
-    if position >= len(tokens):
-        many = "1 token" if len(tokens) == 1 else f"{len(tokens)} tokens"
-        raise InputError(f"the program ends after {many}, inside its tree")
-    match = _TOKEN.match(tokens[position])
-    if match is None:
-        raise InputError(f"program token {position} ({tokens[position]!r}) is not of the form name or name[value]")
-    inputs = []
-    end = position + 1
-    for _ in range(arity(tokens[position])):
-        end = _append_call(tokens, end, program)
-        inputs.append(len(program) - 1)
-    values = [] if match["value"] is None else [match["value"]]
-    program.append({"inputs": inputs, "function": match["function"], "value_inputs": values})
-    return end
-
-
 def question_type(root_token: str) -> str:
-    """CLEVR's question type of a program's root: `exist`, `count`, `compare integer: less`, `query: color`, ..."""
+    """Return CLEVR's question type of a program's root, such as `exist`, `compare integer: less` or `query: color`."""
     integer_comparisons = {"equal_integer": "equal", "less_than": "less", "greater_than": "more"}
     function = root_token.partition("[")[0]
     if function in integer_comparisons:
@@ -130,37 +138,75 @@ QUESTION_TYPES = (
 )
 
 
+def scene_index(program_tokens: Sequence[str]) -> int:
+    """Return the index of `scene` in a program vocabulary.
+
+    Raises:
+        ValueError: the vocabulary lacks it.
+    """
+    if SCENE not in program_tokens:
+        raise ValueError(f"the program vocabulary {', '.join(program_tokens)} lacks {SCENE!r}")
+    return list(program_tokens).index(SCENE)
+
+
+def program_graph(
+    programs_BL: Any, program_tokens: Sequence[str], scene_is_input: bool = True, input_B: np.ndarray | None = None
+) -> Graph:
+    """Return the graph of the trees of a minibatch, well-formed or not.
+
+    Args:
+        programs_BL: indices into `program_tokens`, an array or a `torch.Tensor`.
+        scene_is_input: `scene` makes no node: the functions that read it read the program's input.
+        input_B: the input slot of each program, counted from 0 without gaps; None where program b has slot b.
+
+    Raises:
+        ValueError: the vocabulary lacks `scene`, or as `graph_from_prefix`.
+    """
+    scene = scene_index(program_tokens)
+    return graph_from_prefix(programs_BL, arities(program_tokens), scene, START, NULL, scene_is_input, input_B)
+
+
+def program_lengths(programs_NL: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
+    """Return the length of each program, (N,): the number of functions besides `scene` in its tree.
+
+    Special tokens inside a tree are not counted as functions. Without `scene` in the vocabulary there are no trees, and
+    every length is -1.
+    """
+    lengths_N = np.full(len(programs_NL), -1)
+    for first in range(0, len(programs_NL) if SCENE in program_tokens else 0, CHUNK):
+        graph = program_graph(programs_NL[first : first + CHUNK], program_tokens)
+        functions = graph.op >= len(SPECIAL_TOKENS)
+        lengths_N[first : first + CHUNK] = np.bincount(graph.example[functions], minlength=len(graph.roots))
+    return lengths_N
+
+
 @dataclass(frozen=True)
 class Node:
     """One function of a program."""
 
     token: str
-    """What runs."""
     depth: int
-    """Functions between it and the root, itself counted; the root has 0."""
+    """The number of functions on the path from the root to this one; 0 for the root."""
     arguments: tuple[int, ...]
-    """The nodes whose results it takes, in order, by their place in the tree's list."""
+    """The positions in the tree's list of the nodes that are its arguments, in order."""
     is_filled_in: bool = False
-    """`scene`, where the program has `<NULL>` or had ended."""
+    """It is a `scene` that stands for `<NULL>` or for the end of the tokens."""
     unused: str = ""
-    """Why its value is not taken, `scene`'s standing in its place; empty where it is."""
+    """The reason why its value is not used, and `scene` is used instead; empty where the value is used."""
 
 
 @dataclass(frozen=True)
 class ProgramTree:
-    """The tree that a program stands for.
-
-    Attributes:
-        nodes: in prefix order, the root first: a node comes before its arguments.
-        ignored: tokens after the tree was complete, up to `<END>`.
-    """
+    """The tree of a program."""
 
     nodes: tuple[Node, ...]
+    """The nodes in prefix order: the root is first, and a node comes before its arguments."""
     ignored: tuple[str, ...]
+    """The tokens after the complete tree, up to `<END>`."""
 
     @property
     def post_order(self) -> list[int]:
-        """The nodes in the order in which one after the other can run: arguments first, left before right."""
+        """The order in which the nodes can run one after the other: arguments first, left before right."""
         order, waiting = [], [0]
         while waiting:
             number = waiting.pop()
@@ -170,24 +216,24 @@ class ProgramTree:
 
 
 def program_tree(tokens: Sequence[str]) -> ProgramTree:
-    """The tree of prefix tokens, special ones among them or not."""
+    """Return the tree of prefix tokens, well-formed or not."""
     kept = [token for token in tokens if token != SPECIAL_TOKENS[START]]
     found: list[tuple[str, int, bool]] = []
     arguments: list[list[int]] = []
-    open_places: list[tuple[int, int | None]] = [(0, None)]
-    while open_places:
-        depth, taker = open_places.pop()
+    missing: list[tuple[int, int | None]] = [(0, None)]  # depth and reader of each argument still to come
+    while missing:
+        depth, reader = missing.pop()
         token = kept[len(found)] if len(found) < len(kept) else SPECIAL_TOKENS[NULL]
         is_filled_in = token == SPECIAL_TOKENS[NULL]
         token = SCENE if is_filled_in else token
-        if taker is not None:
-            arguments[taker].append(len(found))
-        open_places += [(depth + 1, len(found))] * arity(token)
+        if reader is not None:
+            arguments[reader].append(len(found))
+        missing += [(depth + 1, len(found))] * arity(token)
         found.append((token, depth, is_filled_in))
         arguments.append([])
     nodes = (
-        Node(token, depth, tuple(taken), is_filled_in)
-        for (token, depth, is_filled_in), taken in zip(found, arguments, strict=True)
+        Node(token, depth, tuple(read), is_filled_in)
+        for (token, depth, is_filled_in), read in zip(found, arguments, strict=True)
     )
     rest = kept[len(found) :]
     end = rest.index(SPECIAL_TOKENS[END]) if SPECIAL_TOKENS[END] in rest else len(rest)
@@ -198,7 +244,11 @@ NOT_USED = "not used"
 
 
 def without(tree: ProgramTree, reasons: Mapping[int, str]) -> ProgramTree:
-    """The tree with nodes marked as unused, by their place in its list, and with them all below them."""
+    """Return the tree with nodes marked as unused, together with all nodes below them.
+
+    Args:
+        reasons: the reason for each such node, by its position in the tree's list.
+    """
     why = dict(reasons)
     nodes = []
     for number, node in enumerate(tree.nodes):
@@ -209,7 +259,7 @@ def without(tree: ProgramTree, reasons: Mapping[int, str]) -> ProgramTree:
 
 
 def tokens_run(tree: ProgramTree) -> list[str]:
-    """The prefix tokens of what runs: `scene` in the place of each subtree that is not used."""
+    """Return the prefix tokens of the functions that run, with `scene` in the place of each unused subtree."""
     tokens, waiting = [], [0]
     while waiting:
         node = tree.nodes[waiting.pop()]
@@ -219,21 +269,21 @@ def tokens_run(tree: ProgramTree) -> list[str]:
 
 
 def tree_lines(tree: ProgramTree, label: Callable[[Node], str]) -> list[str]:
-    """The tree drawn with lines, the root above, a line of text for each node, named by `label`."""
+    """Return the tree drawn as text, one line for each node with its `label`, and the root at the top."""
     lines = []
-    waiting = [(0, "", "")]  # a node, what stands before it, and before what is below it
+    waiting = [(0, "", "")]  # a node, the text before its label, and the text before the labels below it
     while waiting:
         number, before, before_arguments = waiting.pop()
         node = tree.nodes[number]
         lines.append(before + label(node))
-        for place, argument in reversed(list(enumerate(node.arguments))):
-            is_last = place == len(node.arguments) - 1
+        for position, argument in reversed(list(enumerate(node.arguments))):
+            is_last = position == len(node.arguments) - 1
             branch, below = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
             waiting.append((argument, before_arguments + branch, before_arguments + below))
     return lines
 
 
 def named(node: Node) -> str:
-    """A node's token, with words where it was not in the program, or is not used."""
-    said = [*(["filled in"] if node.is_filled_in else []), *([node.unused] if node.unused else [])]
-    return f"{node.token} ({'; '.join(said)})" if said else node.token
+    """Return a node's token, followed by a remark if it was not in the program or is not used."""
+    remarks = [*(["filled in"] if node.is_filled_in else []), *([node.unused] if node.unused else [])]
+    return f"{node.token} ({'; '.join(remarks)})" if remarks else node.token

@@ -1,7 +1,7 @@
 """Vocabularies: question, program and answer tokens to indices and back, in the original toolkit's vocab.json.
 
-Covers tokenising a question and reading and writing the file. Building a vocabulary from question files is
-`preprocess/encode_questions.py`.
+This file also splits questions into tokens. `preprocess/encode_questions.py` builds vocabularies from question files;
+the vocabulary of CLEVR v1.0 comes with the package.
 """
 
 import hashlib
@@ -12,17 +12,20 @@ from functools import cached_property
 from pathlib import Path
 
 from iep.errors import InputError
-from iep.runtime.files import read_json, write_json
+from iep.runtime.files import write_json
+from iep.runtime.reading import read_json
 
 NULL, START, END, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")
+CLEVR = Path(__file__).with_name("clevr_vocab.json")
+"""The vocabulary that `iep-preprocess` makes of the train split of CLEVR v1.0."""
 
 
 def tokenize(text: str) -> list[str]:
-    """Words of a question, as the original toolkit splits them.
+    """Return the words of a question as the original toolkit splits them.
 
-    Splits on every single space (two spaces give an empty token), keeps case, makes `;` and `,` tokens of their
-    own and drops `?` and `.`.
+    The text is split at every single space, so that two spaces give an empty token. Case is kept, `;` and `,` are
+    tokens of their own, and `?` and `.` are dropped.
     """
     for kept in ";,":
         text = text.replace(kept, f" {kept}")
@@ -32,13 +35,13 @@ def tokenize(text: str) -> list[str]:
 
 
 def index_tokens(tokens: Iterable[str]) -> tuple[str, ...]:
-    """Distinct tokens in index order: the four special ones, then the rest sorted."""
+    """Return the distinct tokens in the order of their indices: the special ones, then the others sorted."""
     return SPECIAL_TOKENS + tuple(sorted(set(tokens) - set(SPECIAL_TOKENS)))
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """Three lists of tokens; a token's position is its index. Each begins with `SPECIAL_TOKENS`."""
+    """Three lists of tokens, each beginning with `SPECIAL_TOKENS`. The index of a token is its position."""
 
     question: tuple[str, ...]
     program: tuple[str, ...]
@@ -58,7 +61,7 @@ class Vocab:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that tell vocabularies apart; kept in what is encoded with one."""
+        """Sixteen hexadecimal digits that identify the vocabulary; files that are encoded with it record them."""
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, dict[str, int]]:
@@ -71,7 +74,7 @@ class Vocab:
 
     @classmethod
     def from_json(cls, content: object, source: str) -> "Vocab":
-        """The vocabulary in the content of a vocab.json; `source` names it in errors.
+        """Return the vocabulary in the content of a vocab.json, which is called `source` in errors.
 
         Raises:
             InputError: a key is missing, indices are not 0, 1, 2, ..., or the special tokens are not first.
@@ -82,18 +85,23 @@ class Vocab:
             *(_tokens_in_order(content, f"{kind}_token_to_idx", source) for kind in ("question", "program", "answer"))
         )
 
+    @classmethod
+    def clevr(cls) -> "Vocab":
+        """Return the vocabulary of CLEVR v1.0."""
+        return cls.load(CLEVR)
+
     def save(self, path: Path) -> None:
-        """Write vocab.json, whole or not at all."""
+        """Write vocab.json, completely or not at all."""
         write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> "Vocab":
-        """Read vocab.json.
+        """Read a vocab.json.
 
         Raises:
             InputError: the file is missing, not JSON or not a vocabulary.
         """
-        return cls.from_json(read_json(path), str(path))
+        return cls.from_json(read_json(path, "a vocabulary"), str(path))
 
 
 def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
@@ -109,6 +117,6 @@ def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
 
 
 def count_new_words(trained: Vocab, given: Vocab) -> int:
-    """N, the number of question words that `given` has after all those of `trained`; 0 where it is not so made."""
+    """Return how many question words `given` has after those of `trained`; 0 if it does not begin with all of them."""
     known = len(trained.question)
     return len(given.question) - known if given.question[:known] == trained.question else 0

@@ -24,14 +24,15 @@ import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from iep.execution_engine.engine import ExecutionEngine
 from iep.workloads.sentences import wikiner_like
 from iep.workloads.tagger import Tagger
 
 try:
+    from iep.models.build import build
     from iep.runtime.allocator import keep_freed_memory
 except ModuleNotFoundError:  # a checkout from before iep/runtime
     from iep.allocator import keep_freed_memory
+    from iep.networks import build
 
 FULL = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14, "module_dim": 128, "stem_widths": (128,)}
 SMALL = {"feature_dim": 16, "feature_height": 7, "feature_width": 7, "module_dim": 16, "stem_widths": (16,)}
@@ -206,7 +207,8 @@ class Steps:
     def _engine(self, size: str) -> object:
         def make() -> object:
             torch.manual_seed(0)
-            engine = ExecutionEngine([str(each) for each in self._data()["tokens"]], 28, **ENGINES[size])
+            tokens = [str(each) for each in self._data()["tokens"]]
+            engine = build("engine", {"program_tokens": tokens, "num_answers": 28} | ENGINES[size])
             return engine.to(memory_format=torch.channels_last)
 
         return self._once(size, make)

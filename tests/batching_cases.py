@@ -140,6 +140,8 @@ def in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
         )
 
 
+FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
+"""Of the features of ResNet-101."""
 PUBLISHED_LAYERS = {
     "stem.0": (128, 1024, 3, 3),
     "stem.2": (128, 128, 3, 3),

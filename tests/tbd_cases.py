@@ -3,7 +3,7 @@
 import torch
 from batching_cases import matrix, token_matrices
 
-from iep.execution_engine.engine import ExecutionEngine
+from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
 UNARY = ("count", "filter_color[red]", "query_size", "relate[left]", "same_shape", "unique")
@@ -54,7 +54,7 @@ def tbd_engine(dtype=torch.float64, tokens=TOKENS, **kwargs):
     torch.manual_seed(0)
     settings = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
     settings |= {"classifier_projection": 6, "classifier_hidden": (7,), "modules": "tbd"}
-    return ExecutionEngine(tokens, num_answers=4, **(settings | kwargs)).to(dtype)
+    return build("engine", {"program_tokens": tokens, "num_answers": 4} | settings | kwargs).to(dtype)
 
 
 def features(count, dtype=torch.float64):

@@ -13,8 +13,8 @@ import iep
 
 ROOT = Path(iep.__file__).parents[1]
 ORDER = (
-    *("iep", "errors", "config", "runtime", "vocab", "programs"),
-    *("batching", "dynamic", "program_generator", "execution_engine", "baselines"),
+    *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "programs"),
+    *("program_generator", "execution_engine", "baselines", "config"),
     *("data", "models", "synth", "preprocess", "evaluation", "training", "asking"),
     *("workloads", "bench", "cli"),
 )
@@ -92,8 +92,23 @@ def test_files_of_the_same_name_mean_the_same() -> None:
     assert {name for name, count in counts.items() if count > 1} <= NAMESAKES
 
 
-def test_the_graph_can_be_imported_without_torch_and_the_front_ends() -> None:
-    code = "import sys, iep.batching.graph; print(*sys.modules)"
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("iep.batching.graph", ("iep.dynamic", "torch")),
+        ("iep.config", ("iep.dynamic", "torch")),  # for the commands' --help
+        ("iep.execution_engine.engine", ("iep.dynamic", "iep.config")),
+    ],
+)
+def test_a_module_is_imported_without_what_it_does_not_need(module: str, unwanted: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "iep.batching.graph" in loaded
-    assert not [name for name in loaded if name.startswith(("iep.dynamic", "torch"))]
+    assert module in loaded
+    assert not [name for name in loaded if name.startswith(unwanted)]
+
+
+def test_the_networks_import_no_private_name_of_torch() -> None:
+    for name, path in FILES.items():
+        if part(name) in ("programs", "program_generator", "execution_engine", "baselines", "models"):
+            names = [other for other in imported(path) if other.startswith("torch")]
+            assert not [other for other in names if "._" in other], name

@@ -9,10 +9,7 @@ from test_program_generator import DEVICES, QUESTIONS, gradients, naive_lstm_ste
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.parts import QuestionEncoder
-from iep.baselines.question_lstm import LSTMBaseline
-from iep.baselines.stacked_attention import StackedAttention, StackedAttentionBaseline
+from iep.baselines.networks import CNNLSTMBaseline, QuestionEncoder, StackedAttention, StackedAttentionBaseline
 from iep.execution_engine.modules import UnaryModule
 from iep.models.build import BASELINES, build
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
@@ -289,7 +286,10 @@ def test_the_attention_s_names_and_sizes_are_those_of_the_original(steps: int):
 
 
 def test_the_sizes_are_the_published_ones_unless_told_otherwise():
-    blind, cnn, attention = LSTMBaseline(93, 32), CNNLSTMBaseline(93, 32), StackedAttentionBaseline(93, 32)
+    shape = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
+    sides = {"lstm": {}, "cnn_lstm": shape, "cnn_lstm_sa": {"feature_dim": 1024}}
+    sizes = {"num_question_tokens": 93, "num_answers": 32}
+    blind, cnn, attention = (build(name, sizes | sides[name]) for name in BASELINES)
     for network, in_dim in ((blind, 256), (cnn, 256 + 512 * 7 * 7), (attention, 256)):
         assert (network.rnn.embed.embedding_dim, network.rnn.rnn.hidden_size, network.rnn.rnn.num_layers) == (
             300,
@@ -312,7 +312,7 @@ def test_the_sizes_are_the_published_ones_unless_told_otherwise():
 )
 def test_a_cnn_that_cannot_be_is_refused(options: dict, problem: str):
     with pytest.raises(ValueError, match=problem):
-        CNNLSTMBaseline(9, ANSWERS, **(SHAPE | options))
+        make("cnn_lstm", **SHAPE | options)
 
 
 def test_weights_under_the_names_of_earlier_checkpoints_are_read(tmp_path: Path):

@@ -14,8 +14,8 @@ from tiny_data import VAL, assert_one_error
 from iep.bench.engine import Step
 from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
-from iep.config import BATCHING
-from iep.execution_engine.engine import ExecutionEngine
+from iep.config import BATCHING, EngineConfig
+from iep.models.build import build, engine_kwargs
 from iep.programs import arity
 
 CPU = torch.device("cpu")
@@ -140,8 +140,8 @@ def test_strategies_are_parsed_from_their_names():
 def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, modules: str):
     (strategy,) = parse_strategies(name)
     vocab = clevr_vocab()
-    size = {"modules": modules, "module_dim": 2, "stem_widths": ()}
-    engine = ExecutionEngine(vocab.program, len(vocab.answer), 3, 3, 3, **size).train(training)
+    config = EngineConfig(modules=modules, module_dim=2, stem_widths=())
+    engine = build("engine", engine_kwargs(config, vocab, (3, 3, 3))).train(training)
     minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6, CPU)
     step = Step(engine, strategy, minibatch, CPU)
     parts, limit = step.parts(), step.limit()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.reference import run_prefix
-from iep.evaluation.metrics import answer_groups, program_lengths
-from iep.programs import arity
+from iep.evaluation.metrics import answer_groups
+from iep.programs import arity, program_lengths
 from iep.synth.world import VALUES
 
 

@@ -258,10 +258,11 @@ def test_a_recipe_of_features_that_is_none_is_named_and_a_missing_one_is_empty(r
 
 
 def test_a_network_that_cannot_be_built_is_named():
+    sides = {"feature_dim": 4, "feature_height": 14, "feature_width": 14}
     with pytest.raises(
         InputError, match="an execution engine cannot be built: features have 4 channels, expected 3 \\* P \\* P"
     ):
-        build("engine", {"program_tokens": list(VOCAB.program), "num_answers": 2, "feature_dim": 4, "stem": "pixels"})
+        build("engine", {"program_tokens": list(VOCAB.program), "num_answers": 2, "stem": "pixels"} | sides)
 
 
 @pytest.mark.parametrize(

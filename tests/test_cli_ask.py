@@ -190,7 +190,7 @@ REFUSED = [
     ("{run} --pg {pg} --question '  ? '", 1, "the question '?' has no word"),
     ("{run} --pg {pg} --question a --question ' ? '", 1, "question 2: the question '?' has no word"),
     ("--ee {ee} --image missing.png --program {count}", 1, "missing.png: no such file"),
-    ("--ee {ee} --image {broken} --program {count}", 1, "broken.png: cannot be read as an image"),
+    ("--ee {ee} --image {broken} --program {count}", 1, "broken.png: not an image"),
     ("--ee {ee} --image {pipe} --program {count}", 1, "pipe: is not a regular file, expected an image"),
     ("--ee {ee} --image {folder} --program {count}", 2, "is a directory"),
     ("{run} --pg {ee} --question a", 1, "{ee}: holds an execution engine"),
@@ -285,7 +285,7 @@ def test_features_of_another_shape_than_the_engines_are_refused(parts, tmp_path)
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ({"backbone": "vgg16"}, "by backbone 'vgg16', which this version does not know"),
+        ({"backbone": "vgg16"}, "by the backbone 'vgg16', which this version does not know"),
         ({"backbone": "patches", "patch_size": "large"}, "patch_size large, expected a whole number"),
         ({"backbone": "patches", "patch_size": 2, "dtype": "int8"}, "dtype int8, expected float32 or float16"),
         ([1], "how its features were made is a list"),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny_data import VOCAB
 
 from iep.evaluation.page_questions import FILLED_IN, IGNORED, Line, program_lines, side_by_side
-from iep.execution_engine.families import family
+from iep.execution_engine.choices import make_module_set
 from iep.programs import NOT_USED
 from iep.vocab import END, NULL, START
 
@@ -14,7 +14,7 @@ TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
 
 def lines(program: str, end: bool = True, modules: str | None = None) -> list[Line]:
     tokens = [VOCAB.program_index[token] for token in program.split()]
-    own = None if modules is None else family(modules)
+    own = None if modules is None else make_module_set(modules, dim=1, residual=True, norm="none", scene="module")
     return program_lines([START, *tokens, *([END] if end else []), NULL], VOCAB, own)
 
 

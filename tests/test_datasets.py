@@ -1,7 +1,8 @@
 """Minibatches: what a batch holds, that it depends on nothing but seed and step, and what is said of damaged files."""
 
+import os
 import shutil
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, wr
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.data.features import Features
 from iep.data.loader import Loading
-from iep.data.ordering import Order, make_order
+from iep.data.ordering import make_order
 from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import ProgramPlan, plan_programs
 from iep.vocab import Vocab
 
-plan = partial(plan_programs, program_tokens=VOCAB.program, batching="improved")
+ROLES = roles_of(VOCAB.program, make_module_set("iep", dim=1, residual=True, norm="none", scene="module"))
+plan = partial(plan_programs, program_tokens=VOCAB.program, roles=ROLES, batching="improved")
 
 
 @pytest.fixture
@@ -70,13 +74,10 @@ def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: 
     np.testing.assert_array_equal(by_question(batch), maps[written["image_idxs"][[7, 3, 20]]])
     assert {t.dtype for t in (batch.questions, batch.programs, batch.answers)} == {torch.int64}
     assert batch.plan is None
-
-
-def test_a_batch_without_programs_or_answers_says_none(data: Path):
     questions_path, features_path = split_files(data, "test")
-    batch = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path)).batch((np.arange(2), None))
-    assert (batch.programs, batch.answers) == (None, None)
-    assert by_question(batch).shape == (2, CHANNELS, GRID, GRID)
+    test = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path)).batch((np.arange(2), None))
+    assert (test.programs, test.answers) == (None, None)
+    assert by_question(test).shape == (2, CHANNELS, GRID, GRID)
 
 
 def test_moving_a_batch_keeps_what_it_holds(data: Path):
@@ -134,32 +135,20 @@ def test_features_keep_the_files_dtype_until_they_are_moved_and_are_float32_then
     ids=["compressed", "chunked", "big-endian", "plain"],
 )
 @pytest.mark.parametrize("userblock", [0, 512])
-def test_features_are_read_however_they_are_stored(tmp_path: Path, options: dict, userblock: int):
+def test_features_are_read_in_any_order_however_they_are_stored(tmp_path: Path, options: dict, userblock: int):
     with h5py.File(tmp_path / "features.h5", "w", userblock_size=userblock) as file:
         file.create_dataset("features", data=features(0), **options)
-    read = Features(tmp_path / "features.h5").read(np.array([3, 0]))
-    assert read.dtype == torch.float32
-    np.testing.assert_array_equal(read, features(0)[[3, 0]])
+    stored = Features(tmp_path / "features.h5")
+    for rows in ([0, 1, 2], [2, 1, 0], [3, 3, 3], [1, 4, 1, 0], [2]):
+        read = stored.read(np.array(rows))
+        assert read.dtype == torch.float32
+        np.testing.assert_array_equal(read, features(0)[rows])
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1, 0], [3, 3, 3], [1, 4, 1, 0], [2]])
-def test_features_come_in_the_order_asked_for(data: Path, rows: list[int]):
-    np.testing.assert_array_equal(Features(data / "train_features.h5").read(np.array(rows)), features(0)[rows])
-
-
-def test_an_image_of_several_questions_is_read_once(data: Path, monkeypatch: pytest.MonkeyPatch):
-    reads = Counter()
-    read_row = Features._read_row
-
-    def counted(self: Features, row: int, values_CHW: np.ndarray) -> None:
-        reads[row] += 1
-        read_row(self, row, values_CHW)
-
+def test_an_image_of_several_questions_is_in_a_batch_once(data: Path):
     dataset = open_train(data)
-    monkeypatch.setattr(Features, "_read_row", counted)
     batch = dataset.batch((np.arange(TRAIN), None))
-    assert reads == dict.fromkeys(dataset.questions.image_idxs.tolist(), 1)
-    assert len(batch.features) == len(reads) < TRAIN
+    assert len(batch.features) == len(set(dataset.questions.image_idxs.tolist())) < TRAIN
 
 
 # Loading
@@ -175,23 +164,10 @@ def test_a_resumed_run_is_given_the_batches_that_an_unbroken_one_would_be(data: 
     assert_same_batches(load(data, range(12), 0)[7:], load(data, range(7, 12), 0))
 
 
-def test_workers_give_the_batches_and_plans_that_the_process_itself_would(data: Path):
-    assert_same_batches(load(data, range(12), 2), load(data, range(12), 0))
-
-
-def test_loading_draws_nothing_from_the_generator_that_training_uses(data: Path):
+def test_workers_give_the_batches_and_plans_of_the_process_itself_and_draw_no_numbers(data: Path):
     before = torch.get_rng_state()
-    load(data, range(2), 0)
-    load(data, range(2), 1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_dataset_that_was_read_here_reads_the_same_in_workers(data: Path):
-    dataset = open_train(data, make_plan=plan)
-    here = dataset.batch((np.arange(8), None))
-    order = Order([(0, np.arange(8))], dataset.questions.image_idxs, batch_size=8, seed=0)
-    for batch in training_batches(dataset, order, range(4), Loading(2)):
-        np.testing.assert_array_equal(by_question(batch), by_question(here)[batch.index])
+    assert_same_batches(load(data, range(12), 2), load(data, range(12), 0))
+    assert torch.equal(torch.get_rng_state(), before)  # training uses this generator
 
 
 def test_by_image_the_questions_of_an_image_meet_and_every_example_comes_once(data: Path):
@@ -215,111 +191,79 @@ def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_s
 # Damaged files
 
 
-def refusal(path: Path) -> str:
-    """What is said when the train split beside `path` is opened: one line that begins with `path`."""
+def cut(share: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(share * path.stat().st_size))
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """What removes a file, and makes something else of its name."""
+    return lambda path: (path.unlink(), make(path))
+
+
+def token(name: str, row: int, value: int) -> dict[str, np.ndarray]:
+    values = arrays(TRAIN)[name]
+    values.reshape(TRAIN, -1)[row, -1] = value
+    return {name: values}
+
+
+NOT_WHOLE = "not a whole HDF5 file"
+UNREADABLE = [
+    *((cut(share), NOT_WHOLE) for share in (0.0, 0.001, 0.3, 0.9)),
+    (instead(lambda path: path.write_text("{}")), NOT_WHOLE),
+    (instead(lambda path: None), "no such file, expected a whole HDF5 file of iep-preprocess"),
+    (instead(Path.mkdir), "is a directory"),
+    (instead(os.mkfifo), "is not a regular file"),
+]
+QUESTIONS: list[tuple[dict, str]] = [
+    ({"questions": None}, "has no dataset 'questions'"),
+    ({"questions": None, "questions/a": np.zeros(3)}, "has no dataset 'questions'"),
+    ({"answers": None, "answers/a": np.zeros(3)}, "has no dataset 'answers'"),
+    ({"image_idxs": None}, "has no dataset 'image_idxs'"),
+    ({"questions": np.zeros(TRAIN, "i4")}, "questions is (39,) int32, expected integers (39, 2 or more)"),
+    ({"questions": np.zeros((TRAIN, 1), "i4")}, "questions is (39, 1) int32, expected integers (39, 2 or more)"),
+    ({"programs": np.zeros((TRAIN, 0), "i4")}, "programs is (39, 0) int32, expected integers (39, 2 or more)"),
+    ({"questions": np.array(3)}, "questions is () int64, expected integers"),
+    ({"questions": np.zeros((TRAIN, 3), "f4")}, "questions is (39, 3) float32, expected integers"),
+    ({"image_idxs": np.zeros((TRAIN, 2), "i4")}, "image_idxs is (39, 2) int32, expected integers (39,)"),
+    ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, 2 or more)"),
+    ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
+    ({"answers": np.zeros(TRAIN, "f8")}, "answers is (39,) float64"),
+    (token("questions", 17, 4000), "questions, row 17: index 4000 is not in the vocabulary of 45 tokens"),
+    (token("programs", 5, 27), "programs, row 5: index 27 is not in the vocabulary of 27 tokens"),
+    (token("answers", 30, -1), "answers, row 30: index -1 is not in the vocabulary of 17 tokens"),
+    (token("image_idxs", 6, -2), "image_idxs, row 6: -2"),
+]
+FEATURES: list[tuple[dict, str]] = [
+    ({"feature": features(0)}, "has no dataset 'features'"),
+    ({"features/a": features(0)}, "has no dataset 'features'"),
+    ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
+    ({"features": features(0).astype("i4")}, "int32, expected (N, C, H, W) floats"),
+    ({"features": np.zeros((IMAGES, 0, 4, 4), "f4")}, "expected (N, C, H, W) floats"),
+    ({"features": features(0), "checksums": np.zeros(2)}, "checksums is (2,) float64, expected one a row"),
+    ({"features": features(0)[:3]}, "train_questions.h5 is about image 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        *(("train_questions.h5", *case) for case in [*UNREADABLE, *QUESTIONS]),
+        *(("train_features.h5", *case) for case in [*UNREADABLE, *FEATURES]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_in_one_line(damaged: Path, name: str, change, problem: str):
+    path = damaged / name
+    if callable(change):
+        change(path)
+    else:
+        datasets = (arrays(TRAIN) if "questions" in name else {}) | change
+        write_h5(path, {key: values for key, values in datasets.items() if values is not None})
     with pytest.raises(InputError) as caught:
-        open_train(path.parent)
+        open_train(damaged)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
+    assert problem in message
     assert "\n" not in message
-    return message
-
-
-@pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
-@pytest.mark.parametrize("keep", [0.0, 0.001, 0.3, 0.9])
-def test_a_truncated_file_is_named(damaged: Path, name: str, keep: float):
-    path = damaged / name
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
-    assert "not a whole HDF5 file" in refusal(path)
-
-
-@pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
-def test_a_file_that_is_missing_or_something_else_is_named(damaged: Path, name: str):
-    path = damaged / name
-    path.write_text("{}")
-    assert "not a whole HDF5 file" in refusal(path)
-    path.unlink()
-    assert "no such file" in refusal(path)
-    path.mkdir()
-    assert "no such file" in refusal(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"questions": None}, "has no dataset 'questions'"),
-        ({"image_idxs": None}, "has no dataset 'image_idxs'"),
-        ({"questions": np.zeros(TRAIN, "i4")}, "questions is (39,) int32, expected integers (39, 2 or more)"),
-        ({"questions": np.zeros((TRAIN, 1), "i4")}, "questions is (39, 1) int32, expected integers (39, 2 or more)"),
-        ({"programs": np.zeros((TRAIN, 0), "i4")}, "programs is (39, 0) int32, expected integers (39, 2 or more)"),
-        ({"questions": np.array(3)}, "questions is () int64, expected integers"),
-        ({"questions": np.zeros((TRAIN, 3), "f4")}, "questions is (39, 3) float32, expected integers"),
-        ({"image_idxs": np.zeros((TRAIN, 2), "i4")}, "image_idxs is (39, 2) int32, expected integers (39,)"),
-        ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, 2 or more)"),
-        ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
-        ({"answers": np.zeros(TRAIN, "f8")}, "answers is (39,) float64"),
-    ],
-)
-def test_a_dataset_that_is_missing_or_of_another_shape_is_named(damaged: Path, change: dict, problem: str):
-    datasets = {name: values for name, values in (arrays(TRAIN) | change).items() if values is not None}
-    assert problem in refusal(write_h5(damaged / "train_questions.h5", datasets))
-
-
-def test_a_group_in_place_of_a_dataset_is_named(damaged: Path):
-    path = write_h5(damaged / "train_questions.h5", {"questions/a": np.zeros(3), "image_idxs": np.zeros(3, "i4")})
-    assert "has no dataset 'questions'" in refusal(path)
-    datasets = arrays(TRAIN)
-    datasets["answers/a"] = datasets.pop("answers")
-    write_h5(path, datasets)
-    assert "'answers' is no dataset" in refusal(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "token", "size"),
-    [("questions", 17, 4000, 45), ("programs", 5, 27, 27), ("answers", 30, -1, 17)],
-)
-def test_a_token_outside_the_vocabulary_is_named_with_its_row(
-    damaged: Path, name: str, row: int, token: int, size: int
-):
-    datasets = arrays(TRAIN)
-    datasets[name].reshape(TRAIN, -1)[row, -1] = token
-    path = write_h5(damaged / "train_questions.h5", datasets)
-    assert f"{name}, row {row}: index {token} is not in the vocabulary of {size} tokens" in refusal(path)
-
-
-def test_a_smaller_vocabulary_of_another_data_set_is_refused(data: Path):
-    other = Vocab(VOCAB.question, VOCAB.program[:-3], VOCAB.answer)
-    with pytest.raises(InputError, match=r"train_questions\.h5: programs, row \d+: .* expected the vocab\.json"):
-        read_questions(data / "train_questions.h5", other)
-
-
-@pytest.mark.parametrize(
-    ("datasets", "problem"),
-    [
-        ({"feature": features(0)}, "has no dataset 'features'"),
-        ({"features/a": features(0)}, "has no dataset 'features'"),
-        ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
-        ({"features": features(0).astype("i4")}, "int32, expected (N, C, H, W) floats"),
-        ({"features": np.zeros((IMAGES, 0, 4, 4), "f4")}, "expected (N, C, H, W) floats"),
-    ],
-)
-def test_features_of_another_form_are_refused(damaged: Path, datasets: dict, problem: str):
-    assert problem in refusal(write_h5(damaged / "train_features.h5", datasets))
-
-
-def test_questions_about_more_images_than_there_are_features_are_named(damaged: Path):
-    path = write_h5(damaged / "train_features.h5", {"features": features(0)[:3]})
-    message = refusal(path)
-    assert "holds 3 images, but question 1 of" in message
-    assert message.endswith("train_questions.h5 is about image 3")
-
-
-def test_a_question_about_an_image_below_zero_is_named(damaged: Path):
-    datasets = arrays(TRAIN)
-    datasets["image_idxs"][6] = -2
-    path = write_h5(damaged / "train_questions.h5", datasets)
-    assert "image_idxs, row 6: -2" in refusal(path)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import (
+    FULL_SIZE,
     PUBLISHED_LAYERS,
     assert_same,
     in_bfloat16,
@@ -18,8 +19,7 @@ from batching_cases import (
 from hypothesis import example, given, settings
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.program_plan import plan_programs
+from iep.models.build import build
 from iep.programs import arity
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
@@ -50,7 +50,7 @@ def small_engine(scene="module", dtype=torch.float64, **kwargs):
     torch.manual_seed(0)
     settings = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
     settings |= {"classifier_projection": 6, "classifier_hidden": (7,), "scene": scene}
-    return ExecutionEngine(TOKENS, num_answers=4, **(settings | kwargs)).to(dtype)
+    return build("engine", {"program_tokens": TOKENS, "num_answers": 4} | settings | kwargs).to(dtype)
 
 
 any_programs = token_matrices(
@@ -146,7 +146,7 @@ def test_modules_that_no_program_uses_get_no_gradient():
 def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
     torch.manual_seed(0)
-    engine = ExecutionEngine(TOKENS, num_answers=28).to(device)
+    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE).to(device)
     programs_BL, rows_B = PROGRAMS_BL[[0, 1, 2, 1]], np.array([0, 1, 1, 1])
     features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
     for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
@@ -155,7 +155,8 @@ def test_the_default_engine_at_full_size_matches_the_reference_with_channels_las
 
 
 def test_the_default_engine_has_the_published_layers_under_the_published_names():
-    shapes = {name: tuple(value.shape) for name, value in ExecutionEngine(TOKENS, num_answers=28).state_dict().items()}
+    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE)
+    shapes = {name: tuple(value.shape) for name, value in engine.state_dict().items()}
     layers = dict(PUBLISHED_LAYERS)
     for token in TOKENS:
         if token in ("<NULL>", "<START>"):
@@ -191,7 +192,7 @@ def test_a_residual_block_and_a_binary_module_compute_what_the_paper_says():
 
 
 def test_weights_begin_kaiming_normal():
-    engine = ExecutionEngine(TOKENS, num_answers=28)
+    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE)
     for weight in (engine.get_submodule("count").conv1.weight, engine.stem[0].weight, engine.classifier[4].weight):
         fan_in = weight[0].numel()
         assert weight.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.02)
@@ -205,18 +206,15 @@ def test_a_plan_survives_the_way_from_a_worker_process():
     assert engine(features_BCHW, pickle.loads(pickle.dumps(plan))).equal(engine(features_BCHW, plan))
 
 
-def test_plans_of_a_function_and_of_the_engine_agree_for_torch_tensors_and_lists_of_tokens():
+def test_programs_may_be_a_torch_tensor():
     engine = small_engine("stem")
-    mine = engine.plan(torch.from_numpy(PROGRAMS_BL), batching="standard")
-    plain = plan_programs(PROGRAMS_BL, list(TOKENS), scene="stem", batching="standard")
-    assert [(g.op, g.nodes.tolist()) for g in mine.schedule] == [(g.op, g.nodes.tolist()) for g in plain.schedule]
-    assert mine.graph.args.tolist() == plain.graph.args.tolist()
+    assert str(engine.plan(torch.from_numpy(PROGRAMS_BL)).plan) == str(engine.plan(PROGRAMS_BL).plan)
 
 
 def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
     programs_BL = np.random.default_rng(0).integers(0, len(TOKENS), (64, 30))
     for scene in ("module", "stem"):
-        ops = set(plan_programs(programs_BL, TOKENS, scene=scene).graph.op.tolist())
+        ops = set(small_engine(scene).plan(programs_BL).graph.op.tolist())
         assert ops == set(range(len(TOKENS))) - {NULL, START} - ({INDEX["scene"]} if scene == "stem" else set())
 
 
@@ -255,7 +253,7 @@ def test_image_rows_may_be_of_any_whole_type():
 
 @pytest.mark.parametrize("change", [{"scene": "stem"}, {"program_tokens": [*TOKENS, "exist"]}])
 def test_a_plan_for_another_kind_of_engine_is_refused(change):
-    plan = plan_programs(PROGRAMS_BL, **({"program_tokens": TOKENS, "scene": "module"} | change))
+    plan = small_engine(**change).plan(PROGRAMS_BL)
     with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
         small_engine()(torch.randn(4, 5, 3, 4).double(), plan)
 
@@ -292,12 +290,12 @@ def test_settings_that_cannot_be_built_are_refused(kwargs, message):
 @pytest.mark.parametrize("token", ["forward", "stem", "training", "a.b", ""])
 def test_a_token_that_cannot_name_a_module_is_refused(token):
     with pytest.raises(ValueError, match=f"program token '{token}' cannot name a module"):
-        ExecutionEngine([*TOKENS, token], num_answers=2)
+        small_engine(program_tokens=[*TOKENS, token])
 
 
 def test_a_vocabulary_without_scene_is_refused():
     with pytest.raises(ValueError, match="lacks 'scene'"):
-        plan_programs(PROGRAMS_BL, index_tokens(["count"]))
+        small_engine(program_tokens=index_tokens(["count"]))
 
 
 def test_the_stem_runs_once_an_image_and_every_question_gets_its_own_images_maps():

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from torch import nn
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.modules import BinaryModule, UnaryModule
 from iep.execution_engine.norms import ExampleNorm, make_norm
+from iep.models.build import build
 from iep.vocab import END, START, index_tokens
 
 TOKENS = index_tokens(["count", "exist", "scene", "union"])
@@ -33,7 +33,7 @@ def small_engine(dtype=torch.float64, **kwargs):
     torch.manual_seed(0)
     settings = {"feature_dim": 3, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": ()}
     settings |= {"classifier_projection": 4, "classifier_hidden": (5,)}
-    engine = ExecutionEngine(TOKENS, num_answers=4, **(settings | kwargs)).to(dtype)
+    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 4} | settings | kwargs).to(dtype)
     draw_norms(engine)
     return engine
 

@@ -16,8 +16,8 @@ from test_engine import PROGRAMS_BL, small_engine
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.data.datasets import Batch
-from iep.execution_engine.families import family
 from iep.execution_engine.placement import rows_copied
+from iep.execution_engine.program_graph import types_of
 
 ROWS_B = np.array([0, 0, 1, 1])
 ENGINES = {
@@ -62,10 +62,11 @@ def test_on_any_placement_logits_and_all_gradients_match_the_reference(name, dev
 def test_a_value_is_copied_once_to_each_other_device_that_reads_it(name, sharing, seed):
     make, cases = ENGINES[name]
     placed = placed_copy(make(), ("cpu", "cpu", "cpu"), seed)
-    plan, own = placed.plan(cases.PROGRAMS_BL, sharing=sharing), family(placed.family_name)
-    graph, parts, types = plan.graph, placed.placement.parts, own.types(plan.graph, plan.program_tokens, 0)
+    plan = placed.plan(cases.PROGRAMS_BL, sharing=sharing)
+    graph, parts, types = plan.graph, placed.placement.parts, types_of(plan.graph, plan.roles, 0)
     names = [plan.program_tokens[op] for op in graph.op.tolist()]
-    columns = [*([0] * graph.num_inputs if types is None else types.inputs.tolist()), *map(own.makes, names)]
+    inputs = [0] * graph.num_inputs if types is None else types.inputs.tolist()
+    columns = [*inputs, *(plan.roles[op].result for op in graph.op)]
     position = [*[parts["stem"]] * graph.num_inputs, *(parts[name] for name in names)]
     reads = {(slot, parts[name]) for name, slots in zip(names, graph.args.tolist(), strict=True) for slot in slots}
     reads |= {(slot, parts["classifier"]) for slot in graph.roots.tolist()}

@@ -42,11 +42,8 @@ def patches_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-def test_a_features_file_tells_its_recipe_without_its_images(patches_data):
+def test_a_features_file_tells_its_recipe_and_that_of_the_original_toolkit_none(patches_data, data):
     assert Features(patches_data / "train_features.h5").recipe == PATCHES_OF_2
-
-
-def test_a_features_file_of_the_original_toolkit_tells_no_recipe(data):
     assert Features(data / "train_features.h5").recipe == {}
 
 
@@ -95,37 +92,35 @@ def test_weights_of_a_file_are_asked_for_and_compared_with_the_recorded_digest(t
     (tmp_path / "b.pth").write_bytes(b"b")
     recipe = ResNet("resnet18", weights=str(tmp_path / "a.pth")).recipe()
     assert backbone_of(recipe, str(tmp_path / "a.pth")).weights == str(tmp_path / "a.pth")
-    with pytest.raises(InputError, match=r"resnet18 were those of a file .*: give --weights FILE"):
-        backbone_of(recipe)
-    with pytest.raises(InputError, match=r"made with weights file \w{16}, not with file \w{16}"):
-        backbone_of(recipe, str(tmp_path / "b.pth"))
-    with pytest.raises(InputError, match="not with random, outputs of order 1, seed 0"):
-        backbone_of(recipe, "random")
-
-
-def test_torchvisions_own_random_weights_are_not_taken_for_ours():
-    recipe = ResNet("resnet18", weights="random").recipe() | {"weights": "random, seed 0"}
-    with pytest.raises(InputError, match="made with weights random, seed 0, not with"):
-        backbone_of(recipe)
+    for weights, problem in (
+        (None, r"resnet18 were those of a file .*: give --weights FILE"),
+        (str(tmp_path / "b.pth"), r"made with weights file \w{16}, not with file \w{16}"),
+        ("random", "not with random, outputs of order 1, seed 0"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            backbone_of(recipe, weights)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("recipe", "weights", "expected"),
     [
-        ({"backbone": "vgg16"}, "backbone 'vgg16', which this version does not know"),
-        ({"stage": 5}, "stage 5, expected a whole number from 1 to 4"),
-        ({"image_size": "large"}, "image_size large, expected a whole number"),
-        ({"normalisation": "none"}, "normalisation none, not with ImageNet mean and standard deviation"),
+        (ResNet().recipe() | {"backbone": "vgg16"}, None, "backbone 'vgg16', which this version does not know"),
+        (ResNet().recipe() | {"stage": 5}, None, "stage 5, expected a whole number from 1 to 4"),
+        (ResNet().recipe() | {"image_size": "large"}, None, "image_size large, expected a whole number"),
+        (ResNet().recipe() | {"image_size": 60_000}, None, "image_size 60000, expected a whole number from 1"),
+        (
+            ResNet().recipe() | {"normalisation": "none"},
+            None,
+            "normalisation none, not with ImageNet mean and standard",
+        ),
+        (ResNet("resnet18", weights="random").recipe() | {"weights": "random, seed 0"}, None, "weights random, seed 0"),
+        (Patches().recipe() | {"patch_size": 60_000}, None, "patch_size 60000, expected a whole number from 1 to 292"),
+        (Patches().recipe(), "random", "no weights"),
     ],
 )
-def test_a_recipe_that_cannot_be_followed_is_refused(change, expected):
+def test_a_recipe_that_cannot_be_followed_is_refused(recipe, weights, expected):
     with pytest.raises(InputError, match=re.escape(expected)):
-        backbone_of({**ResNet().recipe(), **change})
-
-
-def test_no_weights_are_taken_for_patches():
-    with pytest.raises(InputError, match="no weights"):
-        backbone_of(Patches().recipe(), "random")
+        backbone_of(recipe, weights)
 
 
 def test_attributes_that_are_no_recipe_are_left_out(tmp_path):
@@ -147,7 +142,7 @@ def test_attributes_that_name_no_backbone_are_no_recipe_and_iep_ask_goes_on(patc
     image, program = IMAGE, "count scene"
     result = iep_ask("--ee", tmp_path / "ee", "--image", image, "--program", program)
     assert result.exit_code == 0, result.output
-    assert "taken for 14x14 patches of 2x2 pixels" in result.stderr
+    assert "assumed to be 14x14 patches of 2x2 pixels" in result.stderr
     flags = ("--backbone", "patches", "--patch-size", 2)
     assert answered("--ee", tmp_path / "ee", "--image", image, "--program", program, *flags) == result.stdout
 
@@ -162,7 +157,7 @@ def test_features_made_otherwise_than_those_learnt_on_are_told_of_in_evaluation_
         with h5py.File(other / f"{split}_features.h5", "a") as file:
             file["features"].attrs["normalisation"] = np.bytes_("another")
     capsys.readouterr()
-    told = "than the features that an execution engine learnt on: normalisation another instead of x / 127.5 - 1"
+    told = "from the features that an execution engine was trained on: normalisation another instead of x / 127.5 - 1"
     for data, count in ((patches_data, 0), (other, 1)):
         result = iep_eval("--ee", tmp_path / "ee", "--data", data, "--programs", "ground-truth")
         assert result.output.count(told) == count

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from iep.errors import InputError
-from iep.runtime.files import atomic_path, check_writable, read_json, write_bytes, write_json
+from iep.runtime.files import atomic_path, check_writable, write_bytes, write_json
+from iep.runtime.reading import read_json
 
 
 def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
@@ -85,22 +86,27 @@ def test_json_is_read_back_as_it_was_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"", r"not JSON \(line 1, column 1"),
-        (b'{"a": 1,\n"b": }', r"not JSON \(line 2, column 6"),
+        (b"", "not JSON (line 1, column 1"),
+        (b'{"a": 1,\n"b": }', "not JSON (line 2, column 6"),
         (b"1" * 5000, "not usable JSON"),
+        (b"[" * 10_000, "nested too deeply"),
         (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
-        (None, "no such file"),
+        (None, "no such file, expected a vocabulary"),
+        (Path.mkdir, "is a directory, expected a vocabulary"),
+        (os.mkfifo, "is not a regular file, expected a vocabulary"),
     ],
 )
-def test_a_file_that_is_not_json_is_an_error_that_names_it(tmp_path: Path, content: bytes | None, problem: str):
+def test_a_file_that_is_not_json_is_an_error_with_its_position(tmp_path: Path, content, problem: str):
     path = tmp_path / "value.json"
-    if content is not None:
+    if isinstance(content, bytes):
         path.write_bytes(content)
-    with pytest.raises(InputError, match=problem) as caught:
-        read_json(path)
+    elif content is not None:
+        content(path)
+    with pytest.raises(InputError) as caught:
+        read_json(path, "a vocabulary")
     assert str(caught.value).startswith(f"{path}: ")
-    with pytest.raises(InputError, match=f"{tmp_path}: a directory"):
-        read_json(tmp_path)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_path_that_cannot_be_written_is_named_before_the_work(tmp_path: Path):

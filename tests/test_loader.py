@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -32,11 +30,11 @@ from iep.cli.evaluate import main as evaluate
 from iep.cli.train import main as train_main
 from iep.data.datasets import ClevrDataset, sequential_batches
 from iep.data.features import Features
-from iep.data.loader import Loading, Slots, _Held, on_device
+from iep.data.loader import Buffers, Loading, on_device
 from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
-from iep.runtime.memory import SharedMemory, _left_in_groups, attach
+from iep.runtime.memory import left_in_groups
 from iep.runtime.signals import handled
 from iep.training.run_training import train
 
@@ -47,10 +45,10 @@ def open_train(data: Path) -> ClevrDataset:
     return ClevrDataset(read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5"))
 
 
-# Slots
+# Buffers
 
 
-def test_batches_that_are_kept_stay_as_they_were_however_many_slots_there_are(data: Path):
+def test_batches_that_are_kept_stay_as_they_were_however_many_buffers_there_are(data: Path):
     dataset = open_train(data)
     kept = list(sequential_batches(dataset, 2, Loading(workers=2, prefetch=1)))
     assert len(kept) == -(-TRAIN // 2)
@@ -59,29 +57,16 @@ def test_batches_that_are_kept_stay_as_they_were_however_many_slots_there_are(da
         assert batch.index.tolist() == expected.index.tolist()
 
 
-def test_a_slot_is_free_again_when_the_last_tensor_of_it_is_gone():
-    slots = Slots.make(workers=2, per_worker=2, slot_bytes=100)
-    assert [slots.take(1), slots.take(1), slots.take(1), slots.take(0)] == [2, 3, None, 0]
-    values = slots.array(3, (5, 5), np.dtype(np.float32))
-    values[:] = 7
-    tensor = torch.from_numpy(np.asarray(_Held(slots, 3, values)))
-    part = tensor[2]
+def test_a_buffer_is_free_again_when_the_last_tensor_of_it_is_gone():
+    buffers = Buffers(workers=2, per_worker=2, size=100)
+    assert [buffers.take(worker) for worker in (1, 1, 1, 0)] == [2, 3, None, 0]
+    tensor = buffers.tensor(3, (5, 5), np.dtype(np.float32))
+    part = tensor.fill_(7)[2]
     del tensor
-    assert slots.take(1) is None
+    assert buffers.take(1) is None
     assert part.tolist() == [7] * 5
     del part
-    assert slots.take(1) == 3
-
-
-def test_shared_memory_is_the_same_after_pickling_and_takes_room_only_where_written():
-    memory = SharedMemory(2**40)
-    memory.array(2**39, (3,), np.dtype(np.int64))[:] = [1, 2, 3]
-    assert attach(memory.path, memory.size) is memory
-    script = (
-        "import sys, numpy as np; from iep.runtime.memory import attach; "
-        "memory = attach(sys.argv[1], 2**40); print(memory.array(2**39, (3,), np.dtype(np.int64)).tolist())"
-    )
-    assert subprocess.check_output([sys.executable, "-c", script, memory.path], text=True).strip() == "[1, 2, 3]"
+    assert buffers.take(1) == 3
 
 
 # Signals and deaths
@@ -173,10 +158,11 @@ def test_no_features_at_all_fit_into_memory(tmp_path: Path):
     assert Features(path).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
-def read_in_memory(path: Path) -> tuple[str, bytes]:
-    """What one process of a job reads from memory that all share, and where that is."""
+def read_in_memory(path: Path) -> tuple[set[int], bytes]:
+    """What one process of a job reads from memory that all share, and which files without a name it has open."""
     shared = Features(path).in_memory()
-    return shared._memory.path, shared.read(np.arange(IMAGES)).numpy().tobytes()
+    links = [link for link in Path("/proc/self/fd").iterdir() if "memfd:iep" in os.path.realpath(link)]
+    return {link.stat().st_ino for link in links}, shared.read(np.arange(IMAGES)).numpy().tobytes()
 
 
 def refused_in_memory(path: Path) -> str:
@@ -193,6 +179,7 @@ def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_pat
     path = data / "train_features.h5"
     first, second = together(read_in_memory, path)
     assert first == second
+    assert len(first[0]) == 1
     assert first[1] == features(0).tobytes()
     damaged = write_h5(tmp_path / "f.h5", {"features": features(0), "checksums": np.zeros(IMAGES, np.uint32)})
     first, second = together(refused_in_memory, damaged)
@@ -237,13 +224,13 @@ def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(t
     (group / "memory.max").write_text(f"{limit}\n")
     (group / "memory.current").write_text("600\n")
     (group / "memory.stat").write_text("anon 500\ninactive_file 50\n")
-    assert _left_in_groups(tmp_path, "0::/job/step\n") == left
+    assert left_in_groups(tmp_path, "0::/job/step\n") == left
     old = tmp_path / "memory" / "job"
     old.mkdir(parents=True)
     (old / "memory.limit_in_bytes").write_text("2000\n")
     (old / "memory.usage_in_bytes").write_text("600\n")
     (old / "memory.stat").write_text("total_inactive_file 50\n")
-    assert _left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job\n0::/\n") == [1450]
+    assert left_in_groups(tmp_path, "3:cpuset:/\n4:memory:/job\n0::/\n") == [1450]
 
 
 # To a device

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_data import VOCAB
 
-from iep.data.ordering import deal, make_order, program_lengths, step_numbers, step_seed
+from iep.data.ordering import deal, make_order, step_numbers, step_seed
 from iep.errors import InputError
+from iep.programs import program_lengths
 
 IMAGES = np.arange(22) // 4
 

@@ -15,10 +15,9 @@ from clevr_files import write_clevr
 from click.testing import CliRunner
 from evaluate_cases import evaluate
 from hypothesis import example, given, settings
-from tiny_data import CHANNELS, GRID, TEST, TINY, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config
+from tiny_data import CHANNELS, GRID, TEST, TRAIN, VAL, VOCAB, arrays, features, newest, tiny_config
 
 from iep.cli.preprocess import main as preprocess_main
-from iep.cli.train import main as train_main
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.encode_questions import build_vocab, encode, expand_vocab, load_questions
 from iep.training.run_training import train
@@ -80,14 +79,6 @@ def test_an_evaluation_of_the_originals_files_is_that_of_ours(
     assert reports[0] == reports[1]
     assert rows[0] == rows[1]
     assert len(rows[0]) == {"val": VAL, "test": TEST}[split]
-
-
-def test_the_commands_take_a_directory_of_the_originals(original: Path, tmp_path: Path):
-    arguments = ["--model", "ee", "--data", original, "--out", tmp_path / "run", *TINY, "iterations=1"]
-    result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    report, _, _ = evaluate(tmp_path / "out", "--ee", tmp_path / "run", "--data", original, "--workers", 0)
-    assert report["questions"] == VAL
 
 
 # Our files, read as it reads them
@@ -295,12 +286,6 @@ def test_a_given_vocabulary_is_used_and_expanded_by_the_same_rules(
 ):
     given_vocab, _ = by_the_rules(known, None, False, 1, False)
     assert_same_files(questions, given_vocab, expand, threshold, unknown, tmp_path_factory.getbasetemp() / "q.json")
-
-
-def test_double_spaces_give_an_empty_word_at_index_four(tmp_path: Path):
-    path = tmp_path / "q.json"
-    path.write_text(json.dumps({"questions": [{"question": "is  it red?", "image_index": 0}]}))
-    assert build_vocab(load_questions(path), 1).question[3:6] == ("<UNK>", "", "is")
 
 
 def test_the_tiny_data_have_the_shapes_that_its_networks_expect(original: Path):

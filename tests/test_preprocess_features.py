@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -19,8 +20,11 @@ from torch.nn import functional
 import iep.preprocess.compute_features as features_module
 from iep.cli.preprocess import main
 from iep.data.hdf5 import read_attributes
+from iep.errors import InputError
 from iep.preprocess import backbones
 from iep.preprocess.backbones import Patches
+from iep.preprocess.clevr_files import image_paths
+from iep.preprocess.compute_features import preprocess_features
 from iep.preprocess.images import read_image
 
 
@@ -30,7 +34,7 @@ def resized(path: Path, size: int) -> torch.Tensor:
     return torch.tensor(np.array(pixels)).permute(2, 0, 1).float()
 
 
-def test_pixel_shuffle_of_patches_gives_the_picture_back(clevr, out):
+def test_pixel_shuffle_of_patches_gives_the_picture_back_and_float16_rounds_it(clevr, out, tmp_path):
     run(clevr, "--out", out, "--backbone", "patches")
     rows = features(out / "val_features.h5")
     assert rows.shape == (7, 3 * 8 * 8, 14, 14)
@@ -39,14 +43,8 @@ def test_pixel_shuffle_of_patches_gives_the_picture_back(clevr, out):
         picture = functional.pixel_shuffle(torch.tensor(rows[index]), 8)
         expected = resized(clevr / "images" / "val" / f"CLEVR_val_{index:06d}.png", 112) / 127.5 - 1
         assert torch.allclose(picture, expected, atol=1e-6)
-
-
-def test_float16_rows_are_the_float32_rows_rounded(clevr, out, tmp_path):
-    run(clevr, "--out", out, *PATCHES)
-    run(clevr, "--out", tmp_path / "half", *PATCHES, "--dtype", "float16")
-    assert np.array_equal(
-        features(tmp_path / "half" / "val_features.h5"), features(out / "val_features.h5").astype("f2")
-    )
+    run(clevr, "--out", tmp_path, "--backbone", "patches", "--dtype", "float16")
+    assert np.array_equal(features(tmp_path / "val_features.h5"), rows.astype("f2"))
 
 
 def test_the_file_says_how_it_was_made(clevr, out):
@@ -66,17 +64,12 @@ def test_the_file_says_how_it_was_made(clevr, out):
 
 def test_worker_processes_change_nothing(clevr, out, tmp_path):
     run(clevr, "--out", out, *PATCHES)
-    flags = ("--only", "features", "--workers", "2", "--batch-size", "2", "--device", "cpu")
-    arguments = [str(clevr), "--out", str(tmp_path / "w"), *map(str, PATCHES), *flags]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
-    assert (tmp_path / "w" / "val_features.h5").read_bytes() == (out / "val_features.h5").read_bytes()
-    broken = clevr / "images" / "val" / "CLEVR_val_000004.png"
-    os.truncate(broken, 300)
-    arguments[2] = str(tmp_path / "v")
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 1
-    assert f"Error: {broken}: cannot be read as an image" in result.stderr
-    assert "Traceback" not in result.stderr
+    images, workers = image_paths(clevr / "images" / "val"), tmp_path / "workers"
+    preprocess_features({"val": images}, workers, Patches(2), batch_size=2, workers=2)
+    assert (workers / "val_features.h5").read_bytes() == (out / "val_features.h5").read_bytes()
+    os.truncate(images[4], 300)
+    with pytest.raises(InputError, match=f"^{images[4]}: not an image"):
+        preprocess_features({"val": images}, tmp_path / "broken", Patches(2), batch_size=2, workers=2)
 
 
 def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out, monkeypatch):
@@ -139,6 +132,8 @@ def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tm
     expected = features(out / "val_features.h5")
     assert np.array_equal(features(tmp_path / "again" / "val_features.h5"), expected)
     assert not np.allclose(features(tmp_path / "other" / "val_features.h5"), expected)
+    run(clevr, "--out", tmp_path / "later", *RESNET, "--weights", "random", "--stage", 4)
+    assert features(tmp_path / "later" / "val_features.h5").shape == (7, 512, 2, 2)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
@@ -152,56 +147,56 @@ def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage
     assert (x > 0).float().mean() > 0.3
 
 
-def test_a_later_stage_has_more_channels_on_a_coarser_grid(clevr, out):
-    run(clevr, "--out", out, *RESNET, "--weights", "random", "--stage", 4)
-    assert features(out / "val_features.h5").shape == (7, 512, 2, 2)
+def renamed(name: str) -> Callable[[Path], object]:
+    return lambda image: image.rename(image.with_name(name))
+
+
+def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda image: (image.unlink(), make(image))
 
 
 @pytest.mark.parametrize(
-    ("rename", "message"),
+    ("change", "message"),
     [
-        ("CLEVR_val_000009.png", "image index 3 is missing, while 9 is there"),
-        ("CLEVR_new_000002.png", "image index 2 is also that of CLEVR_new_000002.png"),
-        ("picture.png", "picture.png: no image index in the name"),
+        (renamed("CLEVR_val_000009.png"), "image index 3 is missing, while 9 is there"),
+        (renamed("CLEVR_new_000002.png"), "image index 2 is also that of CLEVR_new_000002.png"),
+        (renamed("picture.png"), "picture.png: no image index in the name"),
+        (lambda image: image.write_bytes(b""), "CLEVR_val_000003.png: not an image"),
+        (lambda image: image.write_bytes(b"not a picture"), "CLEVR_val_000003.png: not an image"),
+        (lambda image: image.write_bytes(b"\x89PNG\r\n\x1a\n"), "CLEVR_val_000003.png: not an image"),
+        (lambda image: os.truncate(image, 300), "CLEVR_val_000003.png: not an image"),
+        (replaced(Path.mkdir), "CLEVR_val_000003.png: is a directory, expected an image"),
+        (replaced(os.mkfifo), "CLEVR_val_000003.png: is not a regular file, expected an image"),
     ],
 )
-def test_gaps_and_duplicates_of_image_indices_are_named(clevr, out, rename, message):
-    images = clevr / "images" / "val"
-    (images / "CLEVR_val_000003.png").rename(images / rename)
+def test_an_image_that_cannot_be_used_is_named_in_one_line(clevr, out, change, message):
+    change(clevr / "images" / "val" / "CLEVR_val_000003.png")
     assert message in run(clevr, "--out", out, *PATCHES, code=1)
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n"])
-def test_a_file_that_is_no_image_is_named(clevr, out, content):
-    broken = clevr / "images" / "val" / "CLEVR_val_000000.png"
-    broken.write_bytes(content)
-    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert not (out / "val_features.h5").exists()
 
 
 def test_wrong_weight_files_are_one_clear_line(clevr, out, tmp_path):
     import torchvision
 
-    weights = tmp_path / "weights.pth"
-
-    def line(content) -> str:
-        torch.save(content, weights)
-        return run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
-
     state = torchvision.models.resnet18(weights=None).state_dict()
-    assert "'conv1.weight' is missing" in line({k: v for k, v in state.items() if k != "conv1.weight"})
-    assert "it has 'layer3.2.conv1.weight', which resnet18 has not" in line(
-        state | {"layer3.2.conv1.weight": state["layer3.1.conv1.weight"]}
-    )
-    assert "'conv1.weight' is (3,), expected (64, 3, 7, 7) for resnet18" in line(
-        state | {"conv1.weight": torch.zeros(3)}
-    )
-    assert "not a state dict of resnet18, but a list" in line([1, 2])
-    assert f"{weights}: not a state dict of resnet18" in line(torch.nn.Linear(1, 1))
-    weights.write_bytes(b"\0" * 100)
-    assert f"{weights}: not a state dict" in run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
-    absent = tmp_path / "absent.pth"
-    assert f"{absent}: no such file" in run(clevr, "--out", out, *RESNET, "--weights", absent, code=1)
+    weights = tmp_path / "weights.pth"
+    for content, problem in (
+        ({k: v for k, v in state.items() if k != "conv1.weight"}, "'conv1.weight' is missing"),
+        (state | {"layer3.2.conv1.weight": torch.zeros(1)}, "'layer3.2.conv1.weight' is not part of it"),
+        (state | {"conv1.weight": torch.zeros(3)}, "size mismatch for conv1.weight"),
+        ([1, 2], "TypeError"),
+        (torch.nn.Linear(1, 1), "not a state dict of resnet18"),
+        (b"\0" * 100, "not a state dict of resnet18"),
+        (None, "no such file"),
+    ):
+        weights.unlink(missing_ok=True)
+        if isinstance(content, bytes):
+            weights.write_bytes(content)
+        elif content is not None:
+            torch.save(content, weights)
+        line = run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
+        assert f"{weights}: " in line
+        assert problem in line
 
 
 def test_a_failed_download_is_one_clear_line(clevr, out, monkeypatch, tmp_path):
@@ -250,6 +245,7 @@ def test_features_too_large_for_float16_are_refused(clevr, out, tmp_path):
         ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches"),
         ((*RESNET, "--patch-size", 8), "--patch-size goes with --backbone patches"),
         (("--stage", 5), "5 is not in the range 1<=x<=4"),
+        (("--backbone", "patches", "--patch-size", 60_000), "60000 is not in the range 1<=x<=256"),
     ],
 )
 def test_flags_of_the_other_backbone_are_usage_errors(clevr, out, flags, complaint):

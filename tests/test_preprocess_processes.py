@@ -16,7 +16,7 @@ from iep.errors import InputError
 from iep.preprocess.backbones import Patches
 from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
-from iep.runtime.files import read_json
+from iep.runtime.reading import read_json
 
 IMAGES = 31
 FILE, JOURNAL = "val_features.h5", "val_features.h5.progress"
@@ -83,7 +83,7 @@ def test_a_bad_image_of_any_process_ends_all_and_one_of_them_names_it(images: Pa
     sound = bad.read_bytes()
     bad.write_bytes(sound[:100])
     first, second = together(make, images, out)
-    assert first.startswith(f"Error: {bad}: cannot be read as an image")
+    assert first.startswith(f"Error: {bad}: not an image")
     assert second == "exit 1"
     assert read_json(out / JOURNAL)["rows"] == 10
     bad.write_bytes(sound)

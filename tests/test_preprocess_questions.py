@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from click.testing import CliRunner
+from tiny_data import TINY
 
+from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main
+from iep.cli.synth import main as iep_synth
+from iep.cli.train import main as iep_train
 from iep.vocab import Vocab
 
 
@@ -50,21 +54,6 @@ def test_questions_programs_and_answers_decode_to_what_the_release_says(clevr, o
     assert train["orig_idxs"].tolist() == [100, 101, 102, 103, 104, 105]
     assert train["question_families"].tolist() == [7] * 6
     assert {array.dtype for array in train.values()} == {np.dtype("int32")}
-
-
-def test_rows_are_padded_with_null_to_the_longest(clevr, out):
-    longer = question(0, 0, "train") | {"question": "How many red things are there; and then some?"}
-    write_questions(clevr, "train", [question(1, 0, "train"), longer])
-    run(clevr, "--out", out, "--split", "train")
-    vocab, train = Vocab.load(out / "vocab.json"), read(out / "train_questions.h5")
-    assert text(vocab.question, train["questions"][0]) == (
-        "<START> How many red things are there <END> <NULL> <NULL> <NULL> <NULL>"
-    )
-    assert text(vocab.question, train["questions"][1]) == "<START> How many red things are there ; and then some <END>"
-
-
-def test_the_test_split_has_neither_programs_nor_answers(clevr, out):
-    run(clevr, "--out", out)
     assert set(read(out / "test_questions.h5")) == {"questions", "image_idxs", "orig_idxs", "question_families"}
 
 
@@ -144,7 +133,6 @@ def test_tokens_below_the_threshold_are_left_out_and_become_unk(clevr, out):
 
 
 def test_other_splits_use_the_vocabulary_that_train_left(clevr, out):
-    assert "preprocess the train split first" in run(clevr, "--out", out, "--split", "val", code=1)
     run(clevr, "--out", out, "--split", "train")
     vocab = (out / "vocab.json").read_bytes()
     run(clevr, "--out", out, "--split", "val")
@@ -171,14 +159,45 @@ def test_the_vocabulary_of_clevr_cogent_is_that_of_train_a(tmp_path, out):
     assert "already done" in run(tmp_path / "CoGenT", "--split", "valB", "--out", out)
 
 
-def test_a_token_that_the_vocabulary_lacks_is_named_with_file_and_question(clevr, out, tmp_path):
+def test_a_token_that_the_vocabulary_lacks_is_named_with_file_question_and_a_vocabulary_that_has_it(
+    clevr, out, tmp_path
+):
     foreign = tmp_path / "other_vocab.json"
     Vocab(*(("<NULL>", "<START>", "<END>", "<UNK>", "How"),) * 3).save(foreign)
     line = run(clevr, "--out", out, "--vocab", foreign, code=1)
     assert "CLEVR_train_questions.json: question 0: question token 'many' is not in the vocabulary" in line
-    assert str(foreign) in line
+    assert f"{foreign}; --vocab clevr has it" in line
     line = run(clevr, "--out", out, "--vocab", foreign, "--encode-unk", code=1)
     assert "question 0: program token 'count' is not in the vocabulary" in line
+    write_questions(clevr, "train", [question(0, 0, "train") | {"question": "How many zebras?"}])
+    line = run(clevr, "--out", out, "--vocab", "clevr", code=1)
+    assert "question token 'zebras' is not in the vocabulary clevr; give a vocabulary that has it" in line
+
+
+def test_the_vocabulary_of_clevr_comes_with_the_package(clevr, out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clevr").mkdir()
+    run(clevr, "--out", out, "--vocab", "clevr")
+    assert Vocab.load(out / "vocab.json") == Vocab.clevr()
+    assert run(clevr, "--out", out, "--vocab", "clevr").count("already done") == 4
+
+
+def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evaluated_on(out, tmp_path):
+    synthetic, run_directory = tmp_path / "synthetic", tmp_path / "run"
+    sizes = ("--train", 3, "--val", 3, "--test", 1, "--questions-per-image", 4)
+    commands = [
+        (iep_synth, synthetic, "--preset", "mini", "--width", 60, "--height", 40, *sizes),
+        (main, synthetic, "--out", out, "--backbone", "patches", "--patch-size", 1, "--workers", 0),
+        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *TINY, "iterations=1"),
+        (iep_eval, "--ee", run_directory, "--data", out, "--workers", 0),
+    ]
+    for command, *arguments in commands:
+        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+    train, val = (read(out / f"{split}_questions.h5")["answers"].tolist() for split in ("train", "val"))
+    assert set(val) - set(train)
+    answers = Vocab.load(out / "vocab.json").answer
+    assert [answer for answer in answers if answer.isdigit()] == ["0", "1", "2", "3"]  # of at most three objects
 
 
 def test_done_files_are_skipped_and_stay_the_same(clevr, out):
@@ -222,7 +241,7 @@ def test_a_truncated_questions_file_of_an_earlier_run_is_named(clevr, out):
     broken = out / "val_questions.h5"
     sound = broken.read_bytes()
     os.truncate(broken, 1000)
-    assert f"{broken}: cannot be read as HDF5" in run(clevr, "--out", out, code=1)
+    assert f"{broken}: not a whole HDF5 file" in run(clevr, "--out", out, code=1)
     run(clevr, "--out", out, "--overwrite")
     assert broken.read_bytes() == sound
 
@@ -234,46 +253,45 @@ def test_questions_about_images_that_are_not_there_are_named(clevr, out):
     assert not (out / "vocab.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "not JSON (line 1, column 1"),
-        ("[1, 2]", "expected an object with a list 'questions'"),
-        ('{"info": {}, "scenes": []}', "expected the key 'questions' with a list, found info, scenes"),
-        ('{"questions": {}}', "expected the key 'questions' with a list"),
-        ('{"questions": []}', "the list 'questions' is empty"),
-        ('{"questions": [3]}', "question 0 is 3, expected an object"),
-        (
-            '{"questions": [{"text": "How?"}]}',
-            "question 0: expected the key 'question' with a text, found the keys text",
-        ),
-        ('{"questions": [{"question": 5}]}', "question 0: 'question' is 5, expected a text"),
-        (
-            '{"questions": [{"question": "How?", "image_index": 3000000000}]}',
-            "'image_index' is 3000000000, too large for 32 bits",
-        ),
-        (
-            '{"questions": [{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}]}',
-            "the image index in 'image_filename' is 3000000000, too large for 32 bits",
-        ),
-        ('{"questions": [{"question": "How?"}]}', "question 0: expected the key 'image_index', or 'image_filename'"),
-        ('{"questions": [{"question": "How?", "image_index": "0"}]}', "'image_index' is '0', expected an integer"),
-        ('{"questions": [{"question": "How?", "image_index": 0, "answer": 1.5}]}', "'answer' is 1.5, expected"),
-        (
-            '{"questions": [{"question": "How?", "image_index": 0, "answer": 1}, {"question": "a", "image_index": 0}]}',
-            "question 1: 'answer' is missing, unlike in the questions before it",
-        ),
-        (
-            '{"questions": [{"question": "How?", "image_index": 0, "program": [{"function": "count", "inputs": []}]}]}',
-            "question 0: program call 0 (count) has inputs [], expected 1",
-        ),
-        ('{"questions": [{"question": "How?", "image_index": 0}', "not JSON (line 1, column 54"),
-        ('{"questions": [{"question": "How?", "image_ind', "not JSON (line 1, column 37"),
-    ],
-)
+ONE = '{"question": "How?", "image_index": 0'
+BAD_FILES = [
+    ("", "not a CLEVR question file"),
+    ("[1, 2]", "expected JSON with a list under the key 'questions'"),
+    ('{"info": {}, "scenes": []}', "expected JSON with a list under the key 'questions'"),
+    ('{"questions": {}}', "expected JSON with a list under the key 'questions'"),
+    ('{"questions": []}', "the list 'questions' is empty"),
+    ('{"questions": [' + "[" * 10_000, "nested too deeply"),
+    ('{"questions": [{"question": "How?", "image_index": ' + "1" * 5000, "not a CLEVR question file"),
+    ('{"questions": [3]}', "question 0 is 3, expected an object"),
+    ('{"questions": [{"text": "How?"}]}', "question 0: 'question' is None, expected a text; the keys are text"),
+    ('{"questions": [{"question": 5}]}', "question 0: 'question' is 5, expected a text"),
+    ('{"questions": [{"question": "How?", "image_index": 3000000000}]}', "'image_index' is 3000000000, expected an"),
+    (
+        '{"questions": [{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}]}',
+        "the image index in 'image_filename' is 3000000000, expected an integer of 32 bits",
+    ),
+    ('{"questions": [{"question": "How?"}]}', "question 0: expected the key 'image_index', or 'image_filename'"),
+    ('{"questions": [{"question": "How?", "image_index": "0"}]}', "'image_index' is '0', expected an integer"),
+    (f'{{"questions": [{ONE}, "answer": 1.5}}]}}', "'answer' is 1.5, expected"),
+    (f'{{"questions": [{ONE}, "answer": 1}}, {ONE}}}]}}', "question 1: 'answer' is missing, unlike in the questions"),
+    (
+        f'{{"questions": [{ONE}, "program": [{{"function": "count", "inputs": []}}]}}]}}',
+        "question 0: program call 0 (count) has inputs [], expected 1",
+    ),
+    (f'{{"questions": [{ONE}}}', "line 1 column 54"),
+    ('{"questions": [{"question": "How?", "image_ind', "line 1 column 37"),
+    (None, "is not a regular file"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES, ids=[message for _, message in BAD_FILES])
 def test_a_file_that_is_not_clevr_is_named_with_what_was_expected(clevr, out, content, message):
     path = clevr / "questions" / "CLEVR_train_questions.json"
-    path.write_text(content)
+    if content is None:
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
     line = run(clevr, "--out", out, "--split", "train", code=1)
     assert f"{path}: " in line
     assert message in line
@@ -294,17 +312,21 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [("--questions", "x.json"), ("--questions", "x.json", "--split", "a", "--split", "b"), ("--expand-vocab",)],
-)
-def test_flags_that_do_not_go_together_are_usage_errors(clevr, out, flags):
-    assert "goes with" in run(clevr, "--out", out, *flags, code=2)
+REFUSED = [
+    (("--questions", "x.json"), "--questions goes with exactly one --split", 2),
+    (("--questions", "x.json", "--split", "a", "--split", "b"), "--questions goes with exactly one --split", 2),
+    (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
+    (("--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
+    (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),
+    (("--vocab", "absent.json"), "absent.json: no such file", 1),
+    (("--questions", "absent.json", "--split", "val", "--vocab", "v"), "absent.json: no such file", 1),
+]
 
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(clevr, out):
-    line = run(clevr, "--out", out, "--split", "valid", code=1)
-    assert "no questions of split 'valid' (found: train, val, test)" in line
+@pytest.mark.parametrize(("flags", "message", "code"), REFUSED)
+def test_arguments_that_cannot_be_followed_are_one_line(clevr, out, flags, message, code):
+    assert message in run(clevr, "--out", out, *flags, code=code)
+    assert not out.exists()
 
 
 def test_questions_are_checked_against_features_where_images_are_not_at_hand(clevr, out, tmp_path):

@@ -1,6 +1,5 @@
 """Features files that are done, interrupted, killed or damaged, or that have no room: what another run does."""
 
-import fcntl
 import os
 import random
 import resource
@@ -11,10 +10,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from clevr_files import write_images
 from features_cases import PATCHES, RESNET, features, run
 
-from iep.runtime.files import read_json
+from iep.runtime.locks import held
+from iep.runtime.reading import read_json
 
 KILLED_RUN = """
 import sys, time
@@ -45,7 +46,7 @@ def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_path, out):
+def test_a_killed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, out):
     images = write_images(tmp_path / "CLEVR", "val", 151)
     run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
     expected = (tmp_path / "whole" / "val_features.h5").read_bytes()
@@ -63,11 +64,11 @@ def test_a_killed_run_goes_on_where_it_stopped_and_ends_with_the_same_bytes(tmp_
     assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
-def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
+def test_a_run_is_resumed_after_a_bad_image_is_replaced(clevr, out):
     broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
     sound = broken.read_bytes()
     broken.write_bytes(sound[:200])
-    assert f"{broken}: cannot be read as an image" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert f"{broken}: not an image" in run(clevr, "--out", out, *PATCHES, code=1)
     assert read_json(out / "val_features.h5.progress")["rows"] == 4
     broken.write_bytes(sound)
     run(clevr, "--out", out, *PATCHES)
@@ -76,7 +77,7 @@ def test_after_a_bad_image_is_mended_the_run_goes_on(clevr, out):
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> Path:
-    """Leave a run that stopped at image 4, and mend the image. Returns the unfinished file."""
+    """Leave a run that stopped at image 4, and restore the image; return the unfinished file."""
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
@@ -85,35 +86,40 @@ def interrupt(clevr: Path, out: Path, *options: str) -> Path:
     return out / "val_features.h5.partial"
 
 
-def test_an_interrupted_run_with_other_options_is_refused_unless_overwritten(clevr, out):
-    partial = interrupt(clevr, out)
-    line = run(clevr, "--out", out, "--backbone", "patches", code=1)
-    assert f"{partial}: was made with patch_size 2, now it is 8" in line
-    run(clevr, "--out", out, "--backbone", "patches", "--overwrite")
-    assert features(out / "val_features.h5").shape == (7, 192, 14, 14)
-
-
-def test_an_interrupted_run_whose_first_images_changed_is_refused(clevr, out):
-    interrupt(clevr, out)
+def append_to_image(clevr: Path, out: Path) -> None:
     with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
         file.write(b"more")
-    assert "the images of its 4 rows have changed" in run(clevr, "--out", out, *PATCHES, code=1)
 
 
-def test_a_truncated_unfinished_file_is_named(clevr, out):
-    partial = interrupt(clevr, out)
-    os.truncate(partial, 5000)
-    assert f"{partial}: cannot be read as HDF5" in run(clevr, "--out", out, *PATCHES, code=1)
-    run(clevr, "--out", out, *PATCHES, "--overwrite")
-    assert len(features(out / "val_features.h5")) == 7
+JOURNAL, PARTIAL, FINISHED = "val_features.h5.progress", "val_features.h5.partial", "val_features.h5"
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "message"),
+    [
+        (lambda clevr, out: None, ("--patch-size", 8), f"{PARTIAL}: was made with patch_size 2, now it is 8"),
+        (append_to_image, (), f"{JOURNAL}: the images of its 4 rows have changed"),
+        (lambda clevr, out: os.truncate(out / PARTIAL, 5000), (), f"{PARTIAL}: not a whole HDF5 file"),
+        (lambda clevr, out: (out / JOURNAL).write_text("[" * 10_000), (), f"{JOURNAL}: not the journal of 7 rows"),
+        (lambda clevr, out: (out / JOURNAL).write_text('{"rows": "4"}'), (), f"{JOURNAL}: not the journal of 7 rows"),
+    ],
+)
+def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten(clevr, out, damage, flags, message):
+    interrupt(clevr, out)
+    damage(clevr, out)
+    line = run(clevr, "--out", out, *PATCHES, *flags, code=1)
+    assert message in line
+    assert line.endswith("; --overwrite replaces it")
+    run(clevr, "--out", out, *PATCHES, *flags, "--overwrite")
+    assert len(features(out / FINISHED)) == 7
+    assert [path.name for path in out.iterdir()] == [FINISHED]
 
 
 def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    os.truncate(out / "val_features.h5", 5000)
-    line = run(clevr, "--out", out, *PATCHES, code=1)
-    assert f"{out / 'val_features.h5'}: cannot be read as HDF5" in line
-    assert (out / "val_features.h5").stat().st_size == 5000
+    os.truncate(out / FINISHED, 5000)
+    assert f"{out / FINISHED}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert (out / FINISHED).stat().st_size == 5000
 
 
 def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
@@ -143,22 +149,6 @@ def test_a_file_that_is_done_leaves_the_journal_of_the_one_that_is_to_replace_it
     assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
-def test_a_file_that_takes_its_name_while_its_lock_is_asked_for_is_not_written_into(clevr, out, monkeypatch):
-    """The first process ends just after the second has opened its unfinished file."""
-    partial, finished, lockf = out / "val_features.h5.partial", [], fcntl.lockf
-
-    def late(file, how: int) -> None:
-        if not finished:
-            os.write(file.fileno(), b"whole")
-            finished.append(partial.rename(out / "finished"))
-        lockf(file, how)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    run(clevr, "--out", out, *PATCHES)
-    assert (out / "finished").read_bytes() == b"whole"
-    assert len(features(out / "val_features.h5")) == 7
-
-
 def test_every_file_is_checked_before_any_is_made(clevr, out):
     run(clevr, "--out", out, *PATCHES)
     write_images(clevr, "train", 2)
@@ -173,15 +163,12 @@ def test_a_new_image_makes_a_done_file_differ(clevr, out):
 
 
 def test_two_processes_do_not_write_the_same_file(clevr, out):
+    partial = out / "val_features.h5.partial"
     out.mkdir()
-    locking = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    command = [sys.executable, "-c", locking, str(out / "val_features.h5.partial")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        assert "another process is writing it" in run(clevr, "--out", out, *PATCHES, code=1)
-        other.communicate(b"\n")
+    with held(out / ".val_features.h5.lock", partial):
+        assert f"{partial}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
+    run(clevr, "--out", out, *PATCHES)
+    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):

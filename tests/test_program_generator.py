@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
+from iep.models.build import build
 from iep.program_generator import encoder
 from iep.program_generator.decode import greedy
 from iep.program_generator.seq2seq import Seq2Seq
@@ -19,7 +20,7 @@ def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
     """A small generator in float64 with weights large enough to tell questions apart."""
     torch.manual_seed(seed)
     sizes = {"num_question_tokens": 9, "num_program_tokens": 8, "embedding_dim": 5, "hidden_dim": 6}
-    model = Seq2Seq(**(sizes | kwargs)).double()
+    model = build("generator", sizes | kwargs).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -92,7 +93,8 @@ PROGRAMS = random_rows(7, 8, 8, seed=2)
 
 
 def test_parameters_have_the_original_toolkits_names_and_shapes():
-    shapes = {name: tuple(value.shape) for name, value in Seq2Seq(93, 44).state_dict().items()}
+    model = build("generator", {"num_question_tokens": 93, "num_program_tokens": 44})
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     lstm = {
         "weight_hh_l0": (1024, 256),
         "bias_ih_l0": (1024,),
@@ -181,7 +183,8 @@ def test_teacher_forcing_calls_each_lstm_once():
 
 def test_a_generator_learns_to_copy():
     torch.manual_seed(0)
-    model = Seq2Seq(8, 8, embedding_dim=16, hidden_dim=48, num_layers=1)
+    sizes = {"num_question_tokens": 8, "num_program_tokens": 8, "embedding_dim": 16, "hidden_dim": 48, "num_layers": 1}
+    model = build("generator", sizes)
     rows = pad_rows(random_rows(3000, 8, 6, seed=3))
     train, held_out = rows[:2600], rows[2600:]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

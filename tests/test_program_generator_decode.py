@@ -243,11 +243,20 @@ def test_sampled_log_probs_and_reinforce_gradients_match_a_naive_loop(temperatur
     torch.testing.assert_close(gradients(model, surrogate), gradients(model, naive_surrogate))
 
 
-def test_sampling_in_bfloat16_leaves_every_weight_its_gradient():
+def test_under_autocast_programs_losses_and_gradients_are_those_of_float32():
     model, questions = make_decoder(end_bias=1.0).float(), pad_rows(QUESTIONS)
+
+    def computed():
+        torch.manual_seed(0)
+        drawn, log_probs = sample(model, questions, 6)
+        loss = model.loss(questions, drawn) - log_probs.sum()
+        return drawn, loss, greedy(model, questions, 6), *beam(model, questions, 3, 6)
+
+    expected = computed()
     with torch.autocast("cpu", torch.bfloat16):
-        _, log_probs = sample(model, questions, 6)
-    assert all(gradient.abs().sum() > 0 for gradient in gradients(model, log_probs.sum()).values())
+        found = computed()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model, found[1]), gradients(model, expected[1]), rtol=0, atol=0)
 
 
 def test_sampling_at_a_low_temperature_is_greedy():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from iep.errors import InputError
-from iep.programs import QUESTION_TYPES, arities, arity, json_to_prefix, prefix_to_json, question_type
+from iep.programs import MOST_TOKENS, QUESTION_TYPES, arities, arity, json_to_prefix, prefix_to_json, question_type
+from iep.synth.world import ANSWERS, FUNCTIONS
 from iep.vocab import SPECIAL_TOKENS, Vocab, index_tokens, tokenize
 
 quick = settings(deadline=None, derandomize=True, database=None)
@@ -111,9 +112,16 @@ def test_a_malformed_json_program_is_refused_by_call(program, message):
         json_to_prefix(program)
 
 
+def test_a_program_that_would_be_too_long_in_prefix_order_is_refused_before_it_is_written_out():
+    diamonds = [{"function": "union", "inputs": [call, call]} for call in range(26)]
+    with pytest.raises(InputError, match=rf"call 9 \(union\) makes 1023 tokens, expected at most {MOST_TOKENS}"):
+        json_to_prefix([{"function": "scene", "inputs": []}, *diamonds])
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
+        (["<START>", "scene"], r"program token 0 \('<START>'\) is not of the form"),
         ([], "the program ends after 0 tokens, inside its tree"),
         (["union", "scene"], "the program ends after 2 tokens"),
         (["count", "scene", "scene"], r"program token 2 \(scene\) comes after the tree is complete"),
@@ -132,6 +140,13 @@ def test_arities_are_none_for_scene_two_for_comparisons_and_set_operations_one_o
     expected = [1, 1, 1, 1, 1, 2, 0]
     assert arities((*SPECIAL_TOKENS, "count", "equal_color", "scene")).tolist() == expected
     assert arities(()).dtype == np.int64
+
+
+def test_the_vocabulary_of_clevr_has_every_function_answer_and_the_empty_word():
+    vocab = Vocab.clevr()
+    assert (vocab.program, vocab.answer) == (index_tokens(FUNCTIONS), index_tokens(ANSWERS))
+    assert vocab.question == index_tokens(vocab.question)
+    assert (len(vocab.question), vocab.question_index[""], vocab.question_index[";"]) == (93, 4, 5)
 
 
 @pytest.mark.parametrize(

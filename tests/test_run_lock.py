@@ -78,27 +78,12 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path):
         assert {path.name for path in tmp_path.iterdir()} == {"c.pt", ".d", LOCK}
 
 
-def test_a_lock_file_that_is_removed_while_it_is_requested_is_made_again(tmp_path: Path, monkeypatch):
-    """The first process removes its file just after the second has opened it."""
-    lockf, seen = fcntl.lockf, []
-
-    def late(file, how: int) -> None:
-        if not seen:
-            (tmp_path / LOCK).unlink()
-        seen.append(lockf(file, how))
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    with alone_in(tmp_path):
-        assert len(seen) == 2
-        assert (tmp_path / LOCK).exists()
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_an_error_of_one_line(data: Path, tmp_path: Path, monkeypatch, number: int):
     def refuse(file: object, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY]
     result = CliRunner().invoke(iep_train, [str(argument) for argument in arguments])
     assert_one_error(result, f"{tmp_path / 'run' / LOCK}: cannot be locked, locks are not supported on its file system")

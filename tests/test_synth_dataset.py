@@ -17,7 +17,7 @@ from PIL import Image
 
 from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
-from iep.runtime.files import read_json
+from iep.runtime.reading import read_json
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "sample"
@@ -166,7 +166,7 @@ def test_a_finished_data_set_is_not_made_again(made: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     code, output = synth(made, *SMALL, *COUNTS)
     assert code == 0
-    assert output.count("stood already") == 3
+    assert output.count("already done") == 3
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
 
 
@@ -183,13 +183,25 @@ def test_a_directory_of_other_options_is_refused_until_forced(tmp_path: Path) ->
     assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
 
 
-def test_a_directory_of_something_else_is_never_touched(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "mine.png").write_bytes(b"precious")
-    code, output = synth(tmp_path, *SMALL, *COUNTS, "--force")
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("images/mine.png", "precious", "not empty and not made by iep-synth"),
+        ("synth.json", "[" * 10_000, "not the record of iep-synth (it is nested too deeply)"),
+        ("synth.json", "{}", "made with other options"),
+    ],
+)
+def test_a_directory_of_something_else_is_never_touched(
+    tmp_path: Path, name: str, content: str, complaint: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    code, output = synth(tmp_path, *SMALL, *COUNTS, *(["--force"] if name != "synth.json" else []))
     assert code == 1
-    assert "not empty and not made by iep-synth" in output
-    assert list(digests(tmp_path)) == ["images/mine.png"]
+    assert complaint in output
+    assert list(digests(tmp_path)) == [name]
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize(
@@ -216,27 +228,34 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int,
     assert not (tmp_path / "out" / "questions" / "CLEVR_train_questions.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ("--train -1", "--train"),
-        ("--workers 0", "--workers"),
-        ("--preset huge", "--preset"),
-        ("--min-objects 6 --max-objects 4", "--min-objects 6 is more than --max-objects 4"),
-        ("--max-objects 2", "--min-objects 3 is more than --max-objects 2"),
-        ("--min-objects 0", "--min-objects"),
-        ("--questions-per-image 0", "--questions-per-image"),
-        ("--width 0", "--width"),
-        ("--cogent C", "--cogent"),
-        ("--train 0 --val 0 --test 0", "nothing to make"),
-        ("--colour", "--colour"),
-    ],
-)
-def test_wrong_flags_are_usage_errors(tmp_path: Path, flags: str, complaint: str) -> None:
+REFUSED = [
+    ("--train -1", "--train", 2),
+    ("--workers 0", "--workers", 2),
+    ("--preset huge", "--preset", 2),
+    ("--min-objects 6 --max-objects 4", "--min-objects 6 is more than --max-objects 4", 2),
+    ("--max-objects 2", "--min-objects 3 is more than --max-objects 2", 2),
+    ("--min-objects 0", "--min-objects", 2),
+    ("--questions-per-image 0", "--questions-per-image", 2),
+    ("--width 0", "--width", 2),
+    ("--cogent C", "--cogent", 2),
+    ("--train 0 --val 0 --test 0", "nothing to make", 2),
+    ("--colour", "--colour", 2),
+    (
+        "--preset mini --train 1 --val 0 --min-objects 1 --max-objects 1 --questions-per-image 300",
+        "300 different questions do not fit scenes of 1 to 1 objects",
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "complaint", "expected"), REFUSED)
+def test_arguments_that_cannot_be_followed_are_one_line(
+    tmp_path: Path, flags: str, complaint: str, expected: int
+) -> None:
     code, output = synth(tmp_path / "out", *flags.split(" "))
-    assert code == 2
+    assert code == expected
     assert complaint in output
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").rglob("*.png"))
 
 
 def test_a_dry_run_prints_the_options_and_writes_nothing(tmp_path: Path) -> None:
@@ -245,26 +264,6 @@ def test_a_dry_run_prints_the_options_and_writes_nothing(tmp_path: Path) -> None
     assert '"questions_per_image": 20' in output
     assert '"cogent": "A"' in output
     assert not (tmp_path / "out").exists()
-
-
-def test_more_questions_than_a_scene_allows_is_one_line(tmp_path: Path) -> None:
-    flags = [
-        "--preset",
-        "mini",
-        "--train",
-        "1",
-        "--val",
-        "0",
-        "--min-objects",
-        "1",
-        "--max-objects",
-        "1",
-        "--questions-per-image",
-        "300",
-    ]
-    code, output = synth(tmp_path / "out", *flags)
-    assert code == 1
-    assert "300 different questions do not fit scenes of 1 to 1 objects" in output
 
 
 def test_the_table_of_guesses_is_printed_for_questions_files_and_refuses_those_without_answers(made: Path) -> None:

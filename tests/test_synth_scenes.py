@@ -103,12 +103,6 @@ def test_cogent_gives_cubes_and_cylinders_the_colours_of_their_condition(conditi
     assert seen == {(shape, color) for shape, colors in allowed.items() for color in colors}
 
 
-def test_cogents_conditions_are_each_others_reverse() -> None:
-    assert COLORS_OF_SHAPE["A"]["cube"] == ("gray", "blue", "brown", "yellow") == COLORS_OF_SHAPE["B"]["cylinder"]
-    assert COLORS_OF_SHAPE["A"]["cylinder"] == ("red", "green", "purple", "cyan") == COLORS_OF_SHAPE["B"]["cube"]
-    assert COLORS_OF_SHAPE["A"]["sphere"] == COLORS_OF_SHAPE["B"]["sphere"] == tuple(RGB)
-
-
 def test_more_things_than_there_is_room_for_are_an_input_error() -> None:
     with pytest.raises(InputError, match="no room for 10 objects in a square of side 2"):
         sample_scene(Random(0), SceneRules(10, 10, spread=1.0), visible_share)

@@ -6,15 +6,16 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from batching_cases import assert_same, in_bfloat16, in_memory_formats, quick, results
+from batching_cases import FULL_SIZE, assert_same, in_bfloat16, in_memory_formats, quick, results
 from hypothesis import example, given, settings
-from tbd_cases import ILL_FORMED, INDEX, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, features, programs, tbd_engine
+from tbd_cases import ILL_FORMED, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, features, programs, tbd_engine
 from tiny_data import EXAMPLES, VOCAB, padded
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.tbd import OneProgram
-from iep.execution_engine.tbd_modules import SameModule
+from iep.execution_engine.roles import tree_run
+from iep.execution_engine.tbd import SameModule
+from iep.execution_engine.trace import run_tree
+from iep.models.build import build
 from iep.vocab import NULL
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -44,7 +45,10 @@ def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_an
 def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
     torch.manual_seed(0)
-    engine = ExecutionEngine(TOKENS, num_answers=28, modules="tbd", initialization="torch").to(device)
+    engine = build(
+        "engine",
+        {"program_tokens": TOKENS, "num_answers": 28, "modules": "tbd", "initialization": "torch"} | FULL_SIZE,
+    ).to(device)
     programs_BL, rows_B = programs(*WELL_FORMED[:4], ILL_FORMED[4]), np.array([0, 1, 1, 1, 0])
     features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
     for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
@@ -107,16 +111,19 @@ def test_in_one_minibatch_same_looks_at_another_place_for_each_image():
 @settings(quick, max_examples=10)
 def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing_and_without(programs_BL):
     engine, rows_B = tbd_engine(), rows_of(programs_BL)
-    modules = {INDEX[token]: getattr(engine, token) for token in engine.parts[1:-1]}
+    penalized = {token for token, role in zip(TOKENS, engine.roles, strict=True) if role and role.is_penalized}
 
     def reference(x):
-        stems = engine.stem(x[rows_B]).split(1)
-        seen = [
-            OneProgram(TOKENS, modules, stem).run(row) for row, stem in zip(programs_BL.tolist(), stems, strict=True)
-        ]
-        logits = engine.classifier(torch.cat([each.tensor for each in seen]))
-        penalty = sum(attention.sum() for each in seen for attention in each.attentions)
-        return torch.cat([logits.flatten(), 3 * torch.as_tensor(penalty, dtype=logits.dtype)[None]])
+        results, penalty = [], torch.zeros((), dtype=x.dtype)
+        for row, stem in zip(programs_BL.tolist(), engine.stem(x[rows_B]).split(1), strict=True):
+            tree = tree_run([TOKENS[token] for token in row], engine.module_set)
+            values, result = run_tree(engine, tree, stem)
+            results.append(result)
+            counted = [node.token in penalized and not node.unused for node in tree.nodes]
+            penalty = penalty + sum(
+                value.sum() for value, is_counted in zip(values, counted, strict=True) if is_counted
+            )
+        return torch.cat([engine.classifier(torch.cat(results)).flatten(), 3 * penalty[None]])
 
     features_NCHW = features(rows_B[-1] + 1)
     expected = results(reference, engine, features_NCHW)

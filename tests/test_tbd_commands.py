@@ -35,7 +35,7 @@ def rows(out: Path) -> list[dict[str, float]]:
 
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
     engine = unpack(load_checkpoint(newest(tbd)), "engine", tbd)
-    assert engine.family_name == "tbd"
+    assert engine.kwargs["modules"] == "tbd"
     assert not hasattr(engine, "unique")
     steps = [row for row in rows(tbd) if "loss" in row]
     assert all(0 < row["attention_penalty"] < row["loss"] for row in steps)
@@ -48,7 +48,7 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert done.exit_code == 0, done.output
     checkpoint = load_checkpoint(newest(tmp_path / "run"))
     assert checkpoint["step"] == 6
-    assert unpack(checkpoint, "engine", tmp_path).family_name == "tbd"
+    assert unpack(checkpoint, "engine", tmp_path).kwargs["modules"] == "tbd"
     other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
     assert_one_error(other, "was trained with engine.modules tbd, cannot go on with iep")
 

@@ -3,23 +3,27 @@
 import numpy as np
 import pytest
 import torch
-from batching_cases import PUBLISHED_LAYERS, quick
+from batching_cases import FULL_SIZE, PUBLISHED_LAYERS, quick
 from hypothesis import example, given, settings
 from tbd_cases import INDEX, PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
 from iep.asking.picture import saliency_maps
 from iep.bench.workload import clevr_vocab
-from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.family import ATTENTION, MAP, misfits
-from iep.execution_engine.modules import IEP
-from iep.execution_engine.program_plan import plan_programs
-from iep.execution_engine.tbd import TBD
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.roles import ATTENTION, MAP, misfits
 from iep.execution_engine.trace import trace
+from iep.models.build import build
 from iep.programs import program_tree, tokens_run, without
+
+IEP, TBD = (make_module_set(name, dim=3, residual=True, norm="none", scene="module") for name in ("iep", "tbd"))
+
+
+def default_engine(tokens, **kwargs):
+    return build("engine", {"program_tokens": tokens, "num_answers": 28} | FULL_SIZE | kwargs)
 
 
 def plan_of(*texts, **kwargs):
-    return plan_programs(programs(*texts), TOKENS, modules="tbd", **kwargs)
+    return tbd_engine().plan(programs(*texts), **kwargs)
 
 
 def run(*texts, engine=None):
@@ -29,10 +33,7 @@ def run(*texts, engine=None):
 
 def test_the_default_engine_has_the_published_layers():
     """Mascharka et al. 2018, table 1, for 128 channels."""
-    shapes = {
-        name: tuple(value.shape)
-        for name, value in ExecutionEngine(TOKENS, num_answers=28, modules="tbd").state_dict().items()
-    }
+    shapes = {name: tuple(value.shape) for name, value in default_engine(TOKENS, modules="tbd").state_dict().items()}
     layers = {
         **PUBLISHED_LAYERS,
         "filter_color[red].conv3": (1, 128, 1, 1),
@@ -79,7 +80,7 @@ def test_modules_compute_what_the_paper_says():
 def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tokens_have_none():
     tokens = clevr_vocab().program
     with torch.device("meta"):
-        engine = ExecutionEngine(tokens, num_answers=28, modules="tbd")
+        engine = default_engine(tokens, modules="tbd")
     kinds = {token: type(getattr(engine, token)).__name__ for token in engine.parts[1:-1]}
     assert set(tokens) - set(kinds) == {"scene", "unique", "<NULL>", "<START>", "<END>", "<UNK>"}
     named = {"filter_size[large]": "Attention", "relate[behind]": "Relate", "same_material": "Same"}
@@ -153,16 +154,16 @@ def test_settings_and_vocabularies_that_cannot_be_built_are_refused(kwargs, mess
 
 
 def test_plans_for_other_modules_or_of_attentions_that_are_none_are_refused():
-    plan = plan_programs(programs("count scene"), TOKENS)
+    residual = tbd_engine(modules="iep")
     with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
-        tbd_engine()(features(1), plan)
-    with pytest.raises(ValueError, match="the modules iep make no attentions"):
-        plan_programs(programs("count scene"), TOKENS, attentions=True)
+        tbd_engine()(features(1), residual.plan(programs("count scene")))
+    with pytest.raises(ValueError, match="modules return no attentions"):
+        residual.plan(programs("count scene"), attentions=True)
 
 
 def test_tokens_are_checked_as_ever():
     with pytest.raises(ValueError, match=f"token {len(TOKENS)}, expected 0 to {len(TOKENS) - 1}"):
-        plan_programs(np.array([[INDEX["count"], len(TOKENS)]]), TOKENS, modules="tbd")
+        tbd_engine().plan(np.array([[INDEX["count"], len(TOKENS)]]))
 
 
 @given(programs_BL=any_programs)
@@ -216,6 +217,6 @@ def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leav
         ("equal_integer count scene filter_color[red] count scene", [(3, 0, ATTENTION, MAP), (4, 3, MAP, ATTENTION)]),
     ],
 )
-def test_values_of_the_wrong_kind_are_found_with_what_takes_them(program, expected):
+def test_values_of_the_wrong_kind_are_found_with_what_reads_them(program, expected):
     assert misfits(program_tree(program.split()), TBD) == expected
     assert misfits(program_tree(program.split()), IEP) == []

@@ -21,7 +21,7 @@ UNION = program("count", "union", "filter_color[red]", "scene", "relate[left]", 
 def by_hand(engine):
     """The outputs of the nodes of `UNION`, in prefix order, and the logits."""
     stem = engine.stem(FEATURES)
-    scene = stem if engine.scene_kind == "stem" else engine.scene(stem)
+    scene = stem if engine.module_set.scene == "stem" else engine.scene(stem)
     red, left = getattr(engine, "filter_color[red]")(scene), getattr(engine, "relate[left]")(scene)
     union = engine.union(red, left)
     count = engine.count(union)

@@ -101,7 +101,8 @@ def _see(rows: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
 
 def _engine() -> ExecutionEngine:
     sides = {"feature_dim": 3, "feature_height": 3, "feature_width": 3, "module_dim": 3, "stem_widths": ()}
-    return ExecutionEngine(index_tokens(["count", "scene"]), 2, **sides, module_norm="example")
+    vocabulary = {"program_tokens": index_tokens(["count", "scene"]), "num_answers": 2}
+    return build("engine", vocabulary | sides | {"module_norm": "example"})
 
 
 def _maps(step: int, process: int, rows: int) -> torch.Tensor:

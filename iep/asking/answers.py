@@ -19,8 +19,7 @@ from iep.data.datasets import Batch
 from iep.errors import InputError, nearest
 from iep.evaluation.outcome import words
 from iep.evaluation.predict import Predictor, ranked
-from iep.execution_engine.families import family
-from iep.execution_engine.family import Family, misfits, tree_run
+from iep.execution_engine.roles import ModuleSet, misfits, tree_run
 from iep.programs import ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
@@ -100,11 +99,11 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
     return min(by_lower_case[found[0]], key=lambda other: (other[:1].isupper() != word[:1].isupper(), other))
 
 
-def read_program(text: str, vocab: Vocab, own: Family) -> tuple[int, ...]:
+def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
     """Return the indices of a well-formed program's prefix tokens, separated by spaces in `text`.
 
     Args:
-        own: the family of the modules that run it.
+        own: the modules that run it.
 
     Raises:
         InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or a function is
@@ -122,9 +121,10 @@ def read_program(text: str, vocab: Vocab, own: Family) -> tuple[int, ...]:
     prefix_to_json(tokens)
     for misfit in misfits(program_tree(tokens), own):
         made, wanted = misfit.words
-        taker = "the classifier" if misfit.taker is None else f"program token {misfit.taker} ({tokens[misfit.taker]})"
-        argument = f"program token {misfit.node} ({tokens[misfit.node]})"
-        raise InputError(f"{taker} takes {wanted}, but its argument, {argument}, makes {made}")
+        argument, reader = (
+            "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
+        )
+        raise InputError(f"{reader} takes {wanted}, but its argument, {argument}, makes {made}")
     return tuple(known[token] for token in tokens)
 
 
@@ -174,7 +174,11 @@ class Asker:
             InputError: a token is not in the vocabulary, a program is not one complete tree, or a function is given a
                 value of a kind that the engine's modules do not take there.
         """
-        programs_BL = _padded(read_each("program", programs, lambda text: read_program(text, self.vocab, self._family)))
+        programs_BL = _padded(
+            read_each(
+                "program", programs, lambda text: read_program(text, self.vocab, self.predictor.engine.module_set)
+            )
+        )
         words = read_each("question", questions, lambda text: read_question(text, self.vocab)) or [None] * len(programs)
         programs_BL = programs_BL.to(self.device)
         return self._answers(words, programs_BL, programs_BL)
@@ -198,13 +202,9 @@ class Asker:
             pairs = zip(indices_A.tolist(), values_A.tolist(), strict=True)
             likeliest = tuple((self.vocab.answer[index], value) for index, value in pairs)
             tokens = [self.vocab.program[token] for token in program_L]
-            tree = tree_run(tokens, self._family) if tokens else None
+            tree = tree_run(tokens, self.predictor.engine.module_set) if tokens else None
             answers.append(Answer(question, tuple(program_L), tree, likeliest))
         return answers
-
-    @property
-    def _family(self) -> Family:
-        return family(self.predictor.engine.family_name)
 
     def _batch(self, questions_BT: Tensor) -> Batch:
         rows_B = torch.zeros(len(questions_BT), dtype=torch.long)

@@ -1,22 +1,22 @@
-"""The commonest-answer baseline: question types to the answer most frequent for that type in training.
+"""The baseline that is not trained: question types -> the answer most frequent for that type in the training split.
 
-The baseline called Q-type mode in Johnson et al. 2017 (CLEVR, section 4.1). A question's type is that of its
-program's root, from `evaluation/metrics.py: question_types`.
+It is called Q-type mode in Johnson et al. 2017 (CLEVR, section 4.1). The type of a question is that of its program's
+root (`question_types` of `evaluation/metrics.py`).
 
-Legend: N questions, Q question types.
+Shapes: N questions, Q question types.
 """
 
 import numpy as np
 
 
 def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) -> np.ndarray:
-    """(Q + 1,) answers: the commonest of each type, and at the end, index -1, the commonest of all questions.
+    """Return the commonest answer of each type, and at the end, at index -1, that of all questions, (Q + 1,).
 
-    A type without questions takes the commonest of all; of equally common answers the smallest index wins.
+    A type without questions has the commonest answer of all. Of equally common answers, the smallest index is taken.
 
     Args:
         answers_N: (N,) answer indices of the training split.
-        types_N: (N,) types from 0 to `num_types` - 1, or -1 where the type is unknown.
+        types_N: (N,) types from 0 to `num_types` - 1, or -1 if the type is unknown.
         num_types: Q.
 
     Raises:
@@ -34,5 +34,5 @@ def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) 
 
 
 def predict(commonest: np.ndarray, types_N: np.ndarray) -> np.ndarray:
-    """(N,) answers for questions of the given types; type -1, unknown, takes the commonest of all."""
+    """Return the answers to questions of the given types, (N,). Type -1 is unknown: it has the commonest of all."""
     return commonest[np.asarray(types_N)]

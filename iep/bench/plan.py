@@ -25,11 +25,10 @@ from iep.bench.workload import clevr_vocab, encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import open_split
 from iep.errors import InputError, nearest
-from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, engine_kwargs
-from iep.programs import SCENE, arity
+from iep.programs import SCENE
 from iep.runtime.files import write_bytes, write_json
 from iep.runtime.pictures import save
 from iep.vocab import Vocab
@@ -49,7 +48,7 @@ class Token(NamedTuple):
 
 def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
     """Yield every example's tokens in prefix order, whether or not their nodes are shared."""
-    graph, takes = plan.graph, family(plan.modules).takes
+    graph = plan.graph
     for root in graph.roots.tolist():
         tokens: list[Token] = []
         waiting: list[tuple[int, int | None]] = [(root, None)]
@@ -58,9 +57,9 @@ def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
             node = slot - graph.num_inputs if slot >= graph.num_inputs else None
             token = SCENE if node is None else plan.program_tokens[graph.op[node]]
             if node is not None:
-                # The function's arguments are the last of those of its module.
-                taken = graph.args[node][: len(takes(token))].tolist()
-                waiting += [(each, len(tokens)) for each in taken[len(taken) - arity(token) :][::-1]]
+                role = plan.roles[graph.op[node]]
+                arguments = graph.args[node][role.reads_stem :][: len(role.arguments)].tolist()
+                waiting += [(each, len(tokens)) for each in arguments[::-1]]
             tokens.append(Token(token, parent, node))
         yield tokens
 

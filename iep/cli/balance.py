@@ -1,4 +1,4 @@
-"""`python -m iep.cli.balance`: how far blind guessing gets on CLEVR questions files."""
+"""`python -m iep.cli.balance`: the accuracy of blind guessing on CLEVR questions files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from iep.synth.tally import table, tally_file
 @click.command(cls=Command)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 def main(files: tuple[Path, ...]) -> None:
-    """Print the share of the commonest answer per question type for CLEVR questions FILES."""
+    """Print the share of the commonest answer to each question type in CLEVR questions FILES."""
     for path in files:
         click.echo(f"{path}\n{table(tally_file(path))}")
 

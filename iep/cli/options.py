@@ -101,11 +101,11 @@ BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [{default}: default]"},
     "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [{default}: 0]"},
     "image_size": {
-        "type": click.IntRange(min=32),
+        "type": click.IntRange(32, 4096),
         "help": f"ResNet: pixels to a side after resizing.  [{{default}}: {RESNET_IMAGE_SIZE}]",
     },
     "patch_size": {
-        "type": click.IntRange(min=1),
+        "type": click.IntRange(1, 256),
         "help": f"patches: pixels to a side of each of the 14x14.  [{{default}}: {PATCH_SIZE}]",
     },
 }

@@ -1,4 +1,4 @@
-"""`iep-preprocess`: a CLEVR directory in, vocab.json and the HDF5 files that training reads out."""
+"""`iep-preprocess`: a CLEVR directory -> vocab.json and the HDF5 files that training reads."""
 
 import os
 from pathlib import Path
@@ -15,16 +15,12 @@ from iep.runtime.locks import alone_in
 
 @click.command(cls=Command)
 @click.argument("clevr_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Output directory.")
+@click.option("--split", "splits", multiple=True, help="Preprocess this split; can be repeated.  [default: all splits]")
+@click.option("--only", type=click.Choice(["features", "questions"]), help="Preprocess only this part.")
+@click.option("--overwrite", is_flag=True, help="Replace files that were made with other options or are damaged.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory of the files made."
-)
-@click.option(
-    "--split", "splits", multiple=True, help="A split to do; may be given again. Default: all that are there."
-)
-@click.option("--only", type=click.Choice(["features", "questions"]), help="Do only this part.")
-@click.option("--overwrite", is_flag=True, help="Replace files that were made otherwise or are damaged.")
-@click.option(
-    "--verify", is_flag=True, help="Read files that are done already, and see that no byte of their content changed."
+    "--verify", is_flag=True, help="Read files that are already done, and check that their content is undamaged."
 )
 @backbone_options(RESNET)
 @click.option(
@@ -32,10 +28,10 @@ from iep.runtime.locks import alone_in
     type=click.Choice(["float32", "float16"]),
     default="float32",
     show_default=True,
-    help="Of the stored features.",
+    help="Type of the stored features.",
 )
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images run at once.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images in a batch.")
 @click.option(
     "--workers", type=click.IntRange(min=0), help="Processes that decode images.  [default: one per core, at most 8]"
 )
@@ -43,25 +39,26 @@ from iep.runtime.locks import alone_in
     "--questions",
     "question_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The question file of the one --split, instead of CLEVR_DIR's. Implies --only questions.",
+    help="Read the questions of the one --split from this file instead of CLEVR_DIR. Implies --only questions.",
 )
 @click.option(
     "--vocab",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Use this vocab.json instead of building one from the train split.",
+    metavar="FILE|clevr",
+    type=click.Path(path_type=Path),  # `clevr` may also be a directory here
+    help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
 )
-@click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own.")
+@click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
 @click.option(
     "--unk-threshold",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Leave question tokens that occur less often out of the vocabulary.",
+    help="Build the vocabulary only from question tokens that occur at least this often.",
 )
 @click.option(
     "--encode-unk",
     is_flag=True,
-    help="Encode question tokens outside the vocabulary as <UNK> instead of refusing them.",
+    help="Encode question tokens that are not in the vocabulary as <UNK>; otherwise they are an error.",
 )
 def main(
     clevr_dir: Path,
@@ -83,19 +80,19 @@ def main(
 ) -> None:
     """Preprocess CLEVR_DIR, a directory of CLEVR v1.0 or CLEVR-Humans, for training.
 
-    Writes OUT/vocab.json and, for every split, OUT/SPLIT_questions.h5 and OUT/SPLIT_features.h5. Files that are done
-    already are skipped; interrupted features go on where they stopped. Under torchrun, several processes share the
-    images.
+    Writes OUT/vocab.json and, for every split, OUT/SPLIT_questions.h5 and OUT/SPLIT_features.h5. Files that are already
+    done are skipped, and an interrupted run is resumed. Under torchrun, several processes share the images.
     """
     if question_file and (len(splits) != 1 or only == "features"):
-        raise click.UsageError("--questions goes with exactly one --split, and not with --only features")
+        raise click.UsageError("--questions goes with exactly one --split and not with --only features")
     if expand_vocab and not vocab:
-        raise click.UsageError("--expand-vocab goes with --vocab FILE")
-    # Imported late: `--help` should not wait for torch.
+        raise click.UsageError("--expand-vocab goes with --vocab")
+    # Imported late, so that `--help` does not wait for torch.
     from iep.preprocess.compute_features import preprocess_features
     from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
+    from iep.synth.synthesize import possible_tokens
 
     model = chosen_backbone(of_backbone)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
@@ -103,13 +100,13 @@ def main(
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
         files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
-        if "features" in parts:  # found wanting before the questions are done
+        if "features" in parts:  # a missing device is an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
         if "questions" in parts:
-            options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk)
 
             def encode() -> None:
-                with alone_in(out, "vocab.json", "*_questions.h5"):  # features have a lock for each file
+                options = QuestionOptions(vocab, expand_vocab, unk_threshold, encode_unk, possible_tokens(clevr_dir))
+                with alone_in(out, "vocab.json", "*_questions.h5"):  # each features file has a lock of its own
                     preprocess_questions(files, out, options, counts, overwrite, say, verify)
 
             by_main(encode)
@@ -120,24 +117,25 @@ def main(
 
 
 def _default_workers() -> int:
-    """One a core, shared with the other processes that torchrun started on this machine."""
+    """Return one per core, divided among the processes that torchrun started on this machine."""
     return max(1, min(len(os.sched_getaffinity(0)), 8) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _inputs(
     clevr_dir: Path, splits: tuple[str, ...], parts: set[str], given: dict[str, Path] | None
 ) -> tuple[dict[str, Path], dict[str, list[Path]], dict[str, int]]:
-    """By split: the question files to do (those `given` or the directory's), the images to do, how many images.
+    """Return by split the question files to encode (`given` or the directory's), the images, and their number.
 
     Raises:
-        InputError: a split is not there, or images have gaps.
+        InputError: a split is missing, or image indices have gaps.
     """
     from iep.preprocess.clevr_files import count_images, image_directories, image_paths, question_files
 
     directories = image_directories(clevr_dir)
     files = question_files(clevr_dir) if given is None else given
     if len(parts) == 2 and not splits:
-        _tell_lone_splits(clevr_dir, directories, files)
+        for split in sorted(set(directories) ^ set(files)):
+            click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
     images = {}
     if "features" in parts:
         chosen = _chosen(directories, splits, clevr_dir, "images")
@@ -147,13 +145,8 @@ def _inputs(
     return files, images, {split: count_images(directory) for split, directory in directories.items()}
 
 
-def _tell_lone_splits(clevr_dir: Path, directories: dict[str, Path], files: dict[str, Path]) -> None:
-    for split in sorted(set(directories) ^ set(files)):
-        click.echo(f"{clevr_dir}: no {'images' if split in files else 'questions'} of split {split!r}")
-
-
 def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:
-    """Those of the splits found that the user named, or all of them."""
+    """Return the splits that the user named, or all that were found."""
     for split in splits or ([] if found else ["train"]):
         if split not in found:
             there = ", ".join(found) or "none"

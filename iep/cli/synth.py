@@ -23,21 +23,21 @@ COUNT = click.IntRange(min=0)
     type=click.Choice(sorted(PRESETS)),
     default="clevr",
     show_default=True,
-    help="Where numbers not given come from.",
+    help="The defaults of the options below.",
 )
-@click.option("--train", type=COUNT, help="Images of the train split; 0 leaves a split out.")
-@click.option("--val", type=COUNT, help="Images of the val split.")
-@click.option("--test", type=COUNT, help="Images of the test split (no answers, programs or scenes).")
-@click.option("--questions-per-image", type=click.IntRange(1, 300), help="Questions about every image.")
-@click.option("--width", type=click.IntRange(48, 4096), help="Pixels of an image across.")
-@click.option("--height", type=click.IntRange(32, 4096), help="Pixels of an image down.")
-@click.option("--min-objects", type=click.IntRange(1, 10), help="Fewest objects of a scene.")
-@click.option("--max-objects", type=click.IntRange(1, 10), help="Most objects of a scene.")
-@click.option("--cogent", type=click.Choice(["A", "B"]), help="Colours by shape as in CLEVR-CoGenT's condition A or B.")
-@click.option("--seed", type=COUNT, default=0, show_default=True, help="Same seed and options, same bytes.")
-@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Worker processes.")
+@click.option("--train", type=COUNT, help="Number of images of the train split; 0 omits a split.")
+@click.option("--val", type=COUNT, help="Number of images of the val split.")
+@click.option("--test", type=COUNT, help="Number of images of the test split (without answers, programs and scenes).")
+@click.option("--questions-per-image", type=click.IntRange(1, 300), help="Number of questions for each image.")
+@click.option("--width", type=click.IntRange(48, 4096), help="Width of an image in pixels.")
+@click.option("--height", type=click.IntRange(32, 4096), help="Height of an image in pixels.")
+@click.option("--min-objects", type=click.IntRange(1, 10), help="Smallest number of objects in a scene.")
+@click.option("--max-objects", type=click.IntRange(1, 10), help="Largest number of objects in a scene.")
+@click.option("--cogent", type=click.Choice(["A", "B"]), help="Colours by shape as in this condition of CLEVR-CoGenT.")
+@click.option("--seed", type=COUNT, default=0, show_default=True, help="The same seed and options give the same bytes.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of worker processes.")
 @click.option("--force", is_flag=True, help="Replace a data set that was made with other options.")
-@click.option("--dry-run", is_flag=True, help="Print the resolved options and stop.")
+@click.option("--dry-run", is_flag=True, help="Print the options and exit.")
 def main(
     out: Path,
     preset: str,
@@ -51,7 +51,7 @@ def main(
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
 
-    Run again after an interruption it goes on where it stopped.
+    Run the same command again to resume an interrupted run.
     """
     scene = {"min_objects": min_objects, "max_objects": max_objects, "cogent": cogent}
     options = resolve(preset, scene, **numbers)
@@ -73,8 +73,8 @@ def main(
 
         tallies = synthesize(out, options, workers, force, progress)
     for split, tally in tallies.items():
-        stood = " (stood already)" if tally is None else ""
-        click.echo(f"{split}: {getattr(options, split)} images in {out}{stood}")
+        done = " (already done)" if tally is None else ""
+        click.echo(f"{split}: {getattr(options, split)} images in {out}{done}")
         if tally is not None and split != "test":
             click.echo(table(tally))
 

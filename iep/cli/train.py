@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--modules",
     type=click.Choice(MODULES),
-    help="Family of a new engine's modules (engine.modules): residual blocks, or Transparency by Design's attentions.  "
+    help="Set of modules of a new engine (engine.modules): residual blocks, or Transparency by Design's attentions.  "
     "[default: iep]",
 )
 @click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
@@ -73,7 +73,11 @@ if TYPE_CHECKING:
     default=None,
     help="Compute the gradient of each module's weights once a step, over all its calls.",
 )
-@click.option("--precision", type=click.Choice(PRECISIONS), help="What the networks compute in; weights stay float32.")
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="The dtype of computation; weights and the program generator stay in float32.",
+)
 @families_option
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
 @click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")

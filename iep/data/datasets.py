@@ -1,4 +1,4 @@
-"""Questions and features -> minibatches, read in the loader's workers, where the engine's plan is made too.
+"""Questions and features -> minibatches, read in the loader's workers, which also make the engine's plan.
 
 Which questions make up a batch is `ordering.py`; what the files hold, `question_file.py`; the workers, `loader.py`.
 
@@ -21,7 +21,7 @@ from iep.execution_engine.program_plan import Planner, ProgramPlan
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch. Parts that the split's files do not hold are None."""
+    """One minibatch. Parts that the split's files do not have are None."""
 
     index: torch.Tensor
     """(B,) position of each question in its data set."""
@@ -32,26 +32,26 @@ class Batch:
     answers: torch.Tensor | None
     """(B,) answer indices."""
     features: torch.Tensor | None = None
-    """(N, C, H, W) features of the batch's N distinct images, of the file's dtype; float32 once `to` has moved them."""
+    """(N, C, H, W) features of the batch's N distinct images, in the file's dtype; float32 once `to` has moved them."""
     image_rows: np.ndarray | None = None
-    """(B,) row in `features` of each question's image; stays on the CPU, where plans are made of it."""
+    """(B,) row in `features` of each question's image; stays on the CPU, where plans are made."""
     plan: ProgramPlan | None = None
-    """What `make_plan` made of `programs` and `image_rows`."""
+    """The plan that `make_plan` made of `programs` and `image_rows`."""
     draws: torch.Tensor | None = None
-    """(B, ...) numbers from 0 to below 1 for what training draws by chance."""
+    """(B, ...) random numbers from 0 to below 1, which training uses."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch with its tensors on `device`, features as float32."""
+        """Return the batch with its tensors on `device` and its features in float32."""
         batch = self._map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
-        # After the transfer: float16 is half as many bytes to move.
+        # Converted after the transfer, since float16 has half as many bytes.
         return batch if batch.features is None else replace(batch, features=batch.features.float())
 
     def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory; the data loader calls this."""
+        """Return the batch in page-locked memory; the data loader calls this."""
         return self._map(torch.Tensor.pin_memory, lambda plan: plan.map(torch.Tensor.pin_memory))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of the tensors on the stream's device until what `stream` has been given so far is done."""
+        """Keep the memory of the tensors on the stream's device until the present work of `stream` is done."""
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device == stream.device:
@@ -71,11 +71,11 @@ class Batch:
 
 
 Choice = tuple[np.ndarray, np.ndarray | None]
-"""What a batch is made of: positions of its examples, and its `draws`."""
+"""The examples of a batch: their positions, and the batch's `draws`."""
 
 
 class ClevrDataset:
-    """Questions with their images' features, of which batches are made."""
+    """Questions and their images' features, from which batches are made."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class ClevrDataset:
 
     @property
     def bytes_an_image(self) -> int:
-        """Of the features that a batch holds."""
+        """Bytes of one image's features in a batch."""
         return 0 if self.features is None else self.features.row_bytes
 
     def batch(self, choice: Choice, allocate: Callable[..., np.ndarray] = np.empty) -> Batch:
-        """The batch made of `choice`, its features in an array that `allocate` gives.
+        """Make the batch of `choice`, with its features in an array that `allocate` returns.
 
         Raises:
             InputError: features cannot be read.
@@ -140,8 +140,10 @@ def training_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Batches:
-    """The batches of `steps`; of each what falls to process `rank` of the `world_size` that train together, and `draws`
-    numbers for every example, if any."""
+    """Return the batches of the training `steps`, with `draws` random numbers for every example.
+
+    Of each batch, this is the part for process `rank` of the `world_size` processes that train together.
+    """
 
     def choose(step: int) -> Choice:
         rows = order.rows(step)
@@ -159,8 +161,10 @@ def sequential_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Batches:
-    """Every example once, in the file's order, or image by image so that the questions of an image meet in a batch; of
-    these batches every `world_size`th is for process `rank`."""
+    """Return batches of every example once, in the file's order or, with `by_image`, ordered by image.
+
+    Of these batches, every `world_size`th is for process `rank`.
+    """
     order = np.arange(len(dataset))
     if by_image:
         order = np.argsort(dataset.questions.image_idxs, kind="stable")

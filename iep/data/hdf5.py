@@ -1,4 +1,4 @@
-"""HDF5 files of anyone's -> open files and attributes, or one line that names the file and what is wrong with it."""
+"""HDF5 files that a user gives -> open files and their attributes; a damaged file is an error of one line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,44 +7,22 @@ from typing import Any
 
 import h5py
 
-from iep.errors import InputError
+from iep.runtime.reading import reading
 
 REMEDY = "iep-preprocess --verify --overwrite makes the file anew"
 
 
-def open_hdf5(path: Path) -> h5py.File:
-    """The HDF5 file `path`, open for reading.
-
-    Raises:
-        InputError: it is missing, truncated, or not HDF5.
-    """
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such file; iep-preprocess writes it")
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        raise InputError(f"{path}: not a whole HDF5 file ({' '.join(str(error).split())})") from None
-
-
-HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError)
-"""What h5py raises of files whose structure is damaged."""
-
-
 @contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """Give what h5py raises of a damaged file's structure the form of our errors.
+def open_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Open the HDF5 file `path` for reading, and close it after the block.
 
     Raises:
-        InputError: names the file `path`.
+        InputError: the file is missing, truncated or not HDF5, or the block fails because the file is damaged.
     """
-    try:
-        yield
-    except InputError:
-        raise
-    except HDF5_ERRORS as error:
-        raise InputError(f"{path}: damaged ({' '.join(str(error).split())})") from None
+    with reading(path, "a whole HDF5 file of iep-preprocess"), h5py.File(path, "r") as file:
+        yield file
 
 
 def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
-    """All attributes, texts as `str`."""
+    """Return all attributes, with texts as `str`."""
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in holder.attrs.items()}

@@ -1,28 +1,28 @@
-"""Batches made by worker processes, ahead of their use and in order, and brought to a device while it computes.
+"""Batches made by worker processes ahead of their use, in order, and copied to a device while it computes.
 
 What a batch is made of, and the making, are `datasets.py`'s. Features, nearly all of a batch's bytes, are read into
-slots of memory that the processes share: the first touch of a page costs several times as much as reading its content,
-so slots are used again and again, and nothing but a slot's number goes through the pipe.
+buffers that the processes share. The first write to a page of memory takes several times as long as reading its content
+does, so the buffers are reused, and only a buffer's number is sent through the pipe.
 """
 
 import io
+import mmap
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from iep.errors import InputError
-from iep.runtime.memory import SharedMemory
 from iep.runtime.signals import end_with_parent, waited_for
 
 Make = Callable[..., Any]
-"""(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` gave."""
-_PAGE = 4096
+"""(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` returned."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Loading:
     """How batches are made.
 
     Args:
-        workers: processes that make them; 0: this one.
-        prefetch: batches that each worker makes ahead.
-        pin: into page-locked memory, from which copies to a GPU run beside its computing.
+        workers: number of processes that make them; 0 makes them in this process.
+        prefetch: number of batches that each worker makes ahead.
+        pin: copy batches to page-locked memory, from which copies to a GPU run while it computes.
     """
 
     workers: int = 0
@@ -44,30 +44,30 @@ HERE = Loading()
 
 
 class Batches:
-    """Batches in order; may be gone through several times."""
+    """Batches in order; can be iterated over several times."""
 
-    def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, slot_bytes: int, loading: Loading):
-        """Batch n is `make(choose(n), allocate)`, for the n of `numbers`; its features have at most `slot_bytes`."""
-        self._make, self._choices = make, _Choices(choose, numbers)
-        self._slot_bytes, self._loading = slot_bytes, loading
+    def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, buffer_bytes: int, loading: Loading):
+        """Batch n is `make(choose(n), allocate)`, for the n of `numbers`; its features have at most `buffer_bytes`."""
+        self._make, self._choose, self._numbers = make, choose, numbers
+        self._buffer_bytes, self._loading = buffer_bytes, loading
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches.
+        """Yield the batches.
 
         Raises:
-            InputError: one cannot be read.
+            InputError: a batch cannot be read.
         """
-        loading, slots = self._loading, None
-        if loading.workers and self._slot_bytes:
-            # Besides what a worker makes ahead, the user holds a batch, and another is being pinned.
-            slots = Slots.make(loading.workers, loading.prefetch + 2, self._slot_bytes)
+        loading, buffers = self._loading, None
+        if loading.workers and self._buffer_bytes:
+            # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
+            buffers = Buffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
         loader = DataLoader(
-            _Items(self._make, slots),
-            sampler=self._choices,
+            _Items(self._make, buffers),
+            sampler=map(self._choose, self._numbers),
             batch_size=None,
             **worker_options(loading.workers, loading.prefetch),
             pin_memory=loading.pin,
-            # Its own generator: otherwise it would draw a seed for its workers from the one that training uses.
+            # Without a generator of its own it would draw a seed for its workers from the one that training uses.
             generator=torch.Generator(),
         )
         for item in waited_for(loader):
@@ -76,114 +76,97 @@ class Batches:
             yield item.opened() if isinstance(item, Parcel) else item
 
 
-class _Choices(Sampler):
-    """What each batch is made of, from a function of the batch's number."""
-
-    def __init__(self, choose: Callable[[int], Any], numbers: range):
-        self.choose, self.numbers = choose, numbers
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.choose(number) for number in self.numbers)
-
-
 class _Items(Dataset):
-    """What workers send: batches, and `InputError`s, which when raised would arrive as tracebacks of several lines."""
+    """What workers send: batches, and `InputError`s, which if raised would arrive as tracebacks of several lines."""
 
-    def __init__(self, make: Make, slots: "Slots | None"):
-        self.make, self.slots = make, slots
+    def __init__(self, make: Make, buffers: "Buffers | None"):
+        self.make, self.buffers = make, buffers
 
     def __getitem__(self, choice: Any) -> Any:
+        worker = get_worker_info()
         try:
-            worker = get_worker_info()
-            return self.make(choice, np.empty) if worker is None else self._parcel(choice, worker.id)
+            if worker is None:
+                return self.make(choice, np.empty)
+            number = None if self.buffers is None else self.buffers.take(worker.id)
+            if number is None:
+                return Parcel(pickled(self.make(choice, np.empty)))
+            batch = self.make(choice, lambda shape, dtype: self.buffers.array(number, shape, dtype))
         except InputError as error:
             return error
-
-    def _parcel(self, choice: Any, worker: int) -> "Parcel":
-        slot = None if self.slots is None else self.slots.take(worker)
-        if slot is None:
-            batch = self.make(choice, np.empty)
-            return Parcel(pickled(replace(batch, features=None)), batch.features)
-        batch = self.make(choice, lambda shape, dtype: self.slots.array(slot, shape, dtype))
-        values = batch.features.numpy()
-        return Parcel(pickled(replace(batch, features=None)), InSlot(self.slots, slot, values.shape, values.dtype))
+        features = batch.features.numpy()
+        return Parcel(pickled(replace(batch, features=None)), self.buffers, number, features.shape, features.dtype)
 
 
-@dataclass(frozen=True)
-class Slots:
-    """Places for the features of batches in shared memory, each worker's own; at the start, a byte for each says
-    whether it is taken. Its worker sets that, and the process that the batch was sent to clears it."""
+class Buffers:
+    """Memory for the features of batches, shared with forked worker processes; each worker has buffers of its own.
 
-    memory: SharedMemory
-    per_worker: int
-    slot_bytes: int
-    start: int
+    A worker takes a buffer, and the process that made the buffers releases it. Pages that are never written take no
+    memory.
+    """
 
-    @staticmethod
-    def make(workers: int, per_worker: int, slot_bytes: int) -> "Slots":
-        """Free slots of `slot_bytes` bytes."""
-        whole_pages = -(-slot_bytes // _PAGE) * _PAGE
-        start = -(-workers * per_worker // _PAGE) * _PAGE
-        return Slots(SharedMemory(start + workers * per_worker * whole_pages), per_worker, whole_pages, start)
+    def __init__(self, workers: int, per_worker: int, size: int) -> None:
+        """Make `per_worker` free buffers of `size` bytes for each worker."""
+        self.per_worker = per_worker
+        self._buffers = [mmap.mmap(-1, size) for _ in range(workers * per_worker)]
+        self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
+        _MADE[id(self)] = self
+
+    def __reduce__(self) -> tuple[Callable[[int], "Buffers"], tuple[int]]:
+        """Pickle the identity, by which the process that made the buffers finds them again."""
+        return _made_here, (id(self),)
 
     def take(self, worker: int) -> int | None:
-        """A free slot of `worker`'s, from now on taken; None when its batches are all in use."""
+        """Take a free buffer of `worker`, and return its number; None if all of them are in use."""
         first = worker * self.per_worker
         free = np.flatnonzero(self._taken[first : first + self.per_worker] == 0)
         if not len(free):
             return None
-        slot = first + int(free[0])
-        self._taken[slot] = 1
-        return slot
+        number = first + int(free[0])
+        self._taken[number] = 1
+        return number
 
-    def release(self, slot: int) -> None:
-        """Leave the slot for another batch."""
-        self._taken[slot] = 0
+    def array(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array of the first bytes of a buffer."""
+        return np.ndarray(shape, dtype, self._buffers[number])
 
-    def array(self, slot: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """The slot's first bytes."""
-        assert int(np.prod(shape)) * dtype.itemsize <= self.slot_bytes, (shape, dtype)
-        return self.memory.array(self.start + slot * self.slot_bytes, shape, dtype)
-
-    @property
-    def _taken(self) -> np.ndarray:
-        return self.memory.array(0, (self.start,), np.dtype(np.uint8))
+    def tensor(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
+        """Return the array as a tensor; the buffer is free again when no tensor shares its memory any more."""
+        array = self.array(number, shape, dtype)
+        finalize(array, self._taken.__setitem__, number, 0)
+        return torch.from_numpy(array)
 
 
-@dataclass(frozen=True)
-class InSlot:
-    """An array in a slot, on its way from a worker."""
+_MADE: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
 
-    slots: Slots
-    slot: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
 
-    def tensor(self) -> torch.Tensor:
-        """The slot is taken for as long as anything holds the memory of this tensor."""
-        held = _Held(self.slots, self.slot, self.slots.array(self.slot, self.shape, self.dtype))
-        return torch.from_numpy(np.asarray(held))
+def _made_here(key: int) -> Buffers:
+    return _MADE[key]
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A batch on its way from a worker: pickled without its features, and these."""
+    """A pickled batch on its way from a worker; its features are in a buffer if one was free."""
 
     content: bytes
-    features: InSlot | torch.Tensor | None
+    buffers: Buffers | None = None
+    number: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype | None = None
 
     def opened(self) -> Any:
-        """The batch."""
-        features = self.features.tensor() if isinstance(self.features, InSlot) else self.features
-        return replace(pickle.loads(self.content), features=features)
+        """Return the batch."""
+        batch = pickle.loads(self.content)
+        if self.buffers is None:
+            return batch
+        return replace(batch, features=self.buffers.tensor(self.number, self.shape, self.dtype))
 
     def pin_memory(self) -> Any:
-        """The batch in page-locked memory; the data loader calls this, in a thread of its own."""
+        """Return the batch in page-locked memory; the data loader calls this in a thread of its own."""
         return self.opened().pin_memory()
 
 
 class _Pickler(pickle.Pickler):
-    """Writes small tensors as arrays: by way of a file for each, as torch sends them, they would take far longer."""
+    """Write small tensors as arrays; torch would send each through a file of its own, which takes far longer."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
@@ -192,28 +175,17 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """`value`, which holds CPU tensors, as bytes for `pickle.loads`."""
+    """Return `value`, which holds CPU tensors, as bytes for `pickle.loads`."""
     content = io.BytesIO()
     _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
     return content.getvalue()
 
 
-class _Held:
-    """An array that releases its slot when the last array or tensor that is made of it is gone."""
-
-    def __init__(self, slots: Slots, slot: int, array: np.ndarray):
-        self._slots, self._slot, self._array = slots, slot, array
-        self.__array_interface__ = array.__array_interface__
-
-    def __del__(self) -> None:
-        self._slots.release(self._slot)
-
-
 def worker_options(workers: int, prefetch: int) -> dict[str, Any]:
-    """What a `DataLoader` is told of its worker processes."""
+    """Return the arguments of a `DataLoader` with this number of worker processes."""
     if not workers:
         return {}
-    # Forked, whatever Python's default: they are there at once, share what the parent has read, and are its children.
+    # Forked, whatever Python's default: they start at once, and share the parent's buffers and what it has read.
     return {
         "num_workers": workers,
         "prefetch_factor": prefetch,
@@ -223,15 +195,17 @@ def worker_options(workers: int, prefetch: int) -> dict[str, Any]:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """In a worker process: a Ctrl-C or a batch system's SIGTERM goes to all processes of a job, and it is the parent's
-    to decide what follows. When the parent is gone, so is the worker, at once."""
+    """Ignore signals in a worker process, and end it as soon as its parent has ended.
+
+    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The batches, moved to `device`; to a GPU each is on its way while it computes with the one before."""
+    """Yield the batches, moved to `device`; a GPU computes with one batch while the next is copied to it."""
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
@@ -240,15 +214,15 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         with torch.cuda.stream(stream):
             sent = batch.to(device), stream.record_event()
         if waiting is not None:
-            yield _arrived(*waiting, device)
+            yield _ready(*waiting, device)
         waiting = sent
     if waiting is not None:
-        yield _arrived(*waiting, device)
+        yield _ready(*waiting, device)
 
 
-def _arrived(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
-    """The batch, for use on the current stream."""
+def _ready(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+    """Return the batch once the current stream may use it."""
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
-    batch.record_stream(current)  # or its memory would be given away while it is in use
+    batch.record_stream(current)  # otherwise its memory could be reused while it is in use
     return batch

@@ -1,10 +1,9 @@
-"""What training draws by chance, as pure functions of the seed and the step's number: the order of its examples above
-all, and the seeds and numbers that a step needs besides.
+"""The random choices of training as pure functions of the seed and the step: the order of examples, seeds and numbers.
 
-So a resumed run sees exactly what an unbroken one would, and several processes share out what one would see. Also the
-curriculum: which programs a step may see. Reading the examples is `datasets.py`.
+A resumed run therefore sees exactly what an uninterrupted one would, and several processes together see what one would.
+The curriculum, which limits the programs that a step may see, is here as well. Reading examples is `datasets.py`.
 
-Shapes: N examples, B of a batch, L program tokens.
+Shapes: N examples, B of a batch.
 """
 
 from collections.abc import Sequence
@@ -12,32 +11,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from iep.errors import InputError
-from iep.programs import arities
-from iep.vocab import END, NULL, START
-
-
-def program_lengths(programs: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
-    """(N,) number of functions besides `scene` in each well-formed program of (N, L)."""
-    counted = arities(program_tokens) > 0
-    counted[[NULL, START, END]] = False
-    return counted[programs].sum(axis=1)
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """The 64-bit seed of what the process `rank` draws in a step (units to drop, say)."""
+    """Return the 64-bit seed of the random numbers of process `rank` in a step, as for dropout."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 def step_numbers(seed: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 numbers from 0 to below 1 for a step, the same in every process."""
-    # Longer than what seeds the order's shuffling: other numbers.
+    """Return random float32 numbers from 0 to below 1 for a step, the same in every process."""
+    # The seed is longer than that of the order's shuffling, so the numbers differ.
     return np.random.default_rng([seed, step, 0, 1]).random(shape, dtype=np.float32)
 
 
 def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
-    """The examples of a minibatch dealt out in `parts` of about the same size: rising positions of each part.
+    """Divide the examples of a minibatch into `parts` of about the same size; return rising positions for each.
 
-    Questions about one image stay together where there are images enough, so that no image is run in two places.
+    Questions about one image stay together if there are enough images, so that no image is run by two processes.
 
     Raises:
         ValueError: there are fewer examples than parts.
@@ -58,7 +48,7 @@ def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 class Order:
-    """Which examples each training step sees: new in each epoch, short programs first if asked.
+    """The examples of each training step: a new order in each epoch, with short programs first if asked.
 
     Every epoch visits all examples of its stage once, but for a remainder smaller than a batch, in a random order of
     groups of up to `questions_per_image` random questions about one image.
@@ -72,7 +62,7 @@ class Order:
         seed: int,
         questions_per_image: int = 1,
     ):
-        """`stages` are pairs (first step, positions that may be drawn), first steps rising from 0."""
+        """Take `stages` as pairs (first step, positions that may be drawn), with first steps rising from 0."""
         self.stages = stages
         self.image_idxs = image_idxs
         self.batch_size = batch_size
@@ -81,25 +71,25 @@ class Order:
         self._shuffled: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0, dtype=np.int64))
 
     def rows(self, step: int) -> np.ndarray:
-        """(B,) positions of the batch of `step`; smaller than `batch_size` only where a stage holds fewer examples."""
+        """Return the (B,) positions of a batch; B is `batch_size`, or less if a stage has fewer examples."""
         stage = max(i for i, (first, _) in enumerate(self.stages) if first <= step)
         first, pool = self.stages[stage]
-        epoch, place = divmod(step - first, max(1, len(pool) // self.batch_size))
+        epoch, batch = divmod(step - first, max(1, len(pool) // self.batch_size))
         if self._shuffled[0] != (stage, epoch):
             generator = np.random.default_rng([self.seed, stage, epoch])
             shuffled = generator.permutation(pool)
             if self.questions_per_image > 1:
                 shuffled = _by_image(shuffled, self.image_idxs[shuffled], self.questions_per_image, generator)
             self._shuffled = ((stage, epoch), shuffled)
-        return self._shuffled[1][place * self.batch_size : (place + 1) * self.batch_size]
+        return self._shuffled[1][batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
 def _by_image(positions: np.ndarray, image_idxs: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
-    """The shuffled `positions` rearranged into random groups of up to `most` with the same image."""
+    """Rearrange the shuffled `positions` into random groups of up to `most` with the same image."""
     order = np.argsort(image_idxs, kind="stable")
     images = image_idxs[order]
-    place = np.arange(len(images)) - np.searchsorted(images, images)
-    group = np.cumsum(place % most == 0) - 1
+    number = np.arange(len(images)) - np.searchsorted(images, images)  # of the question within its image
+    group = np.cumsum(number % most == 0) - 1
     return positions[order[np.argsort(generator.permutation(group[-1] + 1)[group], kind="stable")]]
 
 
@@ -111,7 +101,7 @@ def make_order(
     seed: int,
     questions_per_image: int = 1,
 ) -> Order:
-    """An `Order` over examples with these (N,) programs' lengths and images.
+    """Return an `Order` over examples with these (N,) program lengths and images.
 
     Args:
         curriculum: pairs (first step, greatest program length); empty for all examples from the start.

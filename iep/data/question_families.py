@@ -1,8 +1,7 @@
-"""Question families (CLEVR's templates), in a list or told by the length of their programs -> only their questions.
+"""Question families (CLEVR's templates), from a list or by the length of their programs -> only their questions.
 
 Johnson et al. 2017 (Inferring and Executing Programs, section 4.4, on generalising to new question types) train on the
-families whose programs are short and test on the others. Which split's questions are filtered, and what is taken of
-them afterwards, is up to `data_files.open_split`.
+families whose programs are short and test on the others. `question_file.open_split` applies the filter to a split.
 
 Shapes: N questions, L program tokens.
 """
@@ -13,29 +12,28 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
+from iep.runtime.reading import parse_yaml, reading
 from iep.vocab import END, NULL, START, Vocab
 
 SHORT, LONG = "short", "long"
-EXPECTED = f"{SHORT}, {LONG} or a file that lists families"
+EXPECTED = "a file that lists question families, or one of the words short and long"
 LONG_FROM = 16
 """A family is long from this mean program length on."""
 
 
 def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Callable[[Questions], Questions]:
-    """What leaves of some questions those of the `families`: a file that lists them, or `short` or `long`.
+    """Return a function that selects the questions of the `families`: a file that lists them, `short` or `long`.
 
-    Short are the families whose mean program length is below 16, long the others (Johnson et al. 2017, section 4.4).
-    A program's length is the number of its functions, `scene` included, and the mean that of the training questions in
-    `train_path`. A family that these lack, and every family where they have no programs or families or are None, is
-    measured on the questions to be filtered.
+    Families whose mean program length is below 16 are short, the others long (Johnson et al. 2017, section 4.4). A
+    program's length is the number of its functions, `scene` included. The mean is over the training questions in
+    `train_path`; families without programs there are measured on the questions that are filtered.
 
     Raises:
-        InputError: the file is missing or no list of families. What is returned raises it where questions have no
-            families, one has no program to measure it by, or no question is left.
+        InputError: as `read_families`. The returned function raises it if questions have no families, a family has no
+            program to measure it by, or no question is left.
     """
     if families not in (SHORT, LONG):
         listed = read_families(Path(families))
@@ -58,8 +56,7 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
 
 
 def listed(families: str | None) -> str | None:
-    """The families that a file lists, as text such as `0-4, 7`, whatever their order; None where there is no file, but
-    `short`, `long` or None.
+    """Return the families that a file lists as text such as `0-4, 7`; None for `short`, `long` and None.
 
     Raises:
         InputError: as `read_families`.
@@ -68,42 +65,32 @@ def listed(families: str | None) -> str | None:
 
 
 def read_families(path: Path) -> tuple[int, ...]:
-    """The families in a JSON or YAML file: a list of CLEVR's `question_family_index`, as the original toolkit's.
+    """Read a JSON or YAML file with a list of CLEVR's `question_family_index`, as the original toolkit's.
 
     Raises:
-        InputError: the file is missing, a directory, neither JSON nor YAML, or not a list of whole numbers from 0.
+        InputError: as `reading`, or the file is not a list of whole numbers from 0.
     """
-    try:
-        content = _read_json_or_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"families: {path}: no such file, expected {EXPECTED}") from None
-    except IsADirectoryError:
-        raise InputError(f"families: {path}: a directory, expected {EXPECTED}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: neither JSON nor YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(content, list) or not content:
-        raise InputError(f"{path}: expected a list of question families, such as [0, 3, 12]")
-    for position, family in enumerate(content):
-        if type(family) is not int or family < 0:
-            raise InputError(f"{path}: item {position} is {family!r}, expected a whole number from 0")
+    with reading(path, EXPECTED):
+        text = path.read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)  # JSON that is indented by tabs is not YAML
+        except json.JSONDecodeError:
+            content = parse_yaml(text)
+        if not isinstance(content, list) or not content:
+            raise InputError("expected a list of question families, such as [0, 3, 12]")
+        for position, family in enumerate(content):
+            if type(family) is not int or family < 0:
+                raise InputError(f"item {position} is {family!r}, expected a whole number from 0")
     return tuple(content)
 
 
-def _read_json_or_yaml(text: str) -> object:
-    """JSON is almost YAML: indented by tabs it is none."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return yaml.safe_load(text)
-
-
 def mean_lengths(questions: Questions) -> dict[int, float]:
-    """Mean number of functions, `scene` included, in each family's programs; empty without programs or families."""
+    """Return the mean number of functions, `scene` included, in each family's programs; empty without these."""
     if questions.programs is None or questions.families is None:
         return {}
     lengths_N = (~np.isin(questions.programs, (NULL, START, END))).sum(axis=1)
-    families, place_N = np.unique(questions.families, return_inverse=True)
-    means = np.bincount(place_N, lengths_N) / np.bincount(place_N)
+    families, index_N = np.unique(questions.families, return_inverse=True)
+    means = np.bincount(index_N, lengths_N) / np.bincount(index_N)
     return dict(zip(families.tolist(), means.tolist(), strict=True))
 
 
@@ -114,7 +101,7 @@ def _families(questions: Questions, chosen: str) -> list[int]:
 
 
 def _only(questions: Questions, families: Collection[int], chosen: str) -> Questions:
-    """The questions of `families`, in their order."""
+    """Return the questions of `families`, in their order."""
     found = _families(questions, chosen)
     rows = np.flatnonzero(np.isin(questions.families, list(families)))
     if not len(rows):
@@ -123,7 +110,7 @@ def _only(questions: Questions, families: Collection[int], chosen: str) -> Quest
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Rising numbers as text, consecutive ones as a range: `0-4, 7`."""
+    """Return rising numbers as text, consecutive ones as a range: `0-4, 7`."""
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -25,10 +25,10 @@ from iep import __version__
 from iep.config import REPORT_QUESTIONS
 from iep.evaluation import training_curves
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
-from iep.evaluation.metrics import answer_groups, program_lengths
+from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
 from iep.evaluation.page_questions import REMARKS, Pictures, choose, differ, question_cards
-from iep.programs import QUESTION_TYPES
+from iep.programs import QUESTION_TYPES, program_lengths
 from iep.runtime.files import write_bytes
 
 PAGE = "report.html"

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from iep.batching.graph import graph_from_prefix
-from iep.programs import QUESTION_TYPES, SCENE, arities, question_type
+from iep.programs import QUESTION_TYPES, question_type
 from iep.synth.world import ATTRIBUTES, VALUES
-from iep.vocab import END, NULL, SPECIAL_TOKENS, START
+from iep.vocab import END, NULL
 
 UNKNOWN_TYPE = -1
 
@@ -76,23 +75,6 @@ def _until_end(programs_NL: np.ndarray, width: int) -> np.ndarray:
     ends_NL = programs_NL == END
     kept_NL = np.where(np.cumsum(ends_NL, axis=1) > ends_NL, NULL, programs_NL)
     return np.pad(kept_NL, ((0, 0), (0, width - kept_NL.shape[1])), constant_values=NULL)
-
-
-def program_lengths(programs_NL: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
-    """Return the number (N,) of functions besides `scene` in each program's tree, ill-formed or not, as it is run.
-
-    Special tokens inside a tree and tokens after a complete tree are not counted.
-
-    Args:
-        programs_NL: prefix tokens, between `<START>` and `<END>`.
-        program_tokens: the program vocabulary. One without `scene` gives no trees: all lengths are -1, unknown.
-    """
-    if SCENE not in program_tokens:
-        return np.full(len(programs_NL), -1)
-    scene = list(program_tokens).index(SCENE)
-    graph = graph_from_prefix(programs_NL, arities(program_tokens), scene, skip=START, pad=NULL, leaf_is_input=True)
-    functions = graph.op >= len(SPECIAL_TOKENS)
-    return np.bincount(graph.example[functions], minlength=len(programs_NL))
 
 
 NUMBERS = 1

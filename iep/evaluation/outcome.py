@@ -31,6 +31,7 @@ from iep.data.question_file import Questions
 from iep.evaluation.json_report import Report, write_report
 from iep.evaluation.metrics import UNKNOWN_TYPE, Scores, exact_match, question_types, score
 from iep.evaluation.predict import Predictions
+from iep.execution_engine.roles import ModuleSet
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import atomic_path
 from iep.vocab import END, NULL, START, Vocab
@@ -68,8 +69,8 @@ class Outcome:
     vocab: Vocab
     questions: Questions
     predictions: Predictions
-    modules: str | None = None
-    """The family of the modules that ran programs; None where none did."""
+    modules: ModuleSet | None = None
+    """The modules that ran programs; None if none did."""
 
     @property
     def programs(self) -> np.ndarray | None:

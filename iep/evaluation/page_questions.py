@@ -19,8 +19,7 @@ from PIL import Image
 
 from iep.errors import InputError
 from iep.evaluation.outcome import Outcome, question_text
-from iep.execution_engine.families import family
-from iep.execution_engine.family import Family, tree_run
+from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
@@ -98,7 +97,7 @@ class Line(NamedTuple):
     kind: str
 
 
-def program_lines(program_L: np.ndarray, vocab: Vocab, own: Family | None = None) -> list[Line]:
+def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = None) -> list[Line]:
     """Return the lines of a program's tree, from its root by depth-first search, and of what is ignored after it.
 
     Args:
@@ -176,13 +175,12 @@ def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pic
     `exact`; `rows`, the true and the predicted program side by side; `remarks`, the kinds of lines of the latter.
     """
     questions, predictions, vocab = outcome.questions, outcome.predictions, outcome.vocab
-    own = None if outcome.modules is None else family(outcome.modules)
     confidence_N = _confidence(outcome)
     cards = []
     for n in range(len(questions)):
         ranked = outcome.ranked(n)
         true, predicted = (
-            [] if programs is None else program_lines(programs[n], vocab, own)
+            [] if programs is None else program_lines(programs[n], vocab, outcome.modules)
             for programs in (questions.programs, predictions.programs)
         )
         is_right, is_exact = (None if good is None else bool(good[n]) for good in (outcome.right, outcome.exact))

@@ -5,7 +5,6 @@ missing column of commonest answers, pictures of other images than those of the 
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -66,27 +65,24 @@ def evaluate(
     baseline = None if settings.baseline is None else load_baseline(settings.baseline, vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
     split = _open_split(settings, vocab, sees)
-    with ExitStack() as opened:
-        if split.features is not None:
-            opened.callback(split.features.close)
-        predictor = _load(settings, vocab, split, baseline)
-        make_plan = None
-        if predictor.engine is not None and not predictor.run_predicted:
-            make_plan = predictor.engine.planner(settings.batching, settings.sharing)
-        predictions = predict(
-            predictor,
-            ClevrDataset(split.questions, split.features, make_plan),
-            settings.batch_size,
-            Loading(settings.workers, pin=device.type == "cuda"),
-            device,
-            by_image=settings.order_by_image,
-            precision=settings.precision,
-        )
+    predictor = _load(settings, vocab, split, baseline)
+    make_plan = None
+    if predictor.engine is not None and not predictor.run_predicted:
+        make_plan = predictor.engine.planner(settings.batching, settings.sharing)
+    predictions = predict(
+        predictor,
+        ClevrDataset(split.questions, split.features, make_plan),
+        settings.batch_size,
+        Loading(settings.workers, pin=device.type == "cuda"),
+        device,
+        by_image=settings.order_by_image,
+        precision=settings.precision,
+    )
     memory = gather(peak_memory(device))
     if predictions is None:
         return None
 
-    modules = None if predictor.engine is None else predictor.engine.family_name
+    modules = None if predictor.engine is None else predictor.engine.module_set
     outcome = Outcome(vocab, split.questions, predictions, modules)
     baselines = _baselines(settings.data, outcome)
     report = Report(

@@ -1,4 +1,4 @@
-"""A program's last map -> answer logits: the engine's classifier.
+"""A program's result -> answer logits: the engine's classifier.
 
 Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material; the options are those
 of the original toolkit.
@@ -16,24 +16,24 @@ def make_classifier(
     projection: int,
     hidden: Sequence[int],
     num_answers: int,
-    pool: int = 2,
-    pool_rest: bool = True,
-    norm: bool = False,
-    dropout: float = 0.0,
+    pool: int,
+    pool_rest: bool,
+    norm: bool,
+    dropout: float,
 ) -> nn.Sequential:
-    """(B, C, H, W) -> (B, A) logits: 1x1 convolution, ReLU, max-pool, linear layers with ReLU between.
+    """Return a classifier, (B, C, H, W) -> (B, A) logits: 1x1 convolution, ReLU, max-pool, linear layers with ReLUs.
 
     Args:
         map_shape: (C, H, W).
-        projection: channels of the 1x1 convolution; 0 leaves it and its ReLU out.
-        hidden: widths of the linear layers before the last.
-        pool: side of the pooling window; 1 leaves pooling out.
-        pool_rest: on a grid that `pool` does not divide, the last windows are smaller; otherwise there are none.
+        projection: the channels of the 1x1 convolution; 0 omits it and its ReLU.
+        hidden: the widths of the linear layers before the last.
+        pool: the side of the pooling window; 1 omits pooling.
+        pool_rest: on a grid that `pool` does not divide, the last windows are smaller; otherwise they are omitted.
         norm: batch norm after the convolution and every linear layer but the last.
-        dropout: probability of dropping a unit after every linear layer but the last.
+        dropout: the probability of dropping a unit after every linear layer but the last.
 
     Raises:
-        ValueError: nothing of the grid is left.
+        ValueError: nothing of the grid is left after pooling.
     """
     channels, height, width = map_shape
     layers: list[nn.Module] = []

@@ -1,7 +1,7 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-Knows both CLEVR's program tokens and `iep/batching/`. Plans are `program_plan.py`'s, what its modules are, a family's
-(`families.py`). Does not train, and predicts no programs.
+It joins CLEVR's program tokens and `iep/batching/`. `program_plan.py` makes the plans, and a set of modules
+(`roles.py`) defines the module of each function. Training and the prediction of programs are elsewhere.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
@@ -16,23 +16,28 @@ from torch import nn
 
 from iep.batching.execute import execute
 from iep.batching.plan import Plan
+from iep.execution_engine.choices import DEFAULT_SCHEDULER, INITIALIZATIONS, check_choice, make_module_set
 from iep.execution_engine.classifier import make_classifier
-from iep.execution_engine.families import family
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.program_plan import DEFAULT_SCHEDULER, Planner, ProgramPlan, plan_programs
-from iep.execution_engine.stems import make_conv_stem, make_no_stem, make_pixel_stem
+from iep.execution_engine.program_graph import is_of_maps, roles_of
+from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
+from iep.execution_engine.roles import MAP
+from iep.execution_engine.stems import make_stem
+from iep.execution_engine.trace import run_tree
+from iep.programs import program_tree
 
-STEMS = ("conv", "pixels", "none")
-INITIALIZATIONS = ("kaiming", "torch")
-NOT_ROW_BY_ROW = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-"""Layers that, in training, draw random numbers or look at their whole batch."""
+NOT_ROW_BY_ROW = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+"""Layers that, in training, draw random numbers or depend on their whole batch."""
 
 
 class ExecutionEngine(nn.Module):
     """Stem, one module per program token, classifier (Johnson et al. 2017, section 3.2).
 
-    A module is a direct child named by its token. `<NULL>` and `<START>` never run and have none, nor have tokens that
-    its family of modules does not run, such as `scene` where it is the stem's output.
+    A module is a direct child named by its token. Tokens without a role in the set of modules have none: `<NULL>`,
+    `<START>`, and `scene` where it is the stem's output. `iep.config.EngineConfig` has the defaults of the settings.
 
     Args:
         program_tokens: the program vocabulary, special tokens first.
@@ -40,92 +45,104 @@ class ExecutionEngine(nn.Module):
         feature_dim: C of the features; for a stem of pixels 3 * P * P.
         feature_height: H of the features.
         feature_width: W of the features.
-        modules: name of the family of modules, in `families.py`.
-        module_dim: channels of every module's maps.
-        module_residual: of the family `iep`: its blocks add their input to their output.
-        module_norm: of the family `iep`: 'none', or after every convolution of a block 'batch', over all rows of a
+        modules: the name of a set of modules in `choices.MODULES`.
+        module_dim: the number of channels of every module's maps.
+        module_residual: of the set `iep`: its blocks add their input to their output.
+        module_norm: of the set `iep`: 'none', or after every convolution of a block 'batch', over all rows of a
             call, or 'example', over each row by itself, as if examples ran one at a time.
-        scene: of the family `iep`, as in `plan_programs`.
-        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none', features are maps already, of
-            `module_dim` channels.
-        stem_widths: channels of the stem's convolutions before the last, which gives `module_dim`.
-        stem_stride: how many times smaller than the features' the modules' grid is along each side.
-        stem_pixels: for a stem of pixels, the side of the little patches that its first convolution reads.
+        scene: of the set `iep`: `scene` is a 'module' on the stem's output, or the 'stem' output itself.
+        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that are maps of
+            `module_dim` channels already.
+        stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
+        stem_stride: how many times smaller than the features' grid the modules' grid is along each side.
+        stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
         stem_norm: batch norm after every convolution of the stem.
-        stem_bias: the stem's convolutions have biases under batch norm too, which makes them idle.
-        initialization: 'kaiming', normal weights (Johnson et al. 2017); or 'torch', its layers' own, smaller ones,
-            with which a deep tree of modules does not begin by blowing up its activations.
-        classifier_projection: channels of the classifier's 1x1 convolution; 0 for none.
-        classifier_pool: side of the classifier's max-pool window; 1 for none.
-        classifier_pool_rest: what is left of a grid that the window does not divide is pooled too, not dropped.
-        classifier_hidden: widths of the classifier's linear layers before the last.
+        initialization: 'kaiming', normal weights (Johnson et al. 2017); or 'torch', PyTorch's own, which are smaller,
+            so that the activations of a deep tree of modules do not grow at the start.
+        classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
+        classifier_pool: the side of the classifier's max-pool window; 1 for none.
+        classifier_hidden: the widths of the classifier's linear layers before the last.
         classifier_norm: batch norm after each layer of the classifier but the last.
-        classifier_dropout: probability of dropping a unit after each linear layer but the last, in training.
+        classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
+        stem_bias: the stem's convolutions have biases under batch norm too, as in the original toolkit, although they
+            have no effect there.
+        classifier_pool_rest: what remains of a grid that the pooling window does not divide is pooled too; the original
+            toolkit drops it.
 
     Raises:
-        ValueError: a choice is unknown, the vocabulary lacks `scene`, a token cannot name a module, the family does not
-            have what is asked for, the features do not fit the stem, or a norm the grid.
+        ValueError: a choice is unknown, the vocabulary lacks `scene`, a token cannot name a module, the set of modules
+            does not have a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
     """
 
     def __init__(
         self,
         program_tokens: Sequence[str],
         num_answers: int,
-        feature_dim: int = 1024,
-        feature_height: int = 14,
-        feature_width: int = 14,
-        modules: str = "iep",
-        module_dim: int = 128,
-        module_residual: bool = True,
-        module_norm: str = "none",
-        scene: str = "module",
-        stem: str = "conv",
-        stem_widths: Sequence[int] = (128,),
-        stem_stride: int = 1,
-        stem_pixels: int = 1,
-        stem_norm: bool = False,
+        feature_dim: int,
+        feature_height: int,
+        feature_width: int,
+        modules: str,
+        module_dim: int,
+        module_residual: bool,
+        module_norm: str,
+        scene: str,
+        stem: str,
+        stem_widths: Sequence[int],
+        stem_stride: int,
+        stem_pixels: int,
+        stem_norm: bool,
+        initialization: str,
+        classifier_projection: int,
+        classifier_pool: int,
+        classifier_hidden: Sequence[int],
+        classifier_norm: bool,
+        classifier_dropout: float,
         stem_bias: bool = False,
-        initialization: str = "kaiming",
-        classifier_projection: int = 512,
-        classifier_pool: int = 2,
         classifier_pool_rest: bool = True,
-        classifier_hidden: Sequence[int] = (1024,),
-        classifier_norm: bool = False,
-        classifier_dropout: float = 0.0,
     ):
         super().__init__()
-        _check_choice("stem", stem, STEMS)
-        _check_choice("initialization", initialization, INITIALIZATIONS)
+        check_choice("initialization", initialization, INITIALIZATIONS)
         self.program_tokens = tuple(program_tokens)
-        self.family_name = modules
-        self.scene_kind = scene
-        if stem == "none":
-            self.stem = make_no_stem(feature_dim, module_dim, stem_stride)
-        else:
-            make, pixels = (make_pixel_stem, (stem_pixels,)) if stem == "pixels" else (make_conv_stem, ())
-            self.stem = make(feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, *pixels)
+        self.module_set = make_module_set(
+            modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene
+        )
+        self.roles = roles_of(self.program_tokens, self.module_set)
+        self.stem = make_stem(
+            stem, feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, stem_pixels
+        )
         height, width = (-(-side // stem_stride) for side in (feature_height, feature_width))
         if module_norm != "none" and height * width == 1:
             raise ValueError(f"module_norm {module_norm} needs maps of more than one place, and the grid is 1x1")
-        pool = {"pool": classifier_pool, "pool_rest": classifier_pool_rest}
-        regular = {"norm": classifier_norm, "dropout": classifier_dropout}
         self.classifier = make_classifier(
-            (module_dim, height, width), classifier_projection, classifier_hidden, num_answers, **pool, **regular
+            (module_dim, height, width),
+            classifier_projection,
+            classifier_hidden,
+            num_answers,
+            classifier_pool,
+            classifier_pool_rest,
+            classifier_norm,
+            classifier_dropout,
         )
         self.placement: Placement | None = None
-        """The device of each part; None where they are all on one. `iep.models.build.place_parts` sets it."""
-        self._runs = family(modules).runs(self.program_tokens, scene)
+        """The device of each part; None if all are on one. `iep.models.build.place_parts` sets it."""
+        self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):
                 raise ValueError(f"program token {token!r} cannot name a module of the engine")
-            self.add_module(token, family(modules).make(token, module_dim, module_residual, module_norm))
+            self.add_module(token, self.module_set.make(token))
         if initialization == "kaiming":
             _kaiming_normal(self)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Children that a placement names: the stem, every function in the vocabulary's order, the classifier."""
+        """The names of the children that a placement names: the stem, the functions in the vocabulary's order, and the
+        classifier."""
         return STEM, *self._runs.values(), CLASSIFIER
+
+    @property
+    def makes_attentions(self) -> bool:
+        """Whether some module returns attentions that a penalty can count."""
+        return any(role is not None and role.is_penalized for role in self.roles)
 
     def planner(
         self,
@@ -135,22 +152,26 @@ class ExecutionEngine(nn.Module):
         attentions: bool = False,
         families: bool = False,
     ) -> Planner:
-        """`plan_programs` for this engine as it is placed, without its weights: cheap to send to the loader's workers.
+        """Return `plan_programs` for this engine as it is placed. It holds no weights: loader workers can have it.
 
         Args:
-            sharing: None to share where that is exact: in evaluation always, in training where no batch norm or
-                dropout makes a result depend on how often it is computed.
-            training: what the plans are for.
+            sharing: None to share where the results are exactly the same: in evaluation always, in training where no
+                batch norm or dropout makes a result depend on how often it is computed.
+            training: the plans are for training.
             attentions: as in `plan_programs`.
             families: schedule families of functions of one architecture, which differ only in their weights.
+
+        Raises:
+            ValueError: attentions are asked for, and the modules return none that a penalty counts.
         """
+        if attentions and not self.makes_attentions:
+            raise ValueError("the engine's modules return no attentions; those of the set tbd do")
         if sharing is None:
             layers = (layer for part in self.parts[:-1] for layer in getattr(self, part).modules())
             sharing = not training or not any(isinstance(layer, NOT_ROW_BY_ROW) for layer in layers)
         own = {
             "program_tokens": self.program_tokens,
-            "modules": self.family_name,
-            "scene": self.scene_kind,
+            "roles": self.roles,
             "placement": self.placement,
             "attentions": attentions,
             "families": self._families() if families else None,
@@ -166,31 +187,29 @@ class ExecutionEngine(nn.Module):
         attentions: bool = False,
         families: bool = False,
     ) -> ProgramPlan:
-        """The plan of (B, L) programs for this engine as it stands, on its devices; see `planner`, `plan_programs`."""
+        """Return the plan of (B, L) programs for this engine on its devices and in its mode; see `planner`."""
         device = next(self.parameters()).device
         planner = self.planner(batching, sharing, self.training, attentions, families)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
     def forward(self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False) -> torch.Tensor:
-        """(B, A) answer logits, on the device of the features.
+        """Return the answer logits, (B, A), on the device of the features.
 
         Args:
             features_NCHW: features of the images that the plan was made for.
-            plan: of the B programs, its tensors where the features are; see `Plan.to`.
+            plan: the plan of the B programs, with its tensors on the features' device; see `Plan.to`.
             defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
 
         Raises:
-            ValueError: the plan is for another kind of engine, for another number of images than there are features, or
-                of no program.
+            ValueError: the plan is for another kind of engine or for another number of images, or it has no program.
         """
         return self.look(features_NCHW, plan, defer_weight_grads)[0]
 
     def look(
         self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `forward` returns; and the sum of the attentions, on the same device, 0 if the plan was made without
-        them."""
-        if (plan.program_tokens, plan.modules, plan.scene) != (self.program_tokens, self.family_name, self.scene_kind):
+        """Return what `forward` returns, and the sum of the attentions, which is 0 if the plan was made without."""
+        if (plan.program_tokens, plan.roles) != (self.program_tokens, self.roles):
             raise ValueError("the plan was made for an engine with another vocabulary, other modules or another scene")
         if plan.placement != self.placement:
             raise ValueError("the plan was made for an engine that is placed on other devices")
@@ -206,20 +225,20 @@ class ExecutionEngine(nn.Module):
             return self.classifier(maps_BCHW).to(device), attention.to(device)
 
     def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, C, H, W) the programs' last maps, and the sum of the attentions."""
-        found = execute(calls, self._module_of_op(), family(self.family_name).inputs(stems_NCHW), defer)
+        """Return the programs' results, (B, C, H, W), and the sum of the attentions."""
+        inputs = self.module_set.scene_values(stems_NCHW)
+        modules = {op: getattr(self, token) for op, token in self._runs.items()}
+        found = execute(calls, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """(B, A) answer logits, one example and one module at a time: slow, to test `forward` against."""
-        run, modules = family(self.family_name).reference, self._module_of_op()
-        maps = [
-            run(program_L, self.program_tokens, self.scene_kind, modules, stem_1CHW)
-            for program_L, stem_1CHW in zip(programs_BL.tolist(), self.stem(features_BCHW).split(1), strict=True)
-        ]
-        return self.classifier(torch.cat(maps))
+        """Return the answer logits, (B, A), one module call at a time: slow, to compare `forward` with."""
+        trees = [program_tree([self.program_tokens[token] for token in row]) for row in programs_BL.tolist()]
+        stems = self.stem(features_BCHW).split(1)
+        results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
+        return self.classifier(torch.cat(results))
 
     def _families(self) -> dict[int, int]:
         """Return the family of every op that runs, numbered from the vocabulary's length on."""
@@ -228,13 +247,10 @@ class ExecutionEngine(nn.Module):
         kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
         return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
 
-    def _module_of_op(self) -> dict[int, nn.Module]:
-        return {op: getattr(self, token) for op, token in self._runs.items()}
-
 
 @contextmanager
 def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
-    """Compute on other devices in the precision that autocast gives on `device`."""
+    """Compute on other devices in the precision that autocast has on `device`."""
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if enabled else None
     with ExitStack() as stack:
@@ -243,13 +259,8 @@ def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iter
         yield
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-
-
 def _kaiming_normal(module: nn.Module) -> None:
-    """Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stand."""
+    """Draw Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stay as they are."""
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(part.weight)

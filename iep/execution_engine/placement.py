@@ -22,10 +22,11 @@ from torch import nn
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Call, Plan
 from iep.errors import InputError, nearest
-from iep.execution_engine.families import family
-from iep.execution_engine.family import ATTENTION, MAP, as_column
+from iep.execution_engine.program_graph import module_graph
+from iep.execution_engine.roles import MAP
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
+from iep.runtime.reading import read_yaml
 
 STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
@@ -92,7 +93,7 @@ class Costs:
     """What the forward pass of an engine's parts costs."""
 
     sizes: tuple[int, ...]
-    """How many numbers a value between modules has, by column: a map, an attention."""
+    """The number of numbers in a value between modules, by kind: a map, and an attention if there are any."""
     flops: Mapping[str, float]
     """Floating-point operations by part: for one image, one row of a call, or one question."""
     flops_of_op: Mapping[int, float]
@@ -188,10 +189,7 @@ def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> 
         InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
             `devices` or is there several times.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    content = read_yaml(path, "a placement")
     if not isinstance(content, dict):
         raise InputError(f"{path}: expected a YAML mapping from functions to devices, such as 'count: {devices[0]}'")
     for name in content:
@@ -222,7 +220,7 @@ def costs_of(engine: nn.Module, sample: Sample) -> Costs:
     if not sample.is_known:
         return Costs(sizes, flops, flops_of_op, None)
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
-    graph = family(engine.family_name).graph(programs_QL, tokens, engine.scene_kind, None)
+    graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
     calls |= {STEM: 1.0, CLASSIFIER: 1.0}
     return Costs(sizes, flops, flops_of_op, {part: calls[part] * flops[part] for part in engine.parts})
@@ -243,10 +241,13 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
         flops[part] = float(counter.get_total_flops())
         return result
 
-    own, map_1CHW = family(engine.family_name), run(STEM, features_1CHW)
-    for part in engine.parts[1:]:
-        run(part, *(as_column(column, map_1CHW) for column in ((MAP,) if part == CLASSIFIER else own.takes(part))))
-    return flops, tuple(as_column(column, map_1CHW).numel() for column in (MAP, ATTENTION))
+    map_1CHW = run(STEM, features_1CHW)
+    scene = engine.module_set.scene_values(map_1CHW)
+    for token in engine.parts[1:-1]:
+        role = engine.module_set.role(token)
+        run(token, *[map_1CHW] * role.reads_stem, *(scene[kind] for kind in role.arguments))
+    run(CLASSIFIER, map_1CHW)
+    return flops, tuple(value.numel() for value in scene.values())
 
 
 def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
@@ -269,7 +270,7 @@ def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what
         number_bytes: bytes of one number.
     """
     kinds, shares, total = [], [], 0.0
-    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=True)):
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
         rows = mean(rows_copied(plan, column) for plan in plans)
         if rows or column == MAP:
             kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")

@@ -1,6 +1,6 @@
 """Programs of a minibatch -> the plan of their module calls: graph, schedule and calls.
 
-A plan is made without tensors' values, so that the data loader's workers can make it; running one is `engine.py`'s.
+A plan is made without values of tensors, so that the data loader's workers can make it. `engine.py` runs it.
 
 Shapes: B programs, L program tokens, N images.
 """
@@ -16,31 +16,29 @@ from iep.batching.placement import make_placed_plan
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
-from iep.execution_engine.families import family
+from iep.execution_engine.choices import DEFAULT_SCHEDULER
 from iep.execution_engine.placement import Placement
-
-DEFAULT_SCHEDULER = "lookahead"
+from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramPlan:
-    """What the engine will run for a minibatch of programs; plain data, cheap to pickle."""
+    """What the engine will run for a minibatch of programs: plain data, cheap to pickle."""
 
     graph: Graph
     """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
-    programs' results, further ones attentions."""
+    programs' results, and further roots are attentions."""
     schedule: Schedule
     plan: Plan
     program_tokens: tuple[str, ...]
-    scene: str
-    modules: str
-    """With `program_tokens` and `scene`, what an engine must have to run it."""
+    roles: Roles
+    """The engine that runs the plan must have the same program tokens and roles."""
     num_images: int
-    """Images whose features it is for: N."""
+    """The number of images whose features the plan is for, N."""
     image_rows: torch.Tensor | None
     """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
     placement: Placement | None = None
-    """How an engine must be placed to run it; None for one device."""
+    """How the engine that runs the plan must be placed; None for one device."""
 
     def to(self, device: torch.device) -> "ProgramPlan":
         """Return the plan for features on `device`; where it is placed, each device's index tensors are there."""
@@ -56,59 +54,49 @@ class ProgramPlan:
 def plan_programs(
     programs_BL: np.ndarray | torch.Tensor,
     program_tokens: Sequence[str],
+    roles: Roles,
     image_rows_B: np.ndarray | torch.Tensor | None = None,
-    scene: str = "module",
     batching: str = DEFAULT_SCHEDULER,
     sharing: bool = True,
     placement: Placement | None = None,
-    modules: str = "iep",
     attentions: bool = False,
     families: Mapping[int, int] | None = None,
 ) -> ProgramPlan:
-    """The plan of (B, L) prefix programs, well-formed or not.
-
-    `<START>` is skipped; `<NULL>` and the end of the row stand for `scene`; tokens after the tree is complete are
-    ignored; other special tokens inside a tree are unary.
+    """Return the plan of (B, L) prefix programs, well-formed or not (`iep/programs.py` defines what they mean).
 
     Args:
         programs_BL: indices into `program_tokens`, numpy or torch.
+        roles: the role of every token, as `roles_of` returns them.
         image_rows_B: the row of each program's image in the features, the greatest being N - 1; None where program b
             is about image b.
-        scene: 'module', `scene` is a unary module on the stem's output (Johnson et al. 2017); or 'stem', it is that
-            output itself (Suarez & Zhu, section 1.2.2).
-        batching: name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
+        batching: the name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
         sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs the
             stem and all its functions for itself.
         placement: where every function runs; None for one device.
-        modules: name of the engine's family of modules in `iep.execution_engine.families.FAMILIES`.
-        attentions: the engine is to return the sum of the attentions too. One that several programs share counts for
-            each of them.
+        attentions: the engine is to return the sum of the attentions too. An attention that several programs share
+            counts once for each of them.
         families: by op, the number of its family, as `iep.batching.schedulers.make_schedule` takes them: one call then
             runs several functions of one architecture.
 
     Raises:
-        ValueError: a token is out of range, `scene`, `batching` or `modules` is unknown, the vocabulary lacks `scene`,
-            `image_rows_B` is not one row number for each program, a function that runs is not placed, or the modules
-            make no attentions.
+        ValueError: a token is out of range, the scheduler is unknown, the vocabulary lacks `scene`, `image_rows_B` is
+            not one row number for each program, a function that runs is not placed, or no role has attentions.
     """
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
     num_images = len(programs_BL) if rows is None else 1 + int(rows.numpy().max(initial=-1))
     stem_B = rows.numpy() if sharing and rows is not None else None
-    own = family(modules)
-    graph = own.graph(programs_BL, program_tokens, scene, stem_B)
+    graph = module_graph(programs_BL, program_tokens, roles, stem_B)
     if attentions:
-        if own.attentions is None:
-            raise ValueError(f"the modules {modules} make no attentions")
-        graph = replace(graph, roots=np.concatenate([graph.roots, own.attentions(graph, program_tokens)]))
+        graph = replace(graph, roots=np.concatenate([graph.roots, penalized(graph, roles)]))
     if sharing:
         graph, rows = share(graph), None
     schedule = make_schedule(graph, batching, families)
-    types = own.types(graph, program_tokens, len(programs_BL))
+    types = types_of(graph, roles, len(programs_BL))
     if placement is None:
         plan = make_plan(graph, schedule, types)
     else:
         plan = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
-    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), scene, modules, num_images, rows, placement)
+    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), roles, num_images, rows, placement)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
@@ -119,4 +107,4 @@ def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.
 
 
 Planner = Callable[..., ProgramPlan]
-"""(programs_BL, *, image_rows_B) -> ProgramPlan: `plan_programs` with its other arguments given."""
+"""`plan_programs` with all arguments given but (programs_BL, *, image_rows_B)."""

@@ -1,69 +1,61 @@
-"""One program about one image -> what each of its functions put out: to look inside of the engine.
+"""One program about one image -> the value of each of its functions, one module call at a time.
 
-Runs the family's one-example reference, so that the answer is the engine's own; not for speed. What the outputs are
-made into pictures by is `iep/asking/`.
+This is the slow twin of the batched engine, with which tests compare it, and it shows what happens inside the engine:
+`iep/asking/` draws the values. It walks the tree of `iep/programs.py` and uses nothing of `iep/batching/`.
 
 Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.families import family
+from iep.execution_engine.roles import MAP
 from iep.programs import ProgramTree, program_tree
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened when a program was run.
-
-    Attributes:
-        tree: the program as it was run.
-        outputs: of every node of the tree, in its order, (1, C, H, W), or (1, 1, H, W) for an attention; for one that
-            runs no module, what it hands on, or what its family takes for the scene. With autograd on, gradients of
-            `logits` by what modules put out can be taken.
-        logits: (1, A).
-    """
+    """The values of a program's functions."""
 
     tree: ProgramTree
     outputs: tuple[Tensor, ...]
+    """The value of every node in the tree's order, (1, C, H, W). A function without a module has the value of its first
+    argument, and a `scene` without a module is an attention if the engine has attentions. With autograd on, gradients
+    of `logits` with respect to them can be computed."""
     logits: Tensor
+    """(1, A)."""
 
 
-def trace(engine: ExecutionEngine, features_1CHW: Tensor, program_L: Sequence[int]) -> Trace:
-    """Run a program, well-formed or not, one function at a time, and keep what each puts out.
+def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) -> Trace:
+    """Run a program, well-formed or not, and keep the value of every function.
 
     Args:
-        engine: on one device; in evaluation mode for the answers that it gives elsewhere.
-        features_1CHW: of the image.
+        engine: an `ExecutionEngine` on one device; for the answers that it gives elsewhere, in evaluation mode.
+        features_1CHW: the image's features.
         program_L: indices into the engine's program tokens.
     """
     tree = program_tree([engine.program_tokens[token] for token in program_L])
-    calls: list[tuple[str, Tensor]] = []
+    outputs, result_1CHW = run_tree(engine, tree, engine.stem(features_1CHW))
+    return Trace(tree, tuple(outputs), engine.classifier(result_1CHW))
 
-    def recorded(token: str, module: nn.Module) -> Callable[..., Tensor]:
-        def run(*arguments: Tensor) -> Tensor:
-            calls.append((token, module(*arguments)))
-            return calls[-1][1]
 
-        return run
+def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the value of every node of a program's tree, and the map that the classifier reads, (1, C, H, W)."""
+    scene = engine.module_set.scene_values(stem_1CHW)
+    kinds: list[int | None] = [None] * len(tree.nodes)  # None: any, as the value of `scene`
+    values = [scene[max(scene)]] * len(tree.nodes)
 
-    own = family(engine.family_name)
-    runs = own.runs(engine.program_tokens, engine.scene_kind)
-    modules = {op: recorded(token, getattr(engine, token)) for op, token in runs.items()}
-    stem_1CHW = engine.stem(features_1CHW)
-    last_1CHW = own.reference(list(program_L), engine.program_tokens, engine.scene_kind, modules, stem_1CHW)
-    outputs: list[Tensor] = [own.scene(stem_1CHW)] * len(tree.nodes)
-    called = iter(calls)
-    for number in tree.post_order:  # the order of the calls
-        node = tree.nodes[number]
-        if node.token in runs.values():
-            token, outputs[number] = next(called)
-            assert token == node.token, (token, node)
+    def value(number: int, kind: int) -> Tensor:
+        return values[number] if kinds[number] == kind else scene[kind]
+
+    for number in tree.post_order:
+        node, role = tree.nodes[number], engine.module_set.role(tree.nodes[number].token)
+        if role is not None:
+            arguments = map(value, node.arguments, role.arguments)
+            values[number] = getattr(engine, node.token)(*[stem_1CHW] * role.reads_stem, *arguments)
+            kinds[number] = role.result
         elif node.arguments:
-            outputs[number] = outputs[node.arguments[0]]
-    assert next(called, None) is None
-    return Trace(tree, tuple(outputs), engine.classifier(last_1CHW))
+            kinds[number], values[number] = kinds[node.arguments[0]], values[node.arguments[0]]
+    return values, value(0, MAP)

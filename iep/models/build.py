@@ -1,11 +1,10 @@
-"""The networks that a model consists of: built from a config and the data's shapes, or loaded from a checkpoint.
+"""The networks of a model: built from settings and the data's shapes, or loaded from a checkpoint.
 
-A checkpoint keeps each network's constructor arguments beside its weights, so that loading needs no config. Names:
-`generator`, `engine`, and those of the baselines, `lstm`, `cnn_lstm`, `cnn_lstm_sa`, which are also those of their
-settings in a config; `NETWORKS` says which a model has.
+A checkpoint keeps the constructor arguments of each network beside its weights, so that loading needs no config. The
+networks are called `generator`, `engine`, `lstm`, `cnn_lstm` and `cnn_lstm_sa`, as their settings in a config are.
+`NETWORKS` lists those of each model.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from iep.baselines.cnn_lstm import CNNLSTMBaseline
-from iep.baselines.question_lstm import LSTMBaseline
-from iep.baselines.stacked_attention import StackedAttentionBaseline
-from iep.config import EngineConfig, GeneratorConfig, LstmConfig, to_dict
+from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
+from iep.config import Config, EngineConfig, GeneratorConfig, LstmConfig, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -52,25 +49,25 @@ FEATURE_SIDES = {
     "engine": ("feature_dim", "feature_height", "feature_width"),
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
-"""Of the networks that look, the constructor arguments that say which features they are made for."""
+"""The constructor arguments that say which features a network is made for, by network, for those that read any."""
 LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims"}
-"""Constructor arguments that say how many layers there are, or list the widths of them."""
+"""The constructor arguments that are a number of layers or a list of their widths."""
 VARIANCES, COUNTS = "running_var", "num_batches_tracked"
-"""How torch's batch norms name what is never below 0, and what is a whole number."""
+"""PyTorch's names of the buffers of batch norms that are never negative, and that are integers."""
 PARTS_WITH_WORDS = ("encoder", "rnn")
-"""What holds the words of a generator and of a baseline, as `--freeze` names it."""
+"""The parts that hold the word embeddings of a generator and of a baseline, as `--freeze` names them."""
 NEW_WORDS_STD = 0.01
-"""Of the new words' embeddings, as the original toolkit draws them."""
+"""The standard deviation of the embeddings of new words, as in the original toolkit."""
 Shape = tuple[int, int, int]
 
 
 def looks(names: Iterable[str]) -> bool:
-    """Does any of the networks read features?"""
+    """Return whether any of the networks reads features."""
     return any(name in FEATURE_SIDES for name in names)
 
 
 def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
-    """Constructor arguments of the program generator."""
+    """Return the constructor arguments of the program generator."""
     return {
         "num_question_tokens": len(vocab.question),
         "num_program_tokens": len(vocab.program),
@@ -79,7 +76,7 @@ def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
 
 
 def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: Shape) -> dict[str, Any]:
-    """Constructor arguments of the execution engine for features of shape (C, H, W)."""
+    """Return the constructor arguments of the execution engine for features of shape (C, H, W)."""
     return {
         "program_tokens": list(vocab.program),
         "num_answers": len(vocab.answer),
@@ -89,7 +86,7 @@ def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: Shape) -> d
 
 
 def baseline_kwargs(name: str, config: LstmConfig, vocab: Vocab, feature_shape: Shape | None) -> dict[str, Any]:
-    """Constructor arguments of a baseline for features of shape (C, H, W), which the LSTM does not see."""
+    """Return the constructor arguments of a baseline for features of shape (C, H, W), which the LSTM does not read."""
     return {
         "num_question_tokens": len(vocab.question),
         "num_answers": len(vocab.answer),
@@ -99,39 +96,40 @@ def baseline_kwargs(name: str, config: LstmConfig, vocab: Vocab, feature_shape: 
 
 
 def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
-    """What of (C, H, W) the network `name` is told."""
+    """Return the sides of (C, H, W) that the constructor of the network `name` takes."""
     return dict(zip(FEATURE_SIDES.get(name, ()), feature_shape or (), strict=False))
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The network `name` with new weights. It keeps its constructor arguments, `kwargs` and the defaults of those not
-    given, for its checkpoints, and its `recipe`: how the features were made that it was trained on, none so far.
+    """Return the network `name` with new weights.
+
+    Settings that `kwargs` lacks, such as those of an earlier version's checkpoint, have the defaults of `Config`. The
+    network keeps all of them in `kwargs`, for its checkpoints, and in `recipe` how the features that it was trained on
+    were computed, nothing so far.
 
     Raises:
         InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
     """
+    kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
         network = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
-    accepted = inspect.signature(CLASSES[name]).parameters.values()
-    network.kwargs = {each.name: kwargs.get(each.name, each.default) for each in accepted}
-    network.recipe = {}
+    network.kwargs, network.recipe = kwargs, {}
     return network
 
 
 def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Constructor arguments and weights of `networks`, for a checkpoint."""
+    """Return the constructor arguments and the weights of networks, for a checkpoint."""
     return {name: {"kwargs": net.kwargs, "weights": net.state_dict()} for name, net in networks.items()}
 
 
 def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Module:
-    """The network `name` of a loaded checkpoint; its `recipe` is how the features that it was trained on were made.
+    """Return the network `name` of a loaded checkpoint; its `recipe` says how its training features were computed.
 
     Raises:
-        InputError: the checkpoint holds other networks, arguments of which none can be built, weights that do not fit
-            them, one that is no number, not finite or a variance below 0 (names the first), or no recipe where one
-            stands.
+        InputError: the checkpoint holds other networks, arguments that cannot be built, weights that do not fit them or
+            are not finite, a negative variance, or a recipe that is not a mapping.
     """
     recipe = checkpoint.get("features")
     if not isinstance(recipe, Mapping | None):
@@ -150,7 +148,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out the random numbers of new weights; for those without memory torch would take seconds to start."""
+    """Skips the random initialization of weights, which takes PyTorch seconds to start on the device `meta`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -162,7 +160,7 @@ class _Unfilled(TorchFunctionMode):
 
 
 def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> None:
-    """Compare a checkpoint's settings with its weights, before they take time and memory."""
+    """Check that a checkpoint's settings fit its weights before a network of that size is allocated."""
     for key, value in weights.items():
         if isinstance(value, Tensor) and not (value.is_floating_point() or key.endswith(COUNTS)):
             dtype = str(value.dtype).removeprefix("torch.")
@@ -173,7 +171,7 @@ def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any],
             what = f"{count} layers of {DESCRIPTIONS[name]}, and there are {len(weights)} weights"
             raise InputError(f"{path}: {key} makes {what}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch does, of empty tensors, and that nothing is copied to the sketch
+        warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to the sketch
         try:
             with torch.device("meta"), _Unfilled():
                 sketch = build(name, kwargs)
@@ -197,7 +195,7 @@ def _short(error: Exception) -> str:
 
 
 def _check_numbers(network: nn.Module, name: str, path: Path | str) -> None:
-    """With such a weight or running statistic every answer would be NaN, or be the first one without a word."""
+    """Check weights and running statistics: with an invalid one, every answer would be NaN or the first answer."""
     for key, value in network.state_dict().items():
         is_good, expected = value.isfinite(), "finite numbers"
         if is_good.all() and key.endswith(VARIANCES):
@@ -214,10 +212,10 @@ def load_network(
     device: torch.device,
     add_words: Callable[[nn.Module, int], None] | None = None,
 ) -> nn.Module:
-    """The network `name` of the checkpoint at `path`, in evaluation mode.
+    """Return the network `name` of the checkpoint at `path`, in evaluation mode.
 
-    Where `vocab` has question words after all those of the checkpoint, `add_words`, unless None, is called with the
-    network and their number, to make it one for `vocab`.
+    If `vocab` has question words after all those of the checkpoint, `add_words` (unless None) is called with the
+    network and their number, to extend the network to `vocab`.
 
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
@@ -226,7 +224,7 @@ def load_network(
 
 
 def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Module:
-    """The baseline of the checkpoint at `path`, of whichever kind, in evaluation mode.
+    """Return the baseline of any kind in the checkpoint at `path`, in evaluation mode.
 
     Raises:
         InputError: as `load_network`, or the checkpoint holds no baseline.
@@ -239,8 +237,8 @@ def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Mo
 
 
 def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
-    """An engine with the same weights and `norm` in its modules, where it has the other of 'batch' and 'example'; the
-    engine itself where it has none, or that one, or `norm` is 'none'."""
+    """Return an engine with the same weights and `norm` in its modules, if the engine has the other one of 'batch' and
+    'example'; otherwise the engine itself."""
     if {norm, engine.kwargs.get("module_norm")} != {"batch", "example"}:
         return engine
     other = build("engine", engine.kwargs | {"module_norm": norm})
@@ -267,7 +265,7 @@ def _from_checkpoint(
 
 
 def _describe(checkpoint: Mapping[str, Any]) -> str:
-    """The networks of a loaded checkpoint, in words."""
+    """Return the networks of a loaded checkpoint in words."""
     return ", ".join(DESCRIPTIONS.get(name, name) for name in checkpoint.get("networks", {})) or "no network"
 
 
@@ -275,15 +273,18 @@ MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": to
 
 
 def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
-    """`network` on `device`, its convolutions in a format of `MEMORY_FORMATS`; None for channels last on a CPU, where
-    they are faster so (`iep-bench engine --memory-format` compares), and channels first elsewhere."""
+    """Move a network to a device, its convolutions in a format of `MEMORY_FORMATS`, and return it.
+
+    None is channels last on a CPU, where convolutions are then faster (`iep-bench engine --memory-format` compares
+    them), and channels first elsewhere.
+    """
     if memory_format is None:
         memory_format = "channels-last" if device.type == "cpu" else "channels-first"
     return network.to(device, memory_format=MEMORY_FORMATS[memory_format])
 
 
 def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
-    """Move each part of `engine` to its device, in a memory format as `place` gives it; returns the engine."""
+    """Move each part of an engine to its device, in a memory format as for `place`, and return the engine."""
     for part in engine.parts:
         place(getattr(engine, part), placement.device(part), memory_format)
     engine.placement = placement
@@ -293,7 +294,7 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
 def place_engine(
     engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
 ) -> Costs:
-    """Place the parts of `engine` as `--placement` and `--devices` say; returns what they cost for the sample.
+    """Place the parts of an engine as `--placement` and `--devices` say, and return their costs for the sample.
 
     Raises:
         InputError: as `make_placement`.
@@ -304,7 +305,10 @@ def place_engine(
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:
-    """Compare the vocabularies that the network `name` depends on; `source` is where the `given` one is from.
+    """Compare the vocabularies that the network `name` depends on.
+
+    Args:
+        source: where the `given` vocabulary is from, for messages.
 
     Raises:
         InputError: they differ; names the first index where they do.
@@ -326,7 +330,7 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, sourc
 
 
 def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -> None:
-    """Compare the feature shape that the network, one that looks, was built for with the data's.
+    """Check that features have the shape that a network was built for.
 
     Raises:
         InputError: they differ.
@@ -338,18 +342,19 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
 
 
 def describe_other_features(network: nn.Module, features: Features) -> str | None:
-    """A line where the features were made otherwise than those that the network, one that looks, was trained on, as far
-    as both are recorded; the dtype in which they are stored does not count."""
+    """Return a line if the features were computed differently from those that a network was trained on, as far as both
+    are recorded, or None. The dtype in which they are stored does not matter."""
     both = sorted(network.recipe.keys() & features.recipe.keys() - {"dtype"})
     others = [key for key in both if network.recipe[key] != features.recipe[key]]
     if not others:
         return None
     parts = ", ".join(f"{key} {features.recipe[key]} instead of {network.recipe[key]}" for key in others)
-    return f"{features.path}: made otherwise than the features that {DESCRIPTIONS[_name(network)]} learnt on: {parts}"
+    what = DESCRIPTIONS[_name(network)]
+    return f"{features.path}: computed differently from the features that {what} was trained on: {parts}"
 
 
 def features_shape(network: nn.Module) -> tuple[int, ...]:
-    """What of (C, H, W) a network that looks was built for."""
+    """Return the sides of (C, H, W) that a network was built for."""
     return tuple(network.kwargs[side] for side in FEATURE_SIDES[_name(network)])
 
 
@@ -358,13 +363,13 @@ def _name(network: nn.Module) -> str:
 
 
 def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:
-    """Give the network `name`, a generator or a baseline, N = `count` more question words, ready to learn these.
+    """Add embeddings of N = `count` new question words to the network `name`, a generator or a baseline.
 
     Johnson et al. 2017 (Inferring and Executing Programs, section 4.5) fine-tune on questions that people asked, in
     words that CLEVR does not have. `iep-preprocess --expand-vocab` puts such words after the old ones.
 
-    The embeddings (V, E) become (V + N, E): the old rows bit for bit as they were, the new ones normal with a standard
-    deviation of 0.01, a function of `seed`. The network's `kwargs` say so too.
+    The embeddings (V, E) become (V + N, E). The old rows keep their bits, and the new ones are normal with a standard
+    deviation of 0.01, drawn with `seed`. The network's `kwargs` are updated.
     """
     words = _embedding(network, name)
     generator = torch.Generator().manual_seed(seed)

@@ -1,11 +1,10 @@
 """Pixels -> features: a torchvision ResNet up to a stage, or patches of the pixels themselves.
 
-A backbone is plain data (which one, and its settings); its `extractor` is a function of pixels, its `recipe` what a
-features file and the checkpoints of who learns from it record, and `backbone_of` finds it again by that.
+A backbone is plain data: which one, and its settings. Its `extractor` is a function of pixels. Its `recipe` is recorded
+in features files and in the checkpoints of models trained on them; `backbone_of` returns the backbone of a recipe.
 Shapes: B images, C H W features.
 """
 
-import pickle
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,14 @@ from torch.nn import functional
 from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
 from iep.preprocess.recipe import Recipe, file_digest
+from iep.runtime.reading import reading
 
 GRID = 14
+MAX_IMAGE_SIZE = 4096
+"""Pixels to a side; the features of larger images would not fit into memory."""
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 RANDOM_WEIGHTS = "random, outputs of order 1"
-"""With the seed: how `randomize` is recorded; torchvision's own random weights were `random` alone."""
+"""How the weights of `randomize` are recorded, with the seed after it."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -116,7 +118,7 @@ class ResNet:
                 return models.get_model(self.name, weights="IMAGENET1K_V1")
             except (OSError, RuntimeError) as error:
                 raise InputError(
-                    f"the weights of {self.name} cannot be downloaded ({error}); --weights FILE takes a state dict"
+                    f"the weights of {self.name} cannot be downloaded ({error}); give a state dict with --weights FILE"
                 ) from None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -129,29 +131,30 @@ class ResNet:
 
 
 def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Patches | ResNet:
-    """The backbone that a features file was made by, of what the file records: `recipe()` of it, perhaps with more.
+    """Return the backbone whose `recipe()` is among what a features file records.
 
     Args:
-        recipe: of the file.
-        weights: a file of a ResNet's weights, where the recipe names one by its digest; or to take for torchvision's.
+        recipe: what the file records.
+        weights: a file with a ResNet's weights; needed if the recipe names one by its digest, and otherwise used
+            instead of torchvision's.
 
     Raises:
-        InputError: the recipe is of something else, or needs a file of weights, or that file is another one.
+        InputError: the recipe is not that of a backbone, or needs a file of weights, or was made with another file.
     """
     name, recorded = recipe.get("backbone"), str(recipe.get("weights"))
     if name == "patches":
         if weights is not None:
             raise InputError("the features are patches of pixels, for which there are no weights")
-        backbone = Patches(_whole(recipe, "patch_size"))
+        backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         if weights is None and recorded.startswith("file "):
             raise InputError(f"the weights of {name} were those of a {recorded} (its SHA-256): give --weights FILE")
         chosen = weights or ("random" if seed else "default")
-        size = {"stage": _whole(recipe, "stage", most=4), "image_size": _whole(recipe, "image_size")}
+        size = {"stage": _whole(recipe, "stage", most=4), "image_size": _whole(recipe, "image_size", MAX_IMAGE_SIZE)}
         backbone = ResNet(name, weights=chosen, seed=int(seed[1]) if seed else 0, **size)
     else:
-        raise InputError(f"features by backbone {name!r}, which this version does not know")
+        raise InputError(f"the features were made by the backbone {name!r}, which this version does not know")
     trusted = {"weights"} if recorded == DEFAULT_WEIGHTS and weights is not None else set()
     for key, value in backbone.recipe().items():
         if key not in trusted and recipe.get(key) != value:
@@ -159,7 +162,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Pat
     return backbone
 
 
-def _whole(recipe: Mapping[str, object], key: str, most: int = 2**16) -> int:
+def _whole(recipe: Mapping[str, object], key: str, most: int) -> int:
     value = recipe.get(key)
     if not isinstance(value, int) or not 1 <= value <= most:
         raise InputError(f"the features were made with {key} {value}, expected a whole number from 1 to {most}")
@@ -168,13 +171,13 @@ def _whole(recipe: Mapping[str, object], key: str, most: int = 2**16) -> int:
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
-    """Draw a torchvision ResNet's convolutions, so that features are about as large as pretrained weights make them.
+    """Initialise a torchvision ResNet at random, so that its features are about as large as with pretrained weights.
 
-    torchvision's own random weights are for training, where batch norms take the statistics of the batch. Here these
-    norms do nothing, having none, so that features grew with every block, to millions in resnet152. Two things keep
-    them of order 1: convolutions that keep the size of what they are given (He et al. 2015, equation 10: `fan_in`;
-    torchvision's keep that of gradients), and branches that are scaled, by the last batch norm's weight, to 1 /
-    sqrt(2 n) in a stage of n blocks, whose sum so grows no more than e-fold, however many there are.
+    torchvision's own random weights are for training, where batch norms use the statistics of the batch. Here batch
+    norms do nothing, so features would grow with every block, to millions in resnet152. Two things keep them of order
+    1: convolutions that preserve the variance of their input (He et al. 2015, equation 10: `fan_in`; torchvision's
+    preserve that of gradients), and residual branches that are scaled, by the last batch norm's weight, by 1 /
+    sqrt(2 n) in a stage of n blocks, whose sum therefore grows at most e-fold.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -186,7 +189,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def _torchvision_models():
-    """torchvision.models, imported only for those who need it: patches do without torchvision."""
+    """Import torchvision only for ResNets; patches do not need it."""
     try:
         import torchvision
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
@@ -208,27 +211,15 @@ def _trunk(model: nn.Module, stage: int) -> nn.Sequential:
 
 
 def _load_weights(model: nn.Module, path: Path, name: str, stage: int) -> None:
-    """Load a state dict into the parts of `model` up to `stage`; what the file holds beyond must still be this model's.
+    """Load a state dict, which must hold the parts of `model` up to `stage`, and nothing that is not this model's.
 
     Raises:
-        InputError: the file is missing, no state dict, or that of another network (names the first entry that differs).
+        InputError: as `reading`, or it is the state dict of another network.
     """
-    try:
+    with reading(path, f"a state dict of {name}"):
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file, expected a state dict of {name}") from None
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path}: not a state dict of {name} ({str(error).splitlines()[0]})") from None
-    if not isinstance(found, Mapping):
-        raise InputError(f"{path}: not a state dict of {name}, but a {type(found).__name__}")
-    expected = model.state_dict()
-    for key, value in found.items():
-        if key not in expected:
-            raise InputError(f"{path}: not a state dict of {name}: it has {key!r}, which {name} has not")
-        if not isinstance(value, torch.Tensor) or value.shape != expected[key].shape:
-            shape = tuple(getattr(value, "shape", ()))
-            raise InputError(f"{path}: {key!r} is {shape}, expected {tuple(expected[key].shape)} for {name}")
-    for key in expected:
-        if key.partition(".")[0] in _parts(stage) and key not in found and not key.endswith("num_batches_tracked"):
-            raise InputError(f"{path}: not a state dict of {name}: {key!r} is missing")
-    model.load_state_dict(found, strict=False)
+        differences = model.load_state_dict(found, strict=False)
+        missing = [key for key in differences.missing_keys if key.partition(".")[0] in _parts(stage)]
+        if differences.unexpected_keys or missing:
+            what = f"{missing[0]!r} is missing" if missing else f"{differences.unexpected_keys[0]!r} is not part of it"
+            raise InputError(f"not a state dict of {name}: {what}")

@@ -1,6 +1,6 @@
-"""The images of a split -> {split}_features.h5: decode, resize, run the backbone, write, batch by batch.
+"""The images of a split -> {split}_features.h5: decode, resize, run the backbone and write, batch by batch.
 
-Memory holds a bounded number of batches, whatever the number of images. The parts are `images.py`, `backbones.py` and
+The memory needed does not depend on the number of images. The parts are `images.py`, `backbones.py` and
 `write_features.py`.
 """
 
@@ -32,29 +32,29 @@ def preprocess_features(
     flush_seconds: float = 5.0,
     verify: bool = False,
 ) -> None:
-    """Write `{split}_features.h5` in `out` for the images of some splits, row i from image i.
+    """Write `{split}_features.h5` to `out` for the images of some splits, row i from image i.
 
-    Every file that stands there is checked before any is made; what is done is skipped. An interrupted run is taken up
-    where it stopped: the finished file is the same bytes as without interruption if the batch size and the device are
-    the same too (a ResNet's last bits depend on them). The processes that torchrun starts share the batches, and write
-    the same bytes as one.
+    All existing files are checked before any is made; finished ones are skipped. An interrupted run is resumed where it
+    stopped. The finished file then has the same bytes as without interruption, provided that the batch size and the
+    device are the same (a ResNet's last bits depend on them). The processes that torchrun starts share the batches, and
+    write the same bytes as one process.
 
     Args:
         images: split -> N image files.
-        out: gets files with a data set `features` (N, C, H, W).
-        backbone: what makes the features.
+        out: directory of the files, each with a dataset `features` (N, C, H, W).
+        backbone: computes the features.
         dtype: `float32` or `float16`, of the stored features.
-        device: where the backbone runs.
-        batch_size: images run at once.
-        workers: processes that decode images; 0 decodes in this one.
+        device: the device on which the backbone runs.
+        batch_size: number of images in a batch.
+        workers: number of processes that decode images; 0 decodes in this one.
         overwrite: replace files, finished or not, that were made otherwise.
-        say: gets one line for each file.
-        flush_seconds: at most this much work, and a batch, is lost when the process is killed.
-        verify: read what is done already, and see that it is undamaged.
+        say: is called with one line for each file.
+        flush_seconds: at most this much work, and one batch, is lost if the process is killed.
+        verify: read the files that are already done, and check that they are undamaged.
 
     Raises:
         InputError: an image cannot be read, a file was made otherwise or is damaged, the disk or the device is too
-            small, the weights do not fit, or features are not finite numbers in `dtype`.
+            small, the weights are those of another network, or features are not finite numbers in `dtype`.
         OSError: a file cannot be written (names it).
     """
     recipe = main_first(lambda: {**backbone.recipe(), "dtype": dtype})
@@ -82,11 +82,11 @@ def preprocess_features(
 def image_features(
     path: Path, backbone: Patches | ResNet, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """(1, C, H, W) float32 features of one image, with the values that `preprocess_features` stores as `dtype`.
+    """Return the (1, C, H, W) float32 features of one image, with the values that are stored as `dtype`.
 
     Raises:
-        InputError: the image cannot be read, the device is too small, the weights do not fit, or features are not
-            finite numbers in `dtype`.
+        InputError: the image cannot be read, the device is too small, the weights are those of another network, or
+            features are not finite numbers in `dtype`.
     """
     pixels_1CHW = torch.from_numpy(read_image(path, backbone.image_size).copy()).unsqueeze(0)
     features_1CHW = _run(backbone.extractor(torch.device(device)), pixels_1CHW)
@@ -96,7 +96,7 @@ def image_features(
 def _undone(
     files: Mapping[Path, Sequence[Path]], recipe: Recipe, overwrite: bool, verify: bool
 ) -> dict[Path, tuple[str, ...]]:
-    """The features files that are to be made, with the listing of their images; what is done is cleared up after."""
+    """Return the features files that are to be made, with the listing of their images; clear up after the others."""
     listings = {path: listing(images) for path, images in files.items()}
     todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
     for path in listings.keys() - todo.keys():
@@ -112,13 +112,13 @@ def _write_rows(
     extract: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
 ) -> Iterator[int]:
-    """Write what is left of the rows: in each round every process makes one batch of `pixels`, while there are any.
+    """Write the remaining rows; in each round, every process makes one of the remaining batches of `pixels`.
 
     Yields:
-        How many rows are complete, after each round.
+        The number of complete rows, after each round.
 
     Raises:
-        InputError: in any process an image cannot be read or its features not be stored; all rows before it are.
+        InputError: in any process an image cannot be read or its features cannot be stored; all rows before it are.
         OSError: rows cannot be written.
     """
     for start in range(rows.count, len(paths), batch_size * world_size()):
@@ -139,14 +139,14 @@ def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Ten
     except torch.OutOfMemoryError:
         batch_size = len(pixels_BCHW)
         raise InputError(
-            f"not enough memory on the device for {batch_size} images at once: lower --batch-size"
+            f"not enough memory on the device for a batch of {batch_size} images: lower --batch-size"
         ) from None
 
 
 def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:
     stored_BCHW = features_BCHW.to(dtype)
-    lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, takes no memory of its own
+    lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, allocates no memory
     if not (lowest.isfinite() and highest.isfinite()):
         largest = features_BCHW.abs().max().item()
-        raise InputError(f"{first}: this image or one after it has features up to {largest:.4g}, not finite in {dtype}")
+        raise InputError(f"{first}: the features of its batch are up to {largest:.4g}, not finite in {dtype}")
     return stored_BCHW.cpu().numpy()

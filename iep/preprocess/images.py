@@ -3,7 +3,6 @@
 Shapes: B images of a batch, 3 colours, H = W = the size in pixels. Normalising is the backbone's.
 """
 
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,59 +13,50 @@ from torch.utils.data import DataLoader, Dataset
 
 from iep.data.loader import worker_options
 from iep.errors import InputError
+from iep.runtime.reading import reading
 from iep.runtime.signals import waited_for
 
 _OF_16_BITS = ("PNG", "PPM")
-"""Kinds of files whose grey has 16 bits at most, though Pillow may hold it in 32 (mode I)."""
+"""Formats whose grey has at most 16 bits, though Pillow may store it in 32 (mode I)."""
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image as it is meant to be looked at, decoded to RGB: turned as its EXIF data say, 16 bits of grey made 8.
+    """Decode an image to RGB as it is meant to be seen: rotated by its EXIF data, and 16 bits of grey scaled to 8.
 
     Raises:
-        InputError: the file is missing, truncated or no image, or its numbers have no greatest one that is white.
+        InputError: the file is missing, truncated or not an image, or its pixels are numbers without a maximum, so that
+            it is unknown which one is white.
     """
-    try:
-        with Image.open(path) as image:
-            return _rgb(ImageOps.exif_transpose(image), image.format, path)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file, expected an image") from None
-    except InputError:
-        raise
-    except (OSError, SyntaxError, ValueError, EOFError, zlib.error, Image.DecompressionBombError) as error:
-        raise InputError(f"{path}: cannot be read as an image ({error})") from None
+    with reading(path, "an image"), Image.open(path) as image:
+        return _rgb(ImageOps.exif_transpose(image), image.format)
 
 
-def _rgb(image: Image.Image, kind: str, path: Path) -> Image.Image:
-    """`image`, read of a file of that kind, in RGB; Pillow itself would take all that is above 255 for white.
-
-    Raises:
-        InputError: as `open_image` says.
-    """
+def _rgb(image: Image.Image, kind: str) -> Image.Image:
+    """Convert `image`, from a file of that kind, to RGB; Pillow itself would make everything above 255 white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in _OF_16_BITS):
         grey_HW = np.asarray(image).astype(np.int64)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8)).convert("RGB")  # 65535 / 255 is 257
     if image.mode in ("I", "F"):
         numbers = "whole numbers of 32 bits" if image.mode == "I" else "fractions"
         raise InputError(
-            f"{path}: an image of {numbers} (mode {image.mode}), which do not say what is white; expected 8 or 16 bits"
+            f"is an image of {numbers} (mode {image.mode}), which do not tell what is white; expected 8 or 16 bits"
         )
     return image.convert("RGB")
 
 
 def read_image(path: Path, size: int) -> np.ndarray:
-    """(3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation whatever its proportions.
+    """Return the (3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation to a square.
 
     Raises:
-        InputError: the file is missing, truncated or no image.
+        InputError: as `open_image`.
     """
     pixels = open_image(path).resize((size, size), Image.Resampling.BICUBIC)
     return np.asarray(pixels).transpose(2, 0, 1)
 
 
 class _Batches(Dataset):
-    """Batch b holds images b * batch_size and on. A bad image gives its InputError as the item: raised in a worker
-    process it would arrive wrapped in that process's traceback."""
+    """Batches of images. A bad image gives its InputError as the item: raised in a worker process, it would arrive
+    wrapped in that process's traceback."""
 
     def __init__(self, paths: Sequence[Path], size: int, batch_size: int) -> None:
         self.paths, self.size, self.batch_size = paths, size, batch_size

@@ -1,13 +1,12 @@
-"""Question tokens to program tokens: greedily, by sampling or by beam search, in whole minibatches.
+"""Question tokens -> program tokens: greedily, by sampling or by beam search, in whole minibatches.
 
-Every function returns programs that begin with `<START>`, end with `<END>` and are padded with `<NULL>` on
-the right. `max_length` counts all tokens, `<START>` and `<END>` too; greedily and by sampling, a program that
-has not ended by then is cut off there, without `<END>`. The matrix is as wide as its longest program.
-Sampling and beam search never choose `<NULL>` or `<START>` (the other tokens' probabilities are scaled up to
-sum to one), so that padding is always padding; greedy decoding takes the greatest logit whatever it is, as
-the original toolkit does.
+Every function returns programs that begin with `<START>`, end with `<END>` and are padded with `<NULL>` on the right.
+The matrix is as wide as its longest program. `max_length` counts all tokens, `<START>` and `<END>` included; a program
+that has not ended by then is cut off without `<END>`, except in beam search. Sampling and beam search never choose
+`<NULL>` or `<START>`: the probabilities of the other tokens are scaled to sum to 1. Greedy decoding takes the greatest
+logit, whichever token it is, as the original toolkit does.
 
-Legend: B examples, T question tokens, L program tokens, V program vocabulary, K beams, H hidden units.
+Shapes: B examples, T question tokens, L program tokens, V program vocabulary, K beams, H hidden units.
 """
 
 from collections.abc import Callable
@@ -26,15 +25,14 @@ def _check_max_length(max_length: int) -> None:
 
 
 def _program_log_softmax(logits: Tensor) -> Tensor:
-    """Log probabilities over the last dimension, minus infinity for `<NULL>` and `<START>`; at least float32."""
+    """Return log probabilities over the last dimension, with minus infinity for `<NULL>` and `<START>`."""
     never = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     never[NULL] = never[START] = True
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return precise.masked_fill(never, -torch.inf).log_softmax(-1)
+    return logits.masked_fill(never, -torch.inf).log_softmax(-1)
 
 
 def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
-    """(B, L) programs whose every next token is `choose(logits_BV)`, until all rows have ended."""
+    """Return (B, L) programs in which every next token is `choose(logits_BV)`, until all rows have ended."""
     previous_B = encoding_BH.new_full((len(encoding_BH),), START, dtype=torch.long)
     finished_B = torch.zeros_like(previous_B, dtype=torch.bool)
     columns, state = [previous_B], None
@@ -48,7 +46,7 @@ def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callab
 
 @torch.no_grad()
 def greedy(model: Seq2Seq, questions_BT: Tensor, max_length: int) -> Tensor:
-    """(B, L) programs: at every step the likeliest token.
+    """Return (B, L) programs: at every step the likeliest token.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -64,15 +62,15 @@ def sample(
     temperature: float = 1.0,
     uniform_BL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Programs drawn from the generator, and the log probability of each, through which gradients flow.
+    """Draw programs from the generator, and return them with the log probability of each, which has gradients.
 
-    This is the policy of REINFORCE (Williams 1992; Johnson et al. 2017, section 3.4). Tokens are drawn
-    without recording gradients; the drawn programs are then scored in one teacher-forced call. A generator
-    with dropout draws and scores with different units dropped, unless it is in evaluation mode.
+    This is the policy of REINFORCE (Williams 1992; Johnson et al. 2017, section 3.4). Tokens are drawn without
+    gradients, and the programs are then scored in one teacher-forced call. In training mode, a generator with dropout
+    drops different units when it draws and when it scores.
 
     Args:
-        temperature: divides the logits; below 1 sharpens the distribution, towards 0 it becomes greedy.
-        uniform_BL: (B, max_length or more) numbers from 0 to below 1 that decide what is drawn, column t the token t;
+        temperature: divides the logits; below 1 it sharpens the distribution, which becomes greedy towards 0.
+        uniform_BL: (B, max_length or more) numbers from 0 to below 1 that decide the draws, column t that of token t;
             None draws them.
 
     Returns:
@@ -97,17 +95,15 @@ def sample(
         cumulative_BV = _program_log_softmax(logits_BV / temperature).double().exp().cumsum(1)
         drawn_B = next(columns).double() * cumulative_BV[:, -1]
         drawn_B = torch.searchsorted(cumulative_BV, drawn_B.unsqueeze(1), right=True).squeeze(1)
-        return drawn_B.clamp(max=logits_BV.shape[1] - 1)  # of logits that are no numbers some token, of probability nan
+        return drawn_B.clamp(max=logits_BV.shape[1] - 1)  # NaN logits give some token, of probability NaN
 
     encoding_BH = model.encode(questions_BT)
     with torch.no_grad():
         programs_BL = _unroll(model, encoding_BH, max_length, draw)
-    # Autocast of torch before pytorch/pytorch#165068 goes on with weights that it cast without recording gradients.
-    torch.clear_autocast_cache()
     logits, _ = model.decode(encoding_BH, programs_BL[:, :-1])
     targets = programs_BL[:, 1:]
     log_probs = _program_log_softmax(logits / temperature)
-    # Padding is scored as <END>, whose log probability is finite, then masked: <NULL>'s is not.
+    # Padding is scored as <END>, whose log probability is finite, unlike that of <NULL>, and then masked.
     scored = torch.where(targets == NULL, END, targets)
     chosen = log_probs.gather(2, scored.unsqueeze(2)).squeeze(2)
     return programs_BL, chosen.masked_fill(targets == NULL, 0.0).sum(1)
@@ -115,14 +111,13 @@ def sample(
 
 @torch.no_grad()
 def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) -> tuple[Tensor, Tensor]:
-    """Likeliest programs by beam search over the whole minibatch.
+    """Return the likeliest programs, found by beam search over the whole minibatch.
 
-    At every step each question keeps the `beam_size` likeliest hypotheses. One that reaches `<END>` leaves its
-    place, and the likeliest of those that have left is the result. Scores are not normalised by length: what is
-    sought is the most probable program that ends within `max_length`. The last token is `<END>` there
-    whatever its probability, so no program is cut off. Search stops as soon as no hypothesis can overtake the
-    ended ones, as scores only fall. A beam of 1 gives greedy decoding's programs, where those end and hold no
-    `<NULL>` or `<START>`.
+    At every step each question keeps the `beam_size` likeliest hypotheses. A hypothesis that reaches `<END>` leaves the
+    beam, and the likeliest of those that have left is the result. Scores are not normalised by length: the search is
+    for the most probable program that ends within `max_length`, where the last token is always `<END>`. It stops as
+    soon as no hypothesis can overtake the ended ones, because scores only decrease. A beam of 1 gives the programs of
+    greedy decoding where those end and contain neither `<NULL>` nor `<START>`.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats.
@@ -139,7 +134,7 @@ def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) 
     rows_B = torch.arange(B, device=device)
     programs_BKL = torch.full((B, K, max_length), NULL, device=device)
     programs_BKL[:, :, 0] = START
-    scores_BK = torch.full((B, K), -torch.inf, device=device)  # minus infinity: the place is empty
+    scores_BK = torch.full((B, K), -torch.inf, device=device)  # minus infinity: no hypothesis
     scores_BK[:, 0] = 0.0
     best_B, best_BL = torch.full((B,), -torch.inf, device=device), programs_BKL[:, 0]
     state: State | None = None

@@ -1,9 +1,8 @@
-"""Right-padded token sequences to one vector each: embed, run an LSTM, take the state at the last real token.
+"""Right-padded token sequences -> one vector each: embeddings, an LSTM, and its state at the last real token.
 
-Shared by the program generator and the baselines, whose LSTMs are made here too. Covers neither decoding nor
-bidirectional LSTMs.
+The program generator and the baselines share this file, which also makes their LSTMs.
 
-Legend: B examples, T question tokens, H hidden units.
+Shapes: B examples, T question tokens, H hidden units.
 """
 
 import torch
@@ -13,19 +12,19 @@ from iep.vocab import NULL
 
 
 def make_lstm(in_dim: int, hidden_dim: int, num_layers: int, dropout: float) -> nn.LSTM:
-    """An LSTM over (B, T, in_dim). Dropout is between layers: torch warns where it is asked for with one alone."""
+    """Return an LSTM over (B, T, in_dim), with dropout between its layers if it has several."""
     dropout = dropout if num_layers > 1 else 0.0
     return nn.LSTM(in_dim, hidden_dim, num_layers, dropout=dropout, batch_first=True)
 
 
 def lengths(tokens_BT: Tensor) -> Tensor:
-    """(B,) lengths: the position after the last token that is not `<NULL>`; 0 where all are."""
+    """Return the lengths, (B,): the position after the last token that is not `<NULL>`, or 0."""
     positions_T = torch.arange(1, tokens_BT.shape[1] + 1, device=tokens_BT.device)
     return (positions_T * (tokens_BT != NULL)).amax(1)
 
 
 def trim(tokens_BT: Tensor) -> Tensor:
-    """Drop the columns on the right that hold nothing but `<NULL>`; at least one column stays.
+    """Return the tokens without the columns on the right that hold only `<NULL>`; at least one column remains.
 
     Raises:
         ValueError: `tokens_BT` is not a matrix with at least one column.
@@ -38,10 +37,10 @@ def trim(tokens_BT: Tensor) -> Tensor:
 
 
 def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
-    """(B, H) states of the top layer at each sequence's last real token, from zero initial states.
+    """Return the states of the top layer at each sequence's last real token, (B, H), from zero initial states.
 
-    The LSTM runs left to right over the padded matrix in one call: what lies right of the last real token
-    cannot reach the state that is taken. A sequence of padding alone gives the state after one `<NULL>`.
+    The LSTM runs over the padded matrix in one call. Padding comes after the state that is taken, and cannot change it.
+    A sequence of only padding gives the state after one `<NULL>`.
     """
     tokens_BT = trim(tokens_BT)
     states_BTH, _ = rnn(embed(tokens_BT))

@@ -12,9 +12,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep the memory that it frees, up to two gigabytes at its end, to use again.
+    """Have this process keep up to two gigabytes of freed memory for later allocations.
 
-    Does nothing where the user has set any of glibc's MALLOC_ variables, or the C library is another.
+    Does nothing if the user has set one of glibc's MALLOC_ variables, or the C library is not glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
@@ -22,6 +22,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(M_MMAP_MAX, 0)  # no mappings of their own: their threshold cannot be above 32 MB
+    mallopt(M_MMAP_MAX, 0)  # no separate mappings: the threshold for these cannot exceed 32 MB
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(M_TOP_PAD, 1 << 25)

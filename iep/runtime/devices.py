@@ -1,4 +1,4 @@
-"""The device a user names -> a torch device that is really there, what it computes in, and how much memory it took."""
+"""The name of a device -> an available torch device, the precision of its computations, and its peak memory."""
 
 import resource
 
@@ -9,8 +9,9 @@ from iep.runtime.distributed import local_rank, local_world_size, world_size
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU; anything else is torch's own naming. Of several
-    processes on a machine each takes its own for `auto` and `cuda`.
+    """Return the device of a name: `auto`, for the first CUDA device or else the CPU, or one of torch's names.
+
+    If several processes run on this machine, each gets a CUDA device of its own for `auto` and `cuda`.
 
     Raises:
         InputError: the name is not a device, or this machine has no such device.
@@ -19,7 +20,7 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and local_world_size() > 1:
         if name != "cuda":
-            raise InputError(f"device {name!r}: of a machine's processes each takes its own; give cuda, or nothing")
+            raise InputError(f"device {name!r}: each process of a machine uses a device of its own; give cuda or auto")
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
@@ -27,20 +28,19 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r}: not available here ({str(error).splitlines()[0]})") from None
     if world_size() > 1 and device.type == "cuda":
-        torch.cuda.set_device(device)  # the current device of this process, which libraries take
+        torch.cuda.set_device(device)  # the current device of this process, which libraries use
     if device.type == "meta":
-        raise InputError(f"device {name!r}: holds no values, nothing can be computed there")
+        raise InputError(f"device {name!r}: stores no values, so that nothing can be computed on it")
     return device
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """A context in which networks compute in `precision`, float32 or bfloat16; weights stay as they are."""
+    """Return a context in which networks compute in `precision`, float32 or bfloat16; weights do not change."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a CUDA device the most that tensors have taken there at one time, elsewhere the most that this process
-    has held in memory."""
+    """Return the peak memory in bytes: of tensors on a CUDA device, and otherwise of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,8 @@
-"""The processes of one job: who they are, what they tell each other, and how an error of one ends all, told once.
+"""The processes of one job: their ranks, what they exchange, and how an error of one ends all, reported once.
 
-Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands put their work
-inside `joined()`; what travels are small things on the CPU (gloo). Gradients are torch's DistributedDataParallel's.
-The functions below `Trouble` must be called by every process at the same places; with one process they do nothing but
-raise.
+Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands run inside
+`joined()` and exchange small objects on the CPU (gloo); gradients are left to torch's DistributedDataParallel. The
+functions below `Trouble` must be called by every process at the same points; with one process they only raise.
 """
 
 import os
@@ -23,7 +22,7 @@ from iep.errors import InputError
 from iep.runtime.signals import end_with_parent, unanswered
 
 PATIENCE_SECONDS = 600
-"""How long the first process waits for the others to come."""
+"""How long the first process waits for the others."""
 
 T = TypeVar("T")
 
@@ -111,32 +110,32 @@ def _is_lost_peer(error: RuntimeError) -> bool:
 
 
 def rank() -> int:
-    """This process's number among those of the job, 0 to `world_size()` - 1."""
+    """Return this process's number in the job, 0 to `world_size()` - 1."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes of the job, on all machines."""
+    """Return the number of processes of the job, on all machines."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Is this the process that writes files and speaks?"""
+    """Return whether this is the process that writes files and prints."""
     return rank() == 0
 
 
 def local_rank() -> int:
-    """This process's number among those on its machine."""
+    """Return this process's number among those on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
 
 
 def local_world_size() -> int:
-    """Number of processes of the job on this machine."""
+    """Return the number of processes of the job on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
 
 
 def torchrun_identity() -> str | None:
-    """Which torchrun has started this process: the same over its restarts, and no other's. None without one."""
+    """Return an identifier of the torchrun that started this process, the same over its restarts; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -145,17 +144,17 @@ def torchrun_identity() -> str | None:
 
 
 def barrier() -> None:
-    """Wait for all processes to come here."""
+    """Wait until all processes call this."""
     any_rank(False)
 
 
 def any_rank(flag: bool) -> bool:
-    """Is `flag` set in any process? All must ask, and get the same answer."""
+    """Return whether `flag` is set in any process; all processes get the same answer."""
     return bool(total(torch.tensor(int(flag))))
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values`, a tensor of one shape and dtype, over all processes; the same tensor everywhere."""
+    """Return the sum over all processes of `values`, which have the same shape and dtype in each."""
     if world_size() == 1:
         return values
     values = values.detach().clone()
@@ -164,7 +163,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather(value: T) -> list[T] | None:
-    """Every process's picklable `value` by rank, in rank 0; None in the others."""
+    """Return every process's picklable `value` by rank, in rank 0; None in the others."""
     if world_size() == 1:
         return [value]
     values: list[Any] | None = [None] * world_size() if is_main() else None
@@ -173,7 +172,7 @@ def gather(value: T) -> list[T] | None:
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's picklable `value`, in every process."""
+    """Return rank 0's picklable `value`, in every process."""
     if world_size() == 1:
         return value
     values = [value]
@@ -182,17 +181,17 @@ def broadcast(value: T) -> T:
 
 
 Trouble = tuple[int, Exception]
-"""Where in the work, and what went wrong there."""
+"""The position in the work at which something failed, and the error."""
 
 
 def first_trouble(trouble: Trouble | None) -> Trouble | None:
-    """The earliest trouble of any process, in every process."""
+    """Return the earliest trouble of any process, in every process."""
     troubles = gather(trouble)
     return broadcast(min(filter(None, troubles), key=lambda each: each[0], default=None) if is_main() else None)
 
 
 def end_with(error: Exception) -> None:
-    """End this process: the main one by raising `error`, which is told there, the others without a word.
+    """End this process: the main one by raising `error`, which is reported there, the others silently.
 
     Raises:
         Exception: `error`, in the main process.
@@ -204,7 +203,7 @@ def end_with(error: Exception) -> None:
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `make()` returns, or what it raises of errors that a user is told."""
+    """Return what `make()` returns, or the `InputError` or `OSError` that it raises."""
     try:
         return make(), None
     except (InputError, OSError) as error:
@@ -222,7 +221,7 @@ def raise_any(error: Exception | None) -> None:
 
 
 def main_first(make: Callable[[], T]) -> T:
-    """What `make()` returns; the main process makes its own first, so that others find what it leaves (a download).
+    """Return what `make()` returns; the main process calls it first, so that others find its files (a download).
 
     Raises:
         InputError: as `make` in any process.
@@ -237,7 +236,7 @@ def main_first(make: Callable[[], T]) -> T:
 
 
 def by_main(make: Callable[[], T]) -> T:
-    """What `make()` returns in the main process, the only one to call it; it must be picklable.
+    """Return what `make()` returns in the main process, which alone calls it; the result must be picklable.
 
     Raises:
         InputError: as `make`.
@@ -249,5 +248,5 @@ def by_main(make: Callable[[], T]) -> T:
 
 
 def on_one_machine() -> bool:
-    """Whether all processes of the job see the same disk cache."""
+    """Return whether all processes of the job use the same disk cache."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size()

@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all, JSON that is named when it cannot be read, and checksums of arrays.
+"""Write files whole or not at all, and compute checksums of arrays, by which damage is noticed.
 
-A checksum is a short number that changes when its array is damaged, kept in an HDF5 file beside what it is of.
+Reading the files that a user gives is `reading.py`.
 
 Shapes: N rows.
 """
@@ -19,16 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from iep.errors import InputError
-
 
 @contextmanager
 def os_errors_name(path: Path) -> Iterator[None]:
-    """Give an operating system error that names no file (a write that fails on an open one does not) the name `path`.
-
-    Raises:
-        OSError: as the block does.
-    """
+    """Name the file `path` in an `OSError` of the block that names no file, as that of a write to an open file."""
     try:
         yield
     except OSError as error:
@@ -38,14 +32,17 @@ def os_errors_name(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `target`; rename it onto `target` when the block ends well.
+def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path beside `target`, and rename it to `target` when the block ends without an error.
 
-    The temporary file is flushed to disk before the rename, and the directory after it; it is removed when the block
-    raises. So `target` holds either its old content or, for good when this returns, all of the new one.
+    The temporary file is removed when the block raises, so `target` holds either its old content or all of the new.
+
+    Args:
+        durable: flush the file to disk before the rename, and the directory after it, so that the new content survives
+            a power cut.
 
     Raises:
-        OSError: as the block does, its `filename` set to `target` where it had none or the temporary one.
+        OSError: the block or the rename failed; its `filename` is `target` instead of none or the temporary path.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +50,12 @@ def atomic_path(target: Path) -> Iterator[Path]:
     try:
         with os_errors_name(target):
             yield temporary
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
+            if durable:
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
             os.replace(temporary, target)
-            sync_directory(target.parent)
+            if durable:
+                sync_directory(target.parent)
     except OSError as error:
         if error.filename == str(temporary):
             error.filename, error.filename2 = str(target), None
@@ -66,8 +65,7 @@ def atomic_path(target: Path) -> Iterator[Path]:
 
 
 def sync_directory(directory: Path) -> None:
-    """See to it that the names of the files in `directory`, new or removed, survive a power cut, where the file system
-    can do that for a directory."""
+    """Flush the names of the files in `directory` to disk, if its file system can flush directories."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,9 +77,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_temporaries(directory: Path, name: str) -> None:
-    """Remove what killed processes left of `atomic_path` beside targets called `name`, a pattern.
+    """Remove the temporary files that killed processes left beside targets whose name matches the pattern `name`.
 
-    Only for who knows that no other process is writing them.
+    No other process may be writing these targets.
     """
     for left in directory.glob(".*.tmp"):
         if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have one of its own
@@ -89,10 +87,10 @@ def remove_temporaries(directory: Path, name: str) -> None:
 
 
 def check_writable(targets: Iterable[Path]) -> None:
-    """Before long work: make the targets' directories, and see that files can be written there under these names.
+    """Make the directories of `targets`, and check before long work that files with these names can be written.
 
     Raises:
-        OSError: one cannot; names it.
+        OSError: a target cannot be written (names it).
     """
     for target in targets:
         try:
@@ -119,55 +117,17 @@ def write_json(target: Path, value: Any, indent: int | None = None) -> None:
     write_bytes(target, (json.dumps(value, indent=indent) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    """The JSON value in the file `path`.
-
-    Raises:
-        InputError: the file is missing, a directory, not UTF-8, or not JSON (names the line and column).
-    """
-    text = read_json_text(path)
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise InputError(f"{path}: not usable JSON, it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise not_json(path, error) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise InputError(f"{path}: not usable JSON ({str(error).partition(';')[0]})") from None
-
-
-def read_json_text(path: Path) -> str:
-    """The text of a JSON file, not yet parsed.
-
-    Raises:
-        InputError: the file is missing, a directory, in a file instead of a directory, or not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise InputError(f"{path}: a directory, expected a JSON file") from None
-    except NotADirectoryError:
-        file = next(parent for parent in Path(path).parents if parent.exists())
-        raise InputError(f"{file}: a file, expected a directory with {Path(path).name}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text at byte {error.start}, expected JSON") from None
-
-
-def not_json(path: Path, error: json.JSONDecodeError) -> InputError:
-    """What is wrong with the JSON in the file `path`, as one line."""
-    return InputError(f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg})")
-
-
 def row_checksums(rows: np.ndarray) -> np.ndarray:
-    """(N,) uint32: CRC-32 of the bytes of each row of a C-contiguous array (N, ...)."""
+    """Return the (N,) uint32 CRC-32 of the bytes of each row of a C-contiguous array (N, ...)."""
     bytes_NB = rows.reshape(len(rows), -1).view(np.uint8)
     return np.fromiter((zlib.crc32(row_B) for row_B in bytes_NB), dtype=np.uint32, count=len(rows))
 
 
 def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """16 hexadecimal digits of the SHA-256 of integer arrays' names, shapes and values, in whatever order and width."""
+    """Return 16 hexadecimal digits of the SHA-256 of integer arrays' names, shapes and values.
+
+    The digest depends neither on the order of the arrays nor on the width of their integers.
+    """
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].shape} ".encode())

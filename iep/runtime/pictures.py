@@ -11,10 +11,10 @@ DPI = 150
 
 
 def save(figure: Figure, path: Path, dpi: float = DPI) -> None:
-    """Write `figure` to `path`, whole or not at all; its ending says which kind (.png, .svg, .pdf)."""
+    """Write `figure` to `path`, whole or not at all, in the format of its suffix (.png, .svg, .pdf)."""
     kind = path.suffix.removeprefix(".").lower()
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # The same bytes from the same figures: text as text, identifiers without chance, no date. Images each by itself.
+    # For the same bytes from the same figure: identifiers that are not random, and no date. Text remains text.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "iep", "image.composite_image": False}
     with rc_context(settings), atomic_path(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=dpi, bbox_inches="tight", metadata=dated.get(kind))

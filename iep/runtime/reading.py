@@ -37,7 +37,8 @@ def reading(path: Path | str, what: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         missing = Path(error.filename or path)
-        raise InputError(f"{missing}: no such file") from None
+        expected = f", expected {what}" if missing == path else ""
+        raise InputError(f"{missing}: no such file{expected}") from None
     except NotADirectoryError:
         parent = next(each for each in path.parents if each.exists())
         raise InputError(f"{parent}: is a file, expected a directory that holds {path.name}") from None

@@ -1,7 +1,7 @@
-"""A run's numbers over time: metrics.jsonl, one object a line, and the same as TensorBoard's events.
+"""A run's metrics over time: metrics.jsonl with one object per line, and the same numbers as TensorBoard events.
 
-Events are written in place rather than by TensorBoard's own writer, whose thread would meet a full disk where nobody
-can catch the error.
+Events are written here rather than by TensorBoard's own writer, which writes in a thread: there, nobody could catch the
+error of a full disk.
 """
 
 import json
@@ -25,9 +25,9 @@ Row = dict[str, float]
 
 
 class Records:
-    """Append rows of numbers to a run directory; a resumed run drops what was recorded after its checkpoint.
+    """Append rows of numbers to a run directory; a resumed run drops the rows after its checkpoint.
 
-    With `validation_due`, a checkpoint from before its step's validation, it drops that validation too.
+    With `validation_due`, the checkpoint is from before its step's validation, which is dropped as well.
     """
 
     def __init__(self, out: Path, step: int, validation_due: bool = False):
@@ -43,7 +43,7 @@ class Records:
         self._board_path = out / BOARD / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._board = _open_unbuffered(self._board_path)
         self._write_event(Event(file_version="brain.Event:2"))
-        # Tells TensorBoard to forget what an earlier part of this run wrote from that step on.
+        # Has TensorBoard drop the events of an interrupted run from that step on.
         self._write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
         for row in kept:
             if row["step"] == step:
@@ -61,7 +61,7 @@ class Records:
         self._show(row)
 
     def _show(self, row: Row) -> None:
-        """Put a row on the board."""
+        """Write a row as a TensorBoard event."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items() if name != "step"]
         self._write_event(Event(step=row["step"], summary=Summary(value=values)))
 
@@ -81,9 +81,9 @@ class Records:
 
 
 class _WholeWrites(FileIO):
-    """A file without a buffer, where a write that failed does not fail again on closing.
+    """A file without a buffer, so that a write that failed does not fail again on closing.
 
-    On a disk that is nearly full, the system writes a part and says how much; this writes the rest or raises.
+    If the system writes only a part, as on a disk that is nearly full, this writes the rest or raises.
     """
 
     def write(self, content: bytes) -> int:
@@ -102,14 +102,14 @@ def _line(row: Row) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a line that a kill or a full disk cut short is dropped.
+    """Return the rows of a metrics file, without lines that a kill or a full disk cut short.
 
     Raises:
         OSError: the file cannot be read.
     """
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
             if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)

@@ -1,9 +1,8 @@
 """Ctrl-C and SIGTERM -> one line and exit code 130 or 143, never in the middle of what must be done whole.
 
-Within `handled()` the first signal raises `Stopped` in the main thread, wherever that is; inside of `deferred()` it
-waits for the block's end, and in `waited_for` for what comes next. A second signal ends the process at once, which is
-what the system does by default. Saying the line and exiting is `cli/command.py`; what a stopped training run saves,
-`training/loop.py`.
+Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is. Inside `deferred()`
+it waits for the end of the block, and in `waited_for` for the next item. A second signal ends the process at once, as
+is the system's default. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ from typing import TypeVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 2.0
-"""Seconds that an item may still take to come after a signal."""
+"""Seconds for which an item is still waited for after a signal."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,7 +28,7 @@ _process: int | None = None
 
 
 class Stopped(BaseException):
-    """A signal asks this process to end. Not an `Exception`: nobody should go on after it."""
+    """A signal asks this process to end. It is not an `Exception`, so that no handler of errors continues after it."""
 
     def __init__(self, number: signal.Signals, outcome: str = ""):
         super().__init__(number, outcome)
@@ -41,12 +40,12 @@ class Stopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that ended by this signal."""
+        """The exit code that a shell reports for a process that this signal ended."""
         return 128 + self.number
 
 
 def quit_on_signals() -> None:
-    """From now on the first signal writes its line and ends the process: for the time before a command begins."""
+    """Have the first signal write its line and end the process, for the time before a command begins."""
 
     def end(number: int, frame: FrameType | None) -> None:
         stop = Stopped(signal.Signals(number))
@@ -59,9 +58,9 @@ def quit_on_signals() -> None:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Within it, a signal raises `Stopped`; afterwards signals do what they did before.
+    """Have a signal raise `Stopped` in the block, and restore the previous handlers afterwards.
 
-    Elsewhere than in the main thread, or inside of another `handled()`, it changes nothing.
+    It changes nothing in other threads than the main one, and inside another `handled()`.
     """
     global _asked, _process
     if threading.current_thread() is not threading.main_thread() or _process == os.getpid():
@@ -83,7 +82,7 @@ def handled() -> Iterator[None]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Do the block, which answers a `Stopped`, whole: no other is raised in it or at its end."""
+    """Complete the block, which handles a `Stopped`: no other is raised in it or at its end."""
     global _depth
     _depth += 1
     try:
@@ -94,7 +93,7 @@ def answering() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Do the block whole: a signal that arrives in it raises `Stopped` at its end, of nested blocks at the outermost's.
+    """Complete the block: a signal that arrives in it raises `Stopped` at its end, in nested blocks at the outermost's.
 
     Raises:
         Stopped: at the end of the block, unless it raises something else.
@@ -107,7 +106,7 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def unanswered() -> Iterator[None]:
-    """Within it, a signal ends the process at once, as the system does by default; only for the main thread."""
+    """Have a signal end the process at once in the block, as is the system's default; only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,14 +119,15 @@ def unanswered() -> Iterator[None]:
 
 
 def waited_for(items: Iterable[T]) -> Iterator[T]:
-    """The items, from worker processes say. A signal lets the next one come, so that nobody's talk is cut short, but
-    waits no longer than `PATIENCE`.
+    """Yield the items, such as those of worker processes.
+
+    After a signal, the next item is still waited for, up to `PATIENCE`, so that no transfer is cut short.
 
     Raises:
-        Stopped: instead of yielding the next item.
+        Stopped: instead of yielding the next item after a signal.
     """
     global _waiting
-    with deferred():  # a loader that is half made, its workers half begun, could not be ended in peace
+    with deferred():  # a loader whose workers are just starting could not be ended cleanly
         iterator, end = iter(items), object()
     while True:
         _waiting += 1
@@ -144,19 +144,19 @@ def waited_for(items: Iterable[T]) -> Iterator[T]:
 
 
 def asked() -> signal.Signals | None:
-    """The signal that has asked this process to stop, if one has."""
+    """Return the signal that has asked this process to stop, if there is one."""
     return _asked
 
 
 def _answer(number: int, frame: FrameType | None) -> None:
     global _asked
     if os.getpid() != _process:
-        return  # in a child that has not yet got handlers of its own: its parent decides when it ends
+        return  # in a child that does not yet have handlers of its own; its parent decides when it ends
     if _asked is not None:
         return  # only under torchrun, see below
     _asked = signal.Signals(number)
-    # torchrun sends SIGTERM to its processes, after a SIGINT or SIGTERM that they had already, too: there
-    # only Ctrl-C is a second signal. What does not end in half a minute torchrun kills.
+    # torchrun sends SIGTERM to its processes even after they got a SIGINT or SIGTERM; there, only Ctrl-C is a second
+    # signal. It kills processes that do not end in half a minute.
     for again in (signal.SIGINT,) if "TORCHELASTIC_RUN_ID" in os.environ else SIGNALS:
         signal.signal(again, signal.SIG_DFL)
     if _waiting and not _depth:
@@ -166,7 +166,7 @@ def _answer(number: int, frame: FrameType | None) -> None:
 
 
 def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
-    """Python drops an exception that a destructor or a callback raises, as it may be the one that runs just now."""
+    """Ask again if a destructor or a callback raised `Stopped`, since Python drops such exceptions."""
     if isinstance(lost.exc_value, Stopped):
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
@@ -183,7 +183,7 @@ def _ask_again(number: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Is a module being imported? Libraries that try an import and go on without it would swallow the exception."""
+    """Return whether a module is being imported; libraries that try an import would swallow the exception."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -192,5 +192,5 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the system send this process the signal `number` when its parent ends, in whatever way. Linux only."""
+    """Have the system send this process the signal `number` when its parent ends for any reason. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

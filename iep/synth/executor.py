@@ -1,7 +1,7 @@
-"""Programs run on a scene: what CLEVR's functions mean, with sets of objects as the bits of an integer.
+"""A program and a scene -> its answer: the meaning of CLEVR's functions, with sets of objects as bits of an integer.
 
-Follows the catalogue of functions in Johnson et al. 2017 (CLEVR), supplement. Bit i of a set stands for object i of
-the scenes file. Neither draws scenes nor words questions.
+Follows the catalogue of functions in Johnson et al. 2017 (CLEVR), supplement. Bit i of a set is object i of the scenes
+file.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ from iep.synth.world import ATTRIBUTES, RELATIONS, VALUES
 
 
 class IllPosedError(ValueError):
-    """The program has no answer on this scene: `unique` met none or several objects."""
+    """The program has no answer on this scene: `unique` got no object or several."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a scene. Sets are integers, bit i for object i.
+    """The facts of a scene. Sets are integers with bit i for object i.
 
-    `objects[i]` holds object i's values in the order of `ATTRIBUTES`; `having[attribute][value]` the set of objects
-    with the value; `related[relation][i]` the set that stands so to object i; `same[attribute][i]` the others like i.
+    `objects[i]` has the values of object i in the order of `ATTRIBUTES`; `having[attribute][value]` is the set of
+    objects with that value; `related[relation][i]` the set in that relation to object i; `same[attribute][i]` the set
+    of other objects with the same value.
     """
 
     objects: tuple[tuple[str, str, str, str], ...]
@@ -30,10 +31,10 @@ class Facts:
 
 
 def facts_of(scene: dict) -> Facts:
-    """The facts in one entry of a CLEVR scenes file.
+    """Return the facts in an entry of a CLEVR scenes file.
 
     Raises:
-        KeyError: the entry lacks objects, relationships or an object's attribute, or has an unknown value.
+        KeyError: objects, relationships or an object's attribute are missing, or a value is unknown.
     """
     objects = tuple(tuple(thing[attribute] for attribute in ATTRIBUTES) for thing in scene["objects"])
     having = {attribute: dict.fromkeys(VALUES[attribute], 0) for attribute in ATTRIBUTES}
@@ -52,12 +53,12 @@ def facts_of(scene: dict) -> Facts:
 
 
 def execute(program: Sequence[dict], facts: Facts) -> str:
-    """The answer of a JSON program on a scene, as CLEVR spells it: `yes`, `no`, `0` to `10`, or a value.
+    """Return the answer of a JSON program on a scene as CLEVR spells it: `yes`, `no`, `0` to `10`, or a value.
 
-    Accepts `type` for `function`, as the public question generator writes it.
+    A call may have the key `type` instead of `function`, as the public question generator writes it.
 
     Raises:
-        IllPosedError: `unique` met none or several objects.
+        IllPosedError: `unique` got no object or several.
         KeyError: a function is unknown.
     """
     results: list = []
@@ -68,10 +69,10 @@ def execute(program: Sequence[dict], facts: Facts) -> str:
 
 
 def only(objects: int) -> int:
-    """The index of the one object of a set.
+    """Return the index of the one object in a set.
 
     Raises:
-        IllPosedError: the set holds none or several.
+        IllPosedError: the set has no object or several.
     """
     if objects.bit_count() != 1:
         raise IllPosedError(f"unique of {objects.bit_count()} objects")
@@ -106,7 +107,7 @@ _PLAIN = {
 
 
 def spelled(result: int | bool | str) -> str:
-    """An answer as CLEVR v1.0 spells it; the public question generator has true, false and integers."""
+    """Return an answer as CLEVR v1.0 spells it; the public question generator has true, false and integers."""
     if isinstance(result, bool):
         return "yes" if result else "no"
     return str(result)

@@ -1,8 +1,8 @@
 """Descriptions of objects ("big red cube") and phrases ("big red cube left of the ball") as plain data, and in words.
 
-A phrase turns into prefix tokens of a program, and with a sentence's placeholders into English, synonyms drawn at
-random. The words are CLEVR's and no others (Johnson et al. 2017, CLEVR, supplement B). The placeholders are explained
-in `templates.py`; `question_generator.py` finds phrases.
+A phrase becomes prefix tokens of a program and, in the placeholders of a sentence, English with random synonyms. All
+words are CLEVR's (Johnson et al. 2017, CLEVR, supplement B). The placeholders are explained in `templates.py`;
+`question_generator.py` finds phrases.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from iep.synth.world import ATTRIBUTES, VALUES
 
 Description = tuple[str | None, str | None, str | None, str | None]
 
-# Every description: a value or None for each of ATTRIBUTES, 324 in all. The other tables go by a description's index.
+# Every description: a value or None for each of ATTRIBUTES, 324 in all. A description's index is its position here.
 DESCRIPTIONS: tuple[Description, ...] = tuple(product(*((None, *VALUES[attribute]) for attribute in ATTRIBUTES)))
 LENGTHS = tuple(sum(value is not None for value in description) for description in DESCRIPTIONS)
 MENTIONS = tuple(sum(1 << k for k in range(4) if description[k] is not None) for description in DESCRIPTIONS)
@@ -28,11 +28,11 @@ WITHIN = {
 
 @dataclass(frozen=True)
 class Phrase:
-    """A description of the objects that its links lead to: none (all of the scene), one, or two that must both hold.
+    """A description, and links that restrict the objects it applies to: none, one, or two that must both hold.
 
-    A link is a program token, `relate[left]` or `same_size`, and the phrase of the one object that it starts from.
-    `objects` is the set named on the scene at hand (bit i for object i); `other` says that the object which a `same_`
-    link starts from fits the description too, so that the words need an "other".
+    A link is a program token, such as `relate[left]` or `same_size`, and the phrase of the one object that it starts
+    from. `objects` is the set that the phrase names on its scene (bit i for object i). `other` is true if the object
+    that a `same_` link starts from fits the description as well, so that the words need an "other".
     """
 
     description: Description
@@ -42,7 +42,7 @@ class Phrase:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Prefix tokens of the set. Filters run in the order of `ATTRIBUTES`, so that the last stands first."""
+        """The prefix tokens of the set. Filters run in the order of `ATTRIBUTES`, so the last one comes first."""
         filters = [
             f"filter_{attribute}[{value}]"
             for attribute, value in zip(ATTRIBUTES, self.description, strict=True)
@@ -53,17 +53,17 @@ class Phrase:
         return (*reversed(filters), *both, *base)
 
     def tokens_after(self, *functions: str) -> tuple[str, ...]:
-        """Prefix tokens with functions put on top."""
+        """Return the prefix tokens with functions applied to the set."""
         return (*functions, *self.tokens)
 
 
 def bits(objects: int) -> list[int]:
-    """The indices in a set."""
+    """Return the indices in a set."""
     return [index for index in range(objects.bit_length()) if objects >> index & 1]
 
 
 def mentions(attributes: Iterable[str]) -> int:
-    """Attributes as bits, to be held against `MENTIONS`."""
+    """Return attributes as bits, to compare with `MENTIONS`."""
     return sum(1 << ATTRIBUTES.index(attribute) for attribute in attributes)
 
 
@@ -89,12 +89,12 @@ NOTHING: Description = (None,) * len(ATTRIBUTES)
 
 
 def word(sentence: str, phrases: tuple[Phrase, ...], extra: Description | tuple[()], rng: Random) -> str:
-    """The sentence with its placeholders filled; `extra` describes the things of a union's question."""
+    """Return the sentence with its placeholders filled; `extra` describes the things of a union's question."""
     return sentence.format_map(_Words(phrases, extra or NOTHING, rng))
 
 
 class _Words(dict):
-    """Fills a placeholder when the sentence asks for it, so that only used words take from the chance."""
+    """Fill a placeholder when the sentence needs it, so that only used words draw random numbers."""
 
     def __init__(self, phrases: tuple[Phrase, ...], extra: Description, rng: Random) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class _Words(dict):
         return options[int(self.rng.random() * len(options))]
 
     def noun(self, description: Description, many: bool) -> str:
-        """Adjectives and noun without article: "big red cubes"."""
+        """Return adjectives and noun without article: "big red cubes"."""
         *adjectives, shape = description
         words = [self.pick(ADJECTIVES.get(value, (value,))) for value in adjectives if value is not None]
         return " ".join([*words, self.pick(NOUNS[shape]) + ("s" if many else "")])
 
     def named(self, phrase: Phrase, many: bool, other: bool = True) -> str:
-        """A phrase without article: "other big cubes that are left of the ball"."""
+        """Return a phrase without article: "other big cubes that are left of the ball"."""
         noun = self.noun(phrase.description, many)
         if other and phrase.other:
             noun = f"other {noun}"
@@ -126,7 +126,7 @@ class _Words(dict):
         return _article(self.named(phrase, many=False, other=False), phrase.other)
 
     def clause(self, phrase: Phrase, many: bool) -> str:
-        """What follows the noun: "that are left of the ball", "of the same size as the cube"."""
+        """Return what follows the noun: "that are left of the ball", "of the same size as the cube"."""
         be, have = ("are", "have") if many else ("is", "has")
         (link, start), *rest = phrase.links
         if rest:
@@ -143,7 +143,7 @@ class _Words(dict):
         return f"{self.pick(RELATION_WORDS[link])} {self.the(start)}"
 
     def are(self, phrase: Phrase) -> str:
-        """A statement without its subject's article: "big cubes are left of the ball"."""
+        """Return a statement without its subject's article: "big cubes are left of the ball"."""
         noun = self.noun(phrase.description, many=True)
         (link, start), *rest = phrase.links
         if rest:
@@ -154,7 +154,7 @@ class _Words(dict):
         return f"{noun} {self.pick(('are', 'have'))} {self.alike(phrase)}"
 
     def alike(self, phrase: Phrase) -> str:
-        """ "the same size as the cube"."""
+        """Return a comparison: "the same size as the cube"."""
         ((link, start),) = phrase.links
         return f"the same {link.removeprefix('same_')} as {self.the(start)}"
 
@@ -166,7 +166,7 @@ def _article(noun: str, other: bool) -> str:
 
 
 def _start(words: _Words) -> Phrase:
-    """The phrase of the object that the first phrase's relation starts from."""
+    """Return the phrase of the object that the first phrase's relation starts from."""
     return words.phrases[0].links[0][1]
 
 

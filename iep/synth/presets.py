@@ -22,7 +22,7 @@ class Options:
     height: int
     rules: SceneRules
     emphasis: Mapping[str, float] = field(default_factory=dict)
-    """How many times likelier than others the families of a group come; see `questions.ask`."""
+    """How many times more likely the families of a group are than others; see `question_generator.ask`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -31,7 +31,7 @@ class Options:
 
 PRESETS = {
     "clevr": Options("clevr", 70_000, 15_000, 15_000, 10, 480, 320, SceneRules()),
-    # A world that a small network learns in minutes: few objects, near the camera, and more of the short questions.
+    # A world that a small network learns in minutes: few objects near the camera, and more short questions.
     "mini": Options(
         "mini",
         train=10_000,
@@ -47,7 +47,7 @@ PRESETS = {
 
 
 def resolve(preset: str, scene: dict, **given: int | None) -> Options:
-    """A preset's options with those that were given (not None) in their place; `scene` holds those of the rules."""
+    """Return a preset's options, replaced by those that are given (not None); `scene` holds those of the rules."""
     base = PRESETS[preset]
     options = replace(base, **{name: value for name, value in given.items() if value is not None})
     rules = {name: value for name, value in scene.items() if value is not None}

@@ -1,9 +1,9 @@
-"""Questions about a scene: families of templates become programs that have an answer there, and their sentences.
+"""A scene -> questions about it: families of templates become programs with an answer on the scene, and sentences.
 
-For every question the wanted answer comes first (the one that its family has given least), then a seeded search for
-phrases that give it. Ill-posed questions never arise (`unique` gets one object), nor degenerate ones: dropping a
-relation always changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Finding phrases
-is `search.py`, wording `phrases.py`, the families `templates.py`. Shape suffix: D descriptions.
+For every question, the answer is chosen first (the one that its family has had least often); then a seeded search finds
+phrases for it. Questions are never ill-posed (`unique` gets one object) nor degenerate: dropping a relation always
+changes what its phrase names (Johnson et al. 2017, CLEVR, section 3.2 and supplement). Finding phrases is `search.py`,
+wording `phrases.py`, the families `templates.py`. Shape suffix: D descriptions.
 """
 
 from collections import Counter
@@ -20,9 +20,9 @@ from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describ
 from iep.synth.templates import FAMILIES, Family
 from iep.synth.world import ATTRIBUTES, VALUES
 
-COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are seldom possible anyway
+COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are rarely possible
 YES_NO = ("yes", "no")
-LEAD = 1  # an answer of two that is further ahead within its family waits for the other
+LEAD = 1  # of two answers, one that is further ahead in its family waits for the other
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Question:
 def ask(
     facts: Facts, count: int, rng: Random, tally: Counter, emphasis: Mapping[str, float] | None = None
 ) -> list[Question]:
-    """Up to `count` different questions about a scene, of as many families as possible.
+    """Return up to `count` different questions about a scene, of as many families as possible.
 
-    Families come in random order, those of a group in `emphasis` so many times likelier before others (Efraimidis &
-    Spirakis 2006, weighted sampling without replacement). `tally` counts answers per family, `(family, answer)`, and is
-    updated: whoever keeps it over several scenes gets answers that are balanced over them.
+    Args:
+        tally: counts answers by `(family, answer)`, and is updated; used for several scenes, it balances their answers.
+        emphasis: how many times more likely the families of a group are to come first; the order is random (Efraimidis
+            & Spirakis 2006, weighted sampling without replacement).
     """
     search = search_on(facts, rng)
     questions: list[Question] = []
@@ -71,7 +72,7 @@ Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
 
 
 def _instantiate(family: Family, search: Search, tally: Counter) -> Found | None:
-    """Answer, prefix tokens, phrases and the union's extra description, or None where the scene allows none."""
+    """Return answer, prefix tokens, phrases and the union's extra description, or None if the scene has no question."""
     find = _FINDERS["query" if family.head.startswith("query_") else family.group]
     for answer in _wanted(family, search, tally):
         found = find(family, search, answer)
@@ -81,7 +82,7 @@ def _instantiate(family: Family, search: Search, tally: Counter) -> Found | None
 
 
 def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
-    """The family's possible answers, the one most behind its due share first."""
+    """Return the family's possible answers, beginning with the one furthest behind its share."""
     kind, _, attribute = family.head.partition("_")
     if kind == "query":
         answers, weights = VALUES[attribute], (1,) * 8
@@ -109,7 +110,7 @@ def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
 
 
 def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
-    """A phrase for `exist` and `count`."""
+    """Find a phrase for `exist` and `count`."""
     accept = _accepts(answer)
     # "Are there any things?" asks nothing; "How many things are there?" does.
     shortest = _shortest(family.links[0]) if family.head == "exist" else 0
@@ -119,17 +120,17 @@ def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
 
 
 def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
-    """Two phrases that both add to their union; with `extra`, only those of its objects that have one more value."""
+    """Find two phrases that both add objects to their union, of which `extra` selects those with one more value."""
     silent, wanted = mentions((family.extra,) if family.extra else ()), int(answer)
     for _ in range(TRIES // 2):
         value, kept = _kept(search, family.extra, wanted)
-        # Each side adds an object, so that without an extra value the left one alone stays below the number wanted.
-        room = wanted if family.extra else wanted - 1
-        if kept.bit_count() < wanted or room < 0:
+        # Each side adds an object, so without an extra value the left side has fewer objects than wanted.
+        most = wanted if family.extra else wanted - 1
+        if kept.bit_count() < wanted or most < 0:
             return None
 
-        def fits(objects_D: np.ndarray, kept: int = kept, room: int = room) -> np.ndarray:
-            return (objects_D != 0) & (SIZES[objects_D & kept] <= room)
+        def fits(objects_D: np.ndarray, kept: int = kept, most: int = most) -> np.ndarray:
+            return (objects_D != 0) & (SIZES[objects_D & kept] <= most)
 
         left = describe_set(search, fits, family.links[0], silent, _shortest(family.links[0]))
         if left is None:
@@ -148,7 +149,7 @@ def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
 
 
 def _kept(search: Search, attribute: str | None, wanted: int) -> tuple[str | None, int]:
-    """The extra value of a union and the objects that have it, as many as wanted if there are; else all objects."""
+    """Draw the extra value of a union; return it and the objects with it, or all objects if there is no attribute."""
     if attribute is None:
         return None, search.facts.everything
     having = search.facts.having[attribute]
@@ -158,12 +159,12 @@ def _kept(search: Search, attribute: str | None, wanted: int) -> tuple[str | Non
 
 
 def _shortest(link: int | str) -> int:
-    """Fewest attributes of a description with this link: "things" alone says nothing."""
+    """Return the fewest attributes of a description with this link; "things" without a link is no description."""
     return 1 if link == 0 else 0
 
 
 def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
-    """Two phrases whose numbers of objects compare as wanted; they name different sets, not both empty."""
+    """Find two phrases that name different sets, whose sizes compare as wanted."""
     compare = _COMPARE[family.head]
     for _ in range(TRIES):
         size = search.rng.choices((0, 1, 2, 3), (0.15, 0.35, 0.3, 0.2))[0]
@@ -183,7 +184,7 @@ def _find_integers(family: Family, search: Search, answer: str) -> tuple | None:
 
 
 def _find_comparison(family: Family, search: Search, answer: str) -> tuple | None:
-    """Phrases for two objects that share the attribute, or do not; neither mentions it."""
+    """Find phrases for two objects that share the attribute or not; neither mentions it."""
     attribute = family.head.removeprefix("equal_")
     same, silent = search.facts.same[attribute], mentions(family.silent)
     pairs = [
@@ -220,7 +221,7 @@ def _some(objects_D: np.ndarray) -> np.ndarray:
 
 
 def _accepts(answer: str) -> Accept:
-    """Which sets give the wanted answer to `exist` or `count`."""
+    """Return which sets give the wanted answer to `exist` or `count`."""
     if answer in YES_NO:
         return _some if answer == "yes" else lambda objects_D: objects_D == 0
     return lambda objects_D: SIZES[objects_D] == int(answer)

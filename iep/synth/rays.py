@@ -1,7 +1,7 @@
-"""Which thing each ray of a picture meets first, and how far away: spheres, cubes and upright cylinders.
+"""Rays of a picture -> the thing that each hits first, and its depth: spheres, cubes and upright cylinders.
 
-Rays run through the points of a grid; each thing is tried only inside the box of rows and columns that holds it. The
-ground is not met here: its depth stays infinite. Shape suffixes: H W rows and columns of the grid or of a box.
+Rays go through the points of a grid; each thing is intersected only inside the box of rows and columns that contains
+it. The ground is not intersected: its depth is infinite. Shape suffixes: H W rows and columns of the grid or of a box.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ Grid = np.ndarray
 class Hits:
     """Nearest hits on a grid of rays: depth (inf for the ground), index of the thing (-1 for the ground).
 
-    `u_W` and `v_H` are the rays' slopes to the right and up: a ray is forward + u right + v up. `boxes` holds each
-    thing's rows and columns of the grid, whole pixels, or None when it is outside the picture.
+    `u_W` and `v_H` are the rays' slopes to the right and up: a ray is forward + u right + v up. `boxes` has the rows
+    and columns of the grid that contain each thing, in whole pixels, or None if it is outside the picture.
     """
 
     depth_HW: Grid
@@ -29,7 +29,7 @@ class Hits:
 
 
 def nearest_hits(scene: Scene, width: int, height: int, samples: int) -> Hits:
-    """What the rays of a picture meet, `samples` x `samples` of them for every pixel."""
+    """Return the hits of a picture's rays, `samples` x `samples` for every pixel."""
     columns, rows = width * samples, height * samples
     u_W, v_H = slopes(columns, rows)
     depth_HW = np.full((rows, columns), np.inf, np.float32)
@@ -46,19 +46,19 @@ def nearest_hits(scene: Scene, width: int, height: int, samples: int) -> Hits:
 
 
 def slopes(columns: int, rows: int) -> tuple[Grid, Grid]:
-    """Slopes to the right (W,) and up (H,) of the rays through the middles of a grid's cells."""
+    """Return the slopes to the right (W,) and up (H,) of the rays through the centres of a grid's cells."""
     u_W = ((np.arange(columns, dtype=np.float32) + 0.5) / columns - 0.5) / FOCAL
     v_H = (0.5 * rows - np.arange(rows, dtype=np.float32) - 0.5) / (columns * FOCAL)
     return u_W, v_H
 
 
 def plane(constant: float, along_W: Grid, down_H: Grid) -> Grid:
-    """(H, W) sums of a constant, a value for every column and a value for every row."""
+    """Return the (H, W) sums of a constant, a value for every column and a value for every row."""
     return (np.float32(constant) + down_H.astype(np.float32))[:, None] + along_W.astype(np.float32)
 
 
 def box_around(points: list[Vector], camera: Camera, width: int, height: int) -> tuple[slice, slice] | None:
-    """Rows and columns of the picture that hold points of the world, and a pixel around them; None when outside."""
+    """Return the rows and columns of the picture that contain points of the world, and a pixel around them, or None."""
     seen = [camera.project(point, width, height) for point in points]
     columns, rows = [point[0] for point in seen], [point[1] for point in seen]
     box = (
@@ -69,14 +69,14 @@ def box_around(points: list[Vector], camera: Camera, width: int, height: int) ->
 
 
 def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) -> tuple[slice, slice] | None:
-    """Rows and columns of the sample grid that hold the thing, in whole pixels."""
+    """Return the rows and columns of the sample grid that contain the thing, in whole pixels."""
     x, y, z = thing.center
     if thing.shape == "cube":
         turns = np.radians(thing.rotation + np.array([45, 135, 225, 315]))
         reach = thing.extent
         corners = [(x + reach * 2**0.5 * np.cos(turn), y + reach * 2**0.5 * np.sin(turn)) for turn in turns]
     else:
-        # A box with its sides along the camera's right and forward, seen from the ground: fits a round thing closest.
+        # A box whose sides are along the camera's right and forward on the ground fits a round thing best.
         reach = thing.extent * (1.06 if thing.shape == "sphere" else 1.0)
         along, across = reach * camera.right[0], reach * camera.right[1]
         corners = [(x + a * along - b * across, y + a * across + b * along) for a in (-1, 1) for b in (-1, 1)]
@@ -86,7 +86,7 @@ def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) ->
 
 
 def _intersect(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
-    """Depth at which each ray meets the thing, inf where it misses."""
+    """Return the depth at which each ray hits the thing, inf if it misses."""
     frame = frame_of(thing)
     origin = frame @ (np.array(camera.position) - np.array(thing.center))
     to_forward, to_right, to_up = (frame @ np.array(axis) for axis in (camera.forward, camera.right, camera.up))
@@ -101,7 +101,7 @@ def _intersect(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
 
 
 def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> Grid:
-    """Nearest depth on a sphere (3 axes) or an endless upright cylinder (2 axes) around the origin."""
+    """Return the nearest depth on a sphere (3 axes) or an infinite upright cylinder (2 axes) around the origin."""
     a = sum(ray[k] * ray[k] for k in range(axes))
     b = sum(origin[k] * ray[k] for k in range(axes))
     c = np.float32(sum(origin[k] ** 2 for k in range(axes)) - radius**2)
@@ -110,7 +110,7 @@ def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> G
 
 
 def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
-    """Nearest depth on a cylinder as high as wide, seen from above its top."""
+    """Return the nearest depth on a cylinder as high as wide, seen from above its top."""
     side = _hit_quadratic(origin, ray, 2, float(half))
     height = origin[2] + side * ray[2]
     side = np.where((np.abs(height) <= half), side, np.float32(np.inf))
@@ -120,7 +120,7 @@ def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
 
 
 def _hit_box(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
-    """Nearest depth on a cube around the origin (slab method)."""
+    """Return the nearest depth on a cube around the origin (slab method)."""
     enter, leave = np.float32(-np.inf), np.float32(np.inf)
     for k in range(3):
         inverse = 1 / ray[k]
@@ -131,7 +131,7 @@ def _hit_box(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
 
 
 def frame_of(thing: Thing) -> Grid:
-    """Rotation from the world to the thing's own axes."""
+    """Return the rotation from the world to the thing's own axes."""
     if thing.shape != "cube":
         return np.eye(3)
     turn = np.radians(thing.rotation)

@@ -1,12 +1,12 @@
-"""A small ray caster in numpy: a scene becomes an RGB picture, or each thing's share of visible pixels.
+"""A scene -> an RGB picture, or each thing's share of visible pixels, by a small ray caster in numpy.
 
-Casts one ray through each of 2 x 2 points of every pixel near a thing and averages them; the plain ground is shaded
-once per pixel. What the rays meet is `rays.py`; light and shadow, rubber and metal are here.
+Casts one ray through each of 2 x 2 points of every pixel near a thing and averages them; the ground is shaded once per
+pixel. Intersecting rays is `rays.py`; light and shadow, rubber and metal are here.
 
 Lamps are far away, so a thing's shadow on the ground is a flat shape with a known distance function: an ellipse, a
-capsule or a hexagon. That gives soft shadows without shadow rays. A point of another thing is moved along the light
-onto the ground and looked up there. Matte rubber is told from metal, which mirrors lamps and a made-up surrounding, but
-not the other things. Edges of cubes and cylinders look rounded, by bending their normals.
+capsule or a hexagon. This gives soft shadows without shadow rays. A point of another thing is projected along the light
+onto the ground and looked up there. Rubber is matte; metal mirrors lamps and an artificial environment, but not the
+other things. Edges of cubes and cylinders look rounded because their normals are bent.
 
 Shape suffixes: H W rows and columns of a picture or of a box in it, P points.
 """
@@ -22,7 +22,7 @@ from iep.synth.world import RGB
 
 @dataclass(frozen=True)
 class Light:
-    """A far light: direction towards it (before the scene's turn), strength, and half the width of a shadow's edge."""
+    """A distant light: direction towards it (before the scene's turn), strength, half the width of a shadow's edge."""
 
     towards: tuple[float, float, float]
     strength: float
@@ -38,14 +38,14 @@ LIGHTS = (
 
 
 def turned(towards: tuple[float, float, float], turn: float) -> Grid:
-    """(3,) unit vector: a direction, turned about the vertical axis by an angle in radians."""
+    """Return the (3,) unit vector of a direction that is turned about the vertical axis by an angle in radians."""
     x, y, z = towards
     vector = np.array([x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn), z])
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 def ground(scene: Scene, lights: list[tuple[Light, Grid]], width: int, height: int) -> Grid:
-    """(H, W) brightness of the shadowed ground for every pixel, 0 to 1. `lights` come with their turned directions."""
+    """Return the (H, W) brightness of the ground with shadows, 0 to 1; `lights` come with their turned directions."""
     camera = scene.camera
     u_W, v_H = slopes(width, height)
     depth_H1 = (-camera.position[2] / (camera.forward[2] + v_H * camera.up[2]))[:, None].astype(np.float32)
@@ -73,7 +73,7 @@ def ground(scene: Scene, lights: list[tuple[Light, Grid]], width: int, height: i
 def _shadow_box(
     thing: Thing, towards: Grid, softness: float, camera: Camera, width: int, height: int
 ) -> tuple[slice, slice] | None:
-    """Rows and columns of the picture that hold the thing's shadow on the ground."""
+    """Return the rows and columns of the picture that contain the thing's shadow on the ground."""
     reach = thing.extent * (1.45 if thing.shape == "cube" else 1.05) + softness
     shift = -2 * thing.extent / float(towards[2])
     far = (shift * float(towards[0]), shift * float(towards[1]))
@@ -83,7 +83,7 @@ def _shadow_box(
 
 
 def shadow(thing: Thing, towards: Grid, softness: float, x: Grid, y: Grid) -> Grid:
-    """How dark the thing's shadow is at points of the ground: 0 outside, 1 inside, smooth between."""
+    """Return how dark the thing's shadow is at points of the ground: 0 outside, 1 inside, smooth between."""
     half = np.float32(thing.extent)
     slant_x, slant_y = -towards[0] / towards[2], -towards[1] / towards[2]  # of the shadow, per unit of height
     x = x - (np.float32(thing.center[0]) + half * slant_x)
@@ -105,7 +105,7 @@ def shadow(thing: Thing, towards: Grid, softness: float, x: Grid, y: Grid) -> Gr
 
 
 def _swept_square(thing: Thing, slant: tuple[Grid, Grid], x: Grid, y: Grid, across: Grid) -> Grid:
-    """Distance to the hexagon that a cube's shadow is: its square base, pushed along the shadow."""
+    """Return the distance to a cube's shadow, a hexagon: its square base, swept along the shadow."""
     half, turn = np.float32(thing.extent), np.float32(np.radians(thing.rotation))
     cos, sin = np.cos(turn), np.sin(turn)
     length = np.hypot(*slant)
@@ -116,7 +116,7 @@ def _swept_square(thing: Thing, slant: tuple[Grid, Grid], x: Grid, y: Grid, acro
 
 
 def shadow_on(index: int, scene: Scene, light: Light, towards: Grid, local_3P: Grid) -> Grid | np.float32:
-    """How dark the shadows of the other things are at points of one thing."""
+    """Return how dark the shadows of the other things are at points of one thing."""
     thing = scene.things[index]
     dark = np.float32(0)
     x_P = y_P = None
@@ -132,7 +132,7 @@ def shadow_on(index: int, scene: Scene, light: Light, towards: Grid, local_3P: G
 
 
 def _may_shadow(other: Thing, thing: Thing, towards: Grid, softness: float) -> bool:
-    """Whether `other` stands towards the light from `thing`, near enough to the line for its shadow to fall there."""
+    """Return whether the shadow of `other` may fall on `thing`: it is towards the light, and near that line."""
     x, y, z = (other.center[k] - thing.center[k] for k in range(3))
     along = x * float(towards[0]) + y * float(towards[1]) + z * float(towards[2])
     if along <= 0:
@@ -147,7 +147,7 @@ AMBIENT = 0.30
 
 
 def shade(index: int, scene: Scene, lights: list[tuple[Light, Grid]], u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
-    """(3, P) colours of points of one thing, 0 to 1 and above where it shines."""
+    """Return the (3, P) colours of points of one thing, 0 to 1, and above for highlights."""
     thing, camera = scene.things[index], scene.camera
     forward, right, up = (np.array(axis, np.float32)[:, None] for axis in (camera.forward, camera.right, camera.up))
     ray_3P = forward + right * u_P + up * v_P
@@ -177,7 +177,7 @@ def shade(index: int, scene: Scene, lights: list[tuple[Light, Grid]], u_P: Grid,
 
 
 def _normals(thing: Thing, local_3P: Grid) -> Grid:
-    """(3, P) unit normals at points relative to the thing's middle, edges rounded."""
+    """Return the (3, P) unit normals at points relative to the thing's centre, with rounded edges."""
     half = np.float32(thing.extent)
     if thing.shape == "sphere":
         return local_3P / half
@@ -194,16 +194,16 @@ def _normals(thing: Thing, local_3P: Grid) -> Grid:
 
 
 def _lamp(towards_mirror: Grid) -> Grid:
-    """A lamp's bright reflection: a small disc with a soft edge and a faint glow."""
+    """Return a lamp's bright reflection: a small disc with a soft edge and a faint glow."""
     core = np.clip((towards_mirror - np.float32(0.955)) * np.float32(30), 0, 1)
     return core * core * (3 - 2 * core) * np.float32(1.2) + np.float32(0.25) * _steep(towards_mirror)
 
 
 def _surround(mirror_3P: Grid, height_P: Grid, lights: list[tuple[Light, Grid]]) -> Grid:
-    """Brightness of the made-up surrounding that a metal thing mirrors.
+    """Return the brightness of the artificial environment that a metal thing mirrors.
 
-    A dark sky, brighter straight above; a floor that is dark near the thing; and an upright bright strip below each
-    lamp. `mirror_3P` are the mirrored directions, `height_P` the heights over the ground where they start.
+    It has a dark sky, brighter at the zenith; a floor that is dark near the thing; and an upright bright strip below
+    each lamp. `mirror_3P` are the mirrored directions, `height_P` the heights above the ground where they start.
     """
     up_P = mirror_3P[2]
     rising_P = np.clip(up_P, 0, 1)
@@ -220,14 +220,14 @@ def _surround(mirror_3P: Grid, height_P: Grid, lights: list[tuple[Light, Grid]])
 
 
 def _steep(value: Grid, doublings: int = 5) -> Grid:
-    """The power 2 ** doublings."""
+    """Return the power 2 ** doublings of a value."""
     for _ in range(doublings):
         value = value * value
     return value
 
 
 def _dot(a_3: Grid, b_3P: Grid) -> Grid:
-    """Written out, not `@`: the same bits whatever the linear algebra library and its threads."""
+    """Return dot products, written out so that the bits do not depend on the linear algebra library and its threads."""
     return a_3[0] * b_3P[0] + a_3[1] * b_3P[1] + a_3[2] * b_3P[2]
 
 
@@ -240,7 +240,7 @@ COARSE_WIDTH = 120  # columns of the picture on which visibility is judged, what
 
 
 def render(scene: Scene, width: int, height: int) -> np.ndarray:
-    """The picture of a scene: (height, width, 3) uint8."""
+    """Return the picture of a scene, (height, width, 3) uint8."""
     lights = [(light, turned(light.towards, scene.light_turn)) for light in LIGHTS]
     hits = nearest_hits(scene, width, height, SUPERSAMPLING)
     image_HW = ground(scene, lights, width, height)
@@ -251,7 +251,7 @@ def render(scene: Scene, width: int, height: int) -> np.ndarray:
 
 
 def visible_share(scene: Scene, aspect: float) -> list[float]:
-    """Each thing's share of the pixels of a coarse picture (width / height = `aspect`), 0 when it is hidden."""
+    """Return each thing's share of the pixels of a coarse picture (width / height = `aspect`), 0 if it is hidden."""
     width, height = COARSE_WIDTH, max(round(COARSE_WIDTH / aspect), 1)
     hits = nearest_hits(scene, width, height, 1)
     counts = np.bincount(hits.thing_HW.ravel() + 1, minlength=len(scene.things) + 1)
@@ -259,7 +259,7 @@ def visible_share(scene: Scene, aspect: float) -> list[float]:
 
 
 def _paint(image_3HW: Grid, index: int, scene: Scene, lights: list[tuple[Light, Grid]], hits: Hits) -> None:
-    """Put the visible samples of one thing over the ground, averaged per pixel."""
+    """Paint the visible samples of one thing over the ground, averaged per pixel."""
     box = hits.boxes[index]
     if box is None:
         return

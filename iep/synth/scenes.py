@@ -1,8 +1,8 @@
-"""Random scenes: a seed becomes objects on a plane and the camera that sees them.
+"""A seed -> a random scene: objects on a plane, and the camera that sees them.
 
-Numbers follow the public description of CLEVR (Johnson et al. 2017, section 3.1 and supplement A): positions uniform
-in a square, a gap between objects, a margin along every relation's direction so that none is ambiguous, a minimum of
-visible pixels for every object, a camera whose position is jittered. Drawing the picture is `renderer.py`.
+Follows the public description of CLEVR (Johnson et al. 2017, section 3.1 and supplement A): positions are uniform in a
+square; objects keep a gap, and a margin along the direction of every relation, so that none is ambiguous; every object
+has a minimum of visible pixels; the camera's position is jittered. Drawing the picture is `renderer.py`.
 """
 
 import math
@@ -28,9 +28,12 @@ Vector = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class SceneRules:
-    """How scenes are drawn. `spread` is half the side of the square of positions; `distance` scales CLEVR's camera
-    position towards the origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320); `aspect` is
-    the image's width over its height."""
+    """Parameters of random scenes.
+
+    `spread` is half the side of the square of positions; `distance` scales the distance of CLEVR's camera from the
+    origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320); `aspect` is the image's width over
+    its height.
+    """
 
     min_objects: int = 3
     max_objects: int = 10
@@ -51,7 +54,7 @@ class Camera:
     forward: Vector
 
     def project(self, point: Vector, width: int, height: int) -> Vector:
-        """Pixel column, pixel row and depth along the viewing direction of a point of the world."""
+        """Return the pixel column, pixel row and depth along the viewing direction of a point of the world."""
         offset = _minus(point, self.position)
         depth = _dot(offset, self.forward)
         scale = FOCAL * width / depth
@@ -81,7 +84,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A camera and the things before it; `light_turn` rotates all lights about the vertical axis (radians)."""
+    """A camera and the things in front of it; `light_turn` rotates all lights about the vertical axis (radians)."""
 
     camera: Camera
     things: tuple[Thing, ...]
@@ -89,17 +92,17 @@ class Scene:
 
 
 def extent(size: str, shape: str) -> float:
-    """Half the height of an object of this size and shape."""
+    """Return half the height of an object of this size and shape."""
     return RADIUS[size] * (CUBE_HALF_SIDE if shape == "cube" else 1.0)
 
 
 def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene, float], list[float]]) -> Scene:
-    """A scene that keeps the rules; draws again until every thing lies in the picture and shows enough of itself.
+    """Draw scenes until every thing lies in the picture and is visible enough, and return that scene.
 
-    `visible_share` gives, for a scene and an aspect, each thing's share of the image's pixels.
+    `visible_share` returns, for a scene and an aspect, each thing's share of the image's pixels.
 
     Raises:
-        InputError: no such scene was found; there is no room for so many objects, or the picture has too odd a shape.
+        InputError: no such scene was found: there are too many objects, or the picture is too wide or too high.
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
@@ -108,12 +111,12 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
         if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
             return scene
     raise InputError(
-        f"no picture of {rules.aspect:.2f}:1 found that shows {count} objects; show fewer or change its shape"
+        f"no picture of {rules.aspect:.2f}:1 found that shows {count} objects; use fewer objects or another image size"
     )
 
 
 def directions(camera: Camera) -> dict[str, Vector]:
-    """CLEVR's six directions on the plane as seen by this camera, as unit vectors."""
+    """Return CLEVR's six directions as seen by this camera, as unit vectors."""
     flat = math.hypot(camera.forward[0], camera.forward[1])
     behind = (camera.forward[0] / flat, camera.forward[1] / flat, 0.0)
     right = (behind[1], -behind[0], 0.0)
@@ -128,7 +131,7 @@ def directions(camera: Camera) -> dict[str, Vector]:
 
 
 def relationships(scene: Scene) -> dict[str, list[list[int]]]:
-    """For each relation and each thing, the indices of the things that stand so to it: `left[i]` are left of i."""
+    """Return for each relation and each thing the indices of the things in that relation: `left[i]` are left of i."""
     towards = directions(scene.camera)
     centers = [thing.center for thing in scene.things]
     return {
@@ -141,7 +144,7 @@ def relationships(scene: Scene) -> dict[str, list[list[int]]]:
 
 
 def scene_json(scene: Scene, index: int, split: str, width: int, height: int) -> dict:
-    """The scene as one entry of CLEVR's scenes file."""
+    """Return the scene as an entry of CLEVR's scenes file."""
     return {
         "image_index": index,
         "objects": [_thing_json(thing, scene.camera, width, height) for thing in scene.things],
@@ -153,7 +156,7 @@ def scene_json(scene: Scene, index: int, split: str, width: int, height: int) ->
 
 
 def image_filename(split: str, index: int) -> str:
-    """CLEVR's name of an image."""
+    """Return CLEVR's file name of an image."""
     return f"CLEVR_{split}_{index:06d}.png"
 
 
@@ -180,10 +183,10 @@ def _sample_camera(rng: Random, rules: SceneRules) -> Camera:
 
 
 def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) -> tuple[Thing, ...]:
-    """`count` things on the square, begun again as a whole when one finds no place.
+    """Place `count` things on the square, starting over if one does not fit.
 
     Raises:
-        InputError: there was never room for all of them.
+        InputError: they do not all fit.
     """
     towards = directions(camera)
     for _ in range(PLACE_ROUNDS):
@@ -195,11 +198,11 @@ def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) ->
             things.append(thing)
         if len(things) == count:
             return tuple(things)
-    raise InputError(f"no room for {count} objects in a square of side {2 * rules.spread:g}; show fewer")
+    raise InputError(f"no room for {count} objects in a square of side {2 * rules.spread:g}; use fewer objects")
 
 
 def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[Vector, Vector]) -> Thing | None:
-    """A thing that keeps gap and margin to those before it, or None when no place was found."""
+    """Return a thing that keeps gap and margin to the `things` before it, or None if it does not fit."""
     size = rng.choice(VALUES["size"])
     shape = rng.choice(VALUES["shape"])
     color = rng.choice(COLORS_OF_SHAPE[rules.cogent][shape])
@@ -214,7 +217,7 @@ def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[
 
 
 def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
-    """Whether two things stand `GAP` apart and differ by `MARGIN` along both axes of the relations."""
+    """Return whether two things are `GAP` apart and differ by `MARGIN` along both axes of the relations."""
     x, y = thing.center[0] - other.center[0], thing.center[1] - other.center[1]
     if math.hypot(x, y) < _footprint(thing) + _footprint(other) + GAP:
         return False
@@ -222,7 +225,7 @@ def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
 
 
 def _in_picture(scene: Scene, aspect: float) -> bool:
-    """Whether every thing's outline (that of a sphere around it, at a thing's own height) lies inside the picture."""
+    """Return whether every thing's outline (that of a sphere around it) lies inside the picture."""
     for thing in scene.things:
         column, row, depth = scene.camera.project(thing.center, 1, 1)
         reach, height = FOCAL * _footprint(thing) / depth, 1 / aspect
@@ -233,7 +236,7 @@ def _in_picture(scene: Scene, aspect: float) -> bool:
 
 
 def _footprint(thing: Thing) -> float:
-    """Radius of the circle on the ground that holds the thing, however it is turned."""
+    """Return the radius of the circle on the ground that contains the thing, however it is rotated."""
     return thing.extent * math.sqrt(2) if thing.shape == "cube" else thing.extent
 
 

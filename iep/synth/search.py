@@ -1,8 +1,8 @@
-"""Finds phrases that name a wanted object, or a set of objects with a wanted property, on a scene.
+"""Find phrases that name a wanted object, or a set of objects with a wanted property, on a scene.
 
-The search is seeded and exhaustive over descriptions, sampled over relations. It gives no phrase with a relation that
-could be dropped without changing what the phrase names. Sets of objects are integers, as in `executor.py`. Shape
-suffix: D descriptions.
+The search is seeded. It tries all descriptions and a sample of relations. No phrase has a relation that could be
+dropped without changing what the phrase names. Sets of objects are integers, as in `executor.py`. Shape suffix: D
+descriptions.
 """
 
 from bisect import bisect
@@ -30,7 +30,7 @@ SIZES = np.array([objects.bit_count() for objects in range(1 << 10)])  # of ever
 
 @dataclass(frozen=True)
 class Search:
-    """A scene's facts with the set of objects that fits each of `DESCRIPTIONS`, and the source of chance."""
+    """A scene's facts, the set of objects that fits each of `DESCRIPTIONS`, and the random number generator."""
 
     facts: Facts
     fitting: tuple[int, ...]
@@ -39,15 +39,16 @@ class Search:
 
 
 def search_on(facts: Facts, rng: Random) -> Search:
-    """A search on a scene."""
+    """Return a search on a scene."""
     fitting = _fitting(facts)
     return Search(facts, fitting, np.array(fitting), rng)
 
 
 def describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
-    """A phrase with this link that names the target alone.
+    """Return a phrase with this link that names only the target, or None.
 
-    `silent` are attributes, as bits, that its description must not mention; `avoid` objects not to be named on the way.
+    `silent` are the attributes, as bits, that its description must not mention; `avoid` the objects that its links must
+    not start from.
     """
     alone = 1 << target
     within = WITHIN[search.facts.objects[target]]
@@ -70,7 +71,7 @@ def describe_one(search: Search, target: int, link: int | str, silent: int = 0, 
 def describe_set(
     search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
 ) -> Phrase | None:
-    """A phrase with this link that names a set which `accept` accepts, by `shortest` to `longest` attributes."""
+    """Return a phrase of `shortest` to `longest` attributes with this link whose set `accept` accepts, or None."""
     allowed_D = _allowed(silent, shortest, longest)
     for links, base, weaker in _bases(search, link, None, 0):
         named_D = search.fitting_D & base
@@ -86,12 +87,12 @@ def describe_set(
 
 @cache
 def _allowed(silent: int, shortest: int, longest: int) -> np.ndarray:
-    """(D,) booleans: the descriptions of `shortest` to `longest` attributes, none of them in `silent`."""
+    """Return (D,) booleans: which descriptions have `shortest` to `longest` attributes, none of them in `silent`."""
     return np.isin(_LENGTHS_D, range(shortest, longest + 1)) & (_MENTIONS_D & silent == 0)
 
 
 def _draw_length(rng: Random) -> int:
-    """How many attributes a description should mention, if it can."""
+    """Draw how many attributes a description should mention if possible."""
     return bisect(_LENGTH_STEPS, rng.random())
 
 
@@ -105,9 +106,9 @@ Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]
 
 
 def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[Base]:
-    """Ways to hang a phrase on the scene: its links, the set they give, and the sets that dropping one would give.
+    """Yield possible links of a phrase, the set they lead to, and the sets that dropping one link would lead to.
 
-    With a target every set holds it. Objects in `avoid` are not named on the way.
+    With a target, every set contains it. Links do not start from objects in `avoid`.
     """
     if link == 0:
         yield (), search.facts.everything, ()
@@ -127,7 +128,7 @@ def _double_bases(search: Search, target: int | None, avoid: int) -> Iterator[Ba
 
 
 def _single_links(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[tuple[str, int, Phrase]]:
-    """Token of a relation, the set it gives, and the phrase for the one object that it starts from."""
+    """Yield the token of a relation, the set it leads to, and the phrase of the one object that it starts from."""
     facts, hops = search.facts, 1 if isinstance(link, str) else link
     if isinstance(link, str):
         tokens, silent = {link: facts.same[link.removeprefix("same_")]}, mentions((link.removeprefix("same_"),))
@@ -147,7 +148,7 @@ def _single_links(search: Search, link: int | str, target: int | None, avoid: in
 
 
 def _fitting(facts: Facts) -> tuple[int, ...]:
-    """The set of objects that fits each of `DESCRIPTIONS`, in their order."""
+    """Return the set of objects that fits each of `DESCRIPTIONS`, in their order."""
     sets = [facts.everything]
     for attribute in ATTRIBUTES:
         having = facts.having[attribute]

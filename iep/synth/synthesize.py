@@ -1,51 +1,51 @@
-"""Writes a whole synthetic data set in the layout of CLEVR v1.0: images, questions and scenes of every split.
+"""Options -> a whole synthetic data set in the layout of CLEVR v1.0: images, questions and scenes of every split.
 
-Images are made in fixed blocks, each a pure function of the options and its place: the files' bytes do not depend on
-the number of workers. Within a block the answers of every family are kept in balance. A run that was cut short goes on
-where it stopped, keeping the images that are whole. What the world looks like is `scenes.py` and `renderer.py`, what is
-asked `question_generator.py`.
+Images are made in fixed blocks. A block is a pure function of the options and its position, so the bytes of the files
+do not depend on the number of workers. Within a block, the answers of every family are balanced. An interrupted run is
+resumed where it stopped, and keeps the images that are complete. The world is drawn by `scenes.py` and `renderer.py`;
+questions come from `question_generator.py`.
 """
 
 import io
 import json
 import multiprocessing
-import os
 import shutil
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
-from iep.runtime.files import atomic_path, os_errors_name, read_json, write_json
+from iep.runtime.files import atomic_path, os_errors_name, write_json
 from iep.runtime.locks import LOCK
+from iep.runtime.reading import read_json, reading
+from iep.runtime.signals import end_with_parent
 from iep.synth.executor import facts_of
 from iep.synth.presets import SPLITS, Options
 from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
 from iep.synth.tally import Tally
+from iep.vocab import Vocab
 
 BLOCK = 50
 SCENE_TRIES = 5
 RECORD = "synth.json"
-GENERATOR = 1  # raised whenever the same options begin to give other bytes
+GENERATOR = 1  # increased whenever the same options give other bytes
 INFO = {"license": "CC0 1.0", "version": "1.0", "date": "2026-11-20"}
 Progress = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
 class Block:
-    """The images `start` to `stop` of a split, made in one go."""
+    """The images `start` to `stop` of a split, which are made together."""
 
     split: str
     start: int
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Made:
-    """A block's entries of the scenes and questions files as JSON text, and the tally of its questions."""
+    """A block's entries in the scenes and questions files as JSON text, and the tally of its questions."""
 
     scenes: str
     questions: str
@@ -66,15 +66,17 @@ def synthesize(
     options: Options,
     workers: int = 1,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda split, images: None,
 ) -> dict[str, Tally | None]:
-    """Write the data set into the directory `out`; the tally of each split's questions, None where it stood already.
+    """Write the data set to the directory `out`; return the tally of each split's questions, None if it was done.
 
-    `progress` hears a split and the number of images just made.
+    Args:
+        force: replace a data set that was made with other options.
+        progress: is called with a split and the number of images just made.
 
     Raises:
-        InputError: `out` holds something else and `force` is not given, or the scenes are too small for the questions.
-        OSError: a file cannot be written; it names the file.
+        InputError: `out` contains something else, or the scenes are too small for that many questions.
+        OSError: a file cannot be written (names it).
     """
     _claim(out, options, force)
     tallies: dict[str, Tally | None] = {}
@@ -85,7 +87,7 @@ def synthesize(
                 continue
             if _is_finished(out, split, count):
                 tallies[split] = None
-                _tell(progress, split, count)
+                progress(split, count)
                 continue
             blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
             made = run(_Maker(out, options), blocks)
@@ -94,7 +96,7 @@ def synthesize(
 
 
 def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
-    """Scene, its JSON and the questions of one image. `balance` is the block's count of answers, and is updated.
+    """Return the scene of one image, its JSON and its questions; `balance`, the block's count of answers, is updated.
 
     Raises:
         InputError: no scene of these sizes allows that many different questions.
@@ -110,13 +112,13 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
             return scene, entry, questions
     raise InputError(
         f"{image_filename(split, index)}: {options.questions_per_image} different questions do not fit scenes of "
-        f"{options.rules.min_objects} to {options.rules.max_objects} objects; ask fewer or show more"
+        f"{options.rules.min_objects} to {options.rules.max_objects} objects; ask fewer questions or add objects"
     )
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes a block: writes its images, returns the rest. A class so that it can be sent to a worker."""
+    """Make a block: write its images, and return the rest. A class, so that it can be sent to a worker."""
 
     out: Path
     options: Options
@@ -133,12 +135,14 @@ class _Maker:
                 tally.add(question.program, question.answer)
             path = self.out / "images" / block.split / entry["image_filename"]
             if not is_whole_png(path):
-                write_png(path, render(scene, self.options.width, self.options.height))
+                with atomic_path(path, durable=False) as temporary:  # flushing would cost more than drawing
+                    image = Image.fromarray(render(scene, self.options.width, self.options.height))
+                    image.save(temporary, "PNG", compress_level=1)
         return Made(", ".join(scenes), ", ".join(questions), tally)
 
 
 def question_json(question: Question, split: str, image: int, number: int) -> dict:
-    """One entry of CLEVR's questions file; the test split's has neither program, answer nor family."""
+    """Return an entry of CLEVR's questions file; in the test split it has no program, answer and family."""
     entry = {
         "image_index": image,
         "program": list(question.program),
@@ -155,53 +159,39 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
     return entry
 
 
-def _write_split(out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Progress | None) -> Tally:
-    """Write a split's questions and scenes as its blocks come in; both files appear when all are there."""
+def _write_split(out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Progress) -> Tally:
+    """Write a split's questions and scenes as its blocks arrive; both files appear when all blocks are written."""
     tally = Tally()
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
     questions_path, scenes_path = _json_paths(out, split)
     with (
         list_file(questions_path, f'{head}, "questions": [') as add_questions,
-        _scenes_file(scenes_path, head) as add_scenes,
+        list_file(scenes_path, f'{head}, "scenes": [') if scenes_path else nullcontext(lambda text: None) as add_scenes,
     ):
         for block, made in results:
             add_questions(made.questions)
             add_scenes(made.scenes)
             tally.update(made.tally)
-            _tell(progress, split, block.stop - block.start)
+            progress(split, block.stop - block.start)
     return tally
 
 
-def _tell(progress: Progress | None, split: str, images: int) -> None:
-    if progress is not None:
-        progress(split, images)
-
-
 def _json_paths(out: Path, split: str) -> tuple[Path, Path | None]:
-    """A split's questions and scenes files. CLEVR v1.0 keeps the scenes of its test split to itself: there is none."""
+    """Return the paths of a split's questions and scenes files; CLEVR v1.0 has no scenes for its test split."""
     scenes = out / "scenes" / f"CLEVR_{split}_scenes.json" if split != "test" else None
     return out / "questions" / f"CLEVR_{split}_questions.json", scenes
 
 
 def _is_finished(out: Path, split: str, count: int) -> bool:
-    """Whether an earlier run with the same options left the split whole: its JSON appears last."""
+    """Return whether an earlier run with the same options finished the split, whose JSON files appear last."""
     if not all(path is None or path.exists() for path in _json_paths(out, split)):
         return False
     return all(is_whole_png(out / "images" / split / image_filename(split, index)) for index in range(count))
 
 
 @contextmanager
-def _scenes_file(path: Path | None, head: str) -> Iterator[Callable[[str], None]]:
-    if path is None:
-        yield lambda text: None
-        return
-    with list_file(path, f'{head}, "scenes": [') as add:
-        yield add
-
-
-@contextmanager
 def _mapping(workers: int) -> Iterator[Callable]:
-    """A `map` that keeps the order, run here or by worker processes."""
+    """Yield a `map` that keeps the order, and runs here or in worker processes."""
     if workers == 1:
         yield map
         return
@@ -210,36 +200,31 @@ def _mapping(workers: int) -> Iterator[Callable]:
     try:
         yield pool.map
     except BrokenProcessPool as error:
-        raise InputError("a worker process was killed, perhaps for want of memory; try fewer --workers") from error
+        raise InputError("a worker process was killed, perhaps because memory ran out; try fewer --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, which lets a worker end its block; and do not outlive the parent."""
+    """Leave Ctrl-C to the parent, which lets a worker finish its block, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def follow() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    end_with_parent(signal.SIGKILL)
 
 
 def _claim(out: Path, options: Options, force: bool) -> None:
-    """Make `out` this data set's directory, or find that it is; `force` clears one made with other options.
+    """Make `out` this data set's directory, unless it is; `force` clears one that was made with other options.
 
     Raises:
-        InputError: `out` holds other things.
+        InputError: `out` contains something else.
     """
     record = {"generator": GENERATOR, **asdict(options)}
     path = out / RECORD
     if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        if read_json(path) == record:
-            for left_over in out.glob("**/.*.tmp"):  # of a run that was killed
-                left_over.unlink(missing_ok=True)
+        if read_json(path, "the record of iep-synth") == record:
+            for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
+                temporary.unlink(missing_ok=True)
             return
         if not force:
             raise InputError(f"{out}: made with other options (see {RECORD}); choose a new directory or give --force")
@@ -254,12 +239,12 @@ PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"
 
 @contextmanager
 def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
-    """A JSON file whose list's entries are added as text, written whole or not at all."""
+    """Write a JSON file, whole or not at all, to whose list entries are added as text."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="ascii") as file:
         separator = ""
 
         def write(text: str) -> None:
-            with os_errors_name(path):  # here, because another list's file may be open inside this one's block
+            with os_errors_name(path):  # here, because another list file may be open inside this one's block
                 file.write(text)
 
         def add(text: str) -> None:
@@ -272,27 +257,30 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
         write("]}\n")
 
 
-def write_png(path: Path, image_HW3: np.ndarray) -> None:
-    """Write a picture, (height, width, 3) uint8, as PNG: whole or not at all."""
-    content = io.BytesIO()
-    Image.fromarray(image_HW3).save(content, "PNG", compress_level=1)
-    # Not flushed to disk one by one, which would cost more than drawing them: a picture that a power cut left short
-    # is found by its end, and made again.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with os_errors_name(path):
-            temporary.write_bytes(content.getvalue())
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def is_whole_png(path: Path) -> bool:
-    """Whether a picture stands there to its last byte."""
+    """Return whether a picture is complete; a power cut may have left it short."""
     try:
         with open(path, "rb") as file:
             file.seek(-len(PNG_END), io.SEEK_END)
             return file.read() == PNG_END
-    except OSError:  # absent, or shorter than a PNG's end
+    except OSError:  # missing, or shorter than a PNG's end
         return False
+
+
+def possible_tokens(directory: Path) -> Vocab | None:
+    """Return every token that questions of the data set in `directory` can have; None if iep-synth did not make it.
+
+    A small data set does not use all of them in its train split.
+
+    Raises:
+        InputError: its record is damaged.
+    """
+    path = directory / RECORD
+    if not path.exists():
+        return None
+    with reading(path, "the record of iep-synth"):
+        most = int(read_json(path)["rules"]["max_objects"])
+    clevr = Vocab.clevr()
+    answers = [token for token in clevr.answer if not token.isdigit() or int(token) <= most]
+    # CLEVR's text has double spaces, which make an empty token; iep-synth's has none.
+    return Vocab(tuple(filter(None, clevr.question)), clevr.program, tuple(answers))

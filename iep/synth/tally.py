@@ -1,17 +1,16 @@
-"""How far blind guessing gets: for each question type, the share of its commonest answer, and the whole file's average.
+"""The accuracy of blind guessing: the share of the commonest answer to each question type, and their average.
 
-Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; it reaches about 42% there.
+Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; its accuracy on CLEVR is about 42%.
 `python -m iep.cli.balance QUESTIONS.json ...` prints the table of questions files with answers and programs.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from iep.errors import InputError
 from iep.programs import QUESTION_TYPES, call_token, question_type
-from iep.runtime.files import read_json
+from iep.runtime.reading import parse_json, reading
 from iep.synth.executor import spelled
 
 
@@ -33,7 +32,7 @@ class Tally:
 
 
 def commonest_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
-    """For each question type that occurs: its commonest answer, that answer's share, and the number of questions."""
+    """Return for each question type its commonest answer, the share of that answer, and the number of questions."""
     by_type: dict[str, Counter] = {}
     for (kind, answer), count in answers.items():
         by_type.setdefault(kind, Counter())[answer] += count
@@ -45,7 +44,7 @@ def commonest_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
 
 
 def guessing_accuracy(answers: Counter) -> float:
-    """Accuracy of always giving the commonest answer of the question's type; nan without questions."""
+    """Return the accuracy of always giving the commonest answer to the question's type; nan without questions."""
     total = answers.total()
     return (
         sum(share * count for _, share, count in commonest_shares(answers).values()) / total if total else float("nan")
@@ -53,7 +52,7 @@ def guessing_accuracy(answers: Counter) -> float:
 
 
 def table(tally: Tally) -> str:
-    """The figures as lines of text."""
+    """Return the tally as a table in text."""
     total = tally.answers.total()
     lines = [f"{'question type':<24}{'questions':>10}  commonest answer"]
     for kind, (answer, share, count) in commonest_shares(tally.answers).items():
@@ -64,18 +63,15 @@ def table(tally: Tally) -> str:
 
 
 def tally_file(path: Path) -> Tally:
-    """The tally of a CLEVR questions file.
+    """Return the tally of a CLEVR questions file.
 
     Raises:
-        InputError: the file is not one, or a question has no program or answer (as in the test split).
+        InputError: as `reading`, or a question has no program or answer (as in the test split).
     """
-    content = read_json(path)
-    questions: Iterable = content.get("questions") if isinstance(content, dict) else None
-    if not isinstance(questions, list):
-        raise InputError(f"{path}: not a CLEVR questions file, 'questions' is missing")
     tally = Tally()
-    for position, question in enumerate(questions):
-        if not isinstance(question, dict) or "answer" not in question or not question.get("program"):
-            raise InputError(f"{path}: question {position} has no answer or no program, nothing to weigh")
-        tally.add(question["program"], spelled(question["answer"]))
+    with reading(path, "a CLEVR questions file"):
+        for position, question in enumerate(parse_json(path.read_bytes())["questions"]):
+            if "answer" not in question or not question.get("program"):
+                raise InputError(f"question {position} has no answer or no program")
+            tally.add(question["program"], spelled(question["answer"]))
     return tally

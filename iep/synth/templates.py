@@ -1,8 +1,8 @@
-"""The families of questions, as data: what each asks for, the shape of its phrases, and the sentences that word it.
+"""The families of questions as data: what each asks for, the structure of its phrases, and its sentences.
 
-Ninety families in nine groups, numbered as CLEVR numbers its own (Johnson et al. 2017, CLEVR, supplement B), with our
-own sentences in CLEVR's words. A *phrase* names a set of objects ("big red cubes left of the ball"); how it is found on
-a scene is `question_generator.py`, how it is worded `phrases.py`.
+There are ninety families in nine groups, numbered as CLEVR's (Johnson et al. 2017, CLEVR, supplement B), with our own
+sentences in CLEVR's words. A *phrase* names a set of objects ("big red cubes left of the ball"). Finding phrases on a
+scene is `question_generator.py`, putting them into words `phrases.py`.
 
 In a sentence `{a}`, `{b}` are the phrases in the plural, `{the_a}`, `{the_b}` in the singular after "the", `{an_a}`
 after an article; `{are_a}` is a statement ("cubes are left of the ball"); `{an_o}` the object that the last relation
@@ -27,10 +27,11 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `head` is the program's root (without value), `links` says how each phrase hangs on the scene:
+    """One family of questions.
 
-    a number of `relate` hops, "and", or "same_<attribute>". `silent` are attributes that the phrases do not mention;
-    `extra` is the attribute that filters a union; `bare` says that the phrase has no filters of its own.
+    `head` is the program's root without its value. `links` has for each phrase a number of `relate` hops, "and", or
+    "same_<attribute>". `silent` are the attributes that the phrases do not mention; `extra` is the attribute that
+    filters a union; `bare` means that the phrase has no filters of its own.
     """
 
     index: int

@@ -13,12 +13,11 @@ from tqdm import tqdm
 from iep.config import BASELINES, CONFIG, Config, EngineConfig, to_dict, to_yaml, update
 from iep.data.datasets import Batches, ClevrDataset, sequential_batches, training_batches
 from iep.data.loader import Loading
-from iep.data.ordering import Order, make_order, program_lengths
+from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Questions, Split, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.families import family
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
     DESCRIPTIONS,
@@ -41,6 +40,7 @@ from iep.models.build import (
     with_module_norm,
 )
 from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
+from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.training.freezing import check_freeze, freeze, is_trained
@@ -114,10 +114,10 @@ def train_from(start: Saved | None, config: Config, out: Path, asked: Collection
     if sees and validation is not None:
         for name in FEATURE_SIDES.keys() & task.networks.keys():
             check_features(task.networks[name], validation.features.shape[1:], validation.features.path)
-    if config.attention_penalty and family(task.engine.family_name).attentions is None:
+    if config.attention_penalty and not task.engine.makes_attentions:
         raise InputError(
-            f"attention_penalty is {config.attention_penalty}, but the engine's modules {task.engine.family_name} make "
-            "no attentions; those of --modules tbd do"
+            f"attention_penalty is {config.attention_penalty}, but the engine's modules "
+            f"{task.engine.kwargs['modules']} make no attentions; those of --modules tbd do"
         )
     if config.placement != NONE:
         tqdm.write(_place(task.engine, config, training.questions))
@@ -172,7 +172,7 @@ def _batches(
         plan_validation = planner(training=False)
     programs = training.questions.programs
     order = make_order(
-        None if programs is None else program_lengths(programs, vocab.program),
+        program_lengths(programs, vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
         config.curriculum,
         config.batch_size,

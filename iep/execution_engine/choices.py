@@ -1,0 +1,43 @@
+"""The named choices among the settings of networks. Importing this file loads neither torch nor any module.
+
+To add a set of modules, write a class like those of `modules.py` and `tbd.py` (`roles.py` describes the protocol), and
+add it to `MODULES`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from iep.execution_engine.roles import ModuleSet
+
+MODULES = {
+    "iep": "iep.execution_engine.modules:ResidualModules",
+    "tbd": "iep.execution_engine.tbd:AttentionModules",
+}
+"""The class of each set of modules, imported when it is first needed."""
+DEFAULT_SCHEDULER = "lookahead"
+SCENES = ("module", "stem")
+NORMS = ("none", "batch", "example")
+STEMS = ("conv", "pixels", "none")
+INITIALIZATIONS = ("kaiming", "torch")
+POOLINGS = ("maxpool2", "none")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise a ValueError unless the value of a setting is one of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def make_module_set(name: str, **settings: Any) -> "ModuleSet":
+    """Return a set of modules.
+
+    Args:
+        settings: `dim`, `residual`, `norm` and `scene`, the engine's settings of its modules.
+
+    Raises:
+        ValueError: there is no such set, or it does not have what the settings ask for.
+    """
+    check_choice("modules", name, MODULES)
+    file, class_name = MODULES[name].split(":")
+    return getattr(import_module(file), class_name)(**settings)

@@ -1,0 +1,128 @@
+"""Programs of a minibatch and the roles of their functions -> the graph of the module calls, by array code.
+
+Where every value is a map, this is the graph of the programs' trees. Otherwise functions without a module are left out,
+modules that read the stem get it as their first argument, and `scene` replaces every value of the wrong kind, whose
+nodes then do not run.
+
+Shapes: B programs, L program tokens, V vocabulary, S stems, K kinds, N nodes, A arguments of a module.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from iep.batching.graph import Graph
+from iep.batching.plan import Read, Signature, Types
+from iep.execution_engine.roles import MAP, ModuleSet, Role
+from iep.programs import program_graph, scene_index
+from iep.vocab import NULL, START
+
+Roles = tuple[Role | None, ...]
+"""The role of every token of a vocabulary."""
+NONE = -1
+"""Stands for a kind or a slot where there is none."""
+
+
+def roles_of(program_tokens: Sequence[str], modules: ModuleSet) -> Roles:
+    """Return the roles that a set of modules gives to the tokens; `<NULL>` and `<START>` never run and have none.
+
+    Raises:
+        ValueError: the vocabulary lacks `scene`, or the set has no module for a token.
+    """
+    scene_index(program_tokens)
+    return tuple(None if op in (NULL, START) else modules.role(token) for op, token in enumerate(program_tokens))
+
+
+def is_of_maps(roles: Roles) -> bool:
+    """Return whether every value is a map, so that a plan needs no types."""
+    return all(role is None or {*role.arguments, role.result} == {MAP} for role in roles)
+
+
+def module_graph(
+    programs_BL: np.ndarray | Tensor, program_tokens: Sequence[str], roles: Roles, stem_B: np.ndarray | None = None
+) -> Graph:
+    """Return the graph of programs. Its inputs are the stems, then the value of `scene` in each kind but maps.
+
+    Args:
+        stem_B: the slot of each program's stem, counted from 0 without gaps; None where program b has stem b.
+    """
+    scene = scene_index(program_tokens)
+    plain = program_graph(programs_BL, program_tokens, roles[scene] is None, stem_B)
+    functions = [role for op, role in enumerate(roles) if op not in (NULL, START, scene)]
+    if is_of_maps(roles) and all(role is not None and not role.reads_stem for role in functions):
+        return plain
+    stem_B = np.arange(len(plain.roots)) if stem_B is None else stem_B
+    stems, count, kinds = plain.num_inputs, plain.num_nodes, _num_kinds(roles)
+    others = stems + count + np.arange(kinds - 1)  # slots of `scene` in other kinds, until all are numbered anew
+    wanted = [() if role is None else role.arguments for role in roles]
+    width = max(plain.args.shape[1], *map(len, wanted))
+    wanted_VA = np.array([[*each, *[NONE] * (width - len(each))] for each in wanted])
+    result_V = np.array([NONE if role is None else role.result for role in roles])
+    reads_stem_V = np.array([role is not None and role.reads_stem for role in roles])
+    result_N, wanted_NA, stem_N1 = result_V[plain.op], wanted_VA[plain.op], stem_B[plain.example][:, None]
+
+    # The slot that each slot stands for, where a function without a module stands for its argument.
+    stands = np.append(np.arange(stems + count), NONE)
+    idle = np.flatnonzero(result_N == NONE)
+    stands[stems + idle] = plain.args[idle, 0]
+    while not np.array_equal(further := stands[stands], stands):
+        stands = further
+    found = np.concatenate([np.full(stems, NONE), result_N, [NONE]])  # kinds; that of `scene` is none
+
+    args_NA = np.full(wanted_NA.shape, NONE)
+    args_NA[:, : plain.args.shape[1]] = stands[plain.args]
+    scene_NA = np.where(wanted_NA == MAP, stem_N1, np.append(NONE, others)[np.maximum(wanted_NA, MAP)])
+    args_NA = np.where((wanted_NA != NONE) & (found[args_NA] != wanted_NA), scene_NA, args_NA)
+    args_NA = np.where(wanted_NA == NONE, NONE, args_NA)
+    behind_NA, alone_NA = np.hstack([stem_N1, args_NA]), np.hstack([args_NA, np.full((count, 1), NONE)])
+    args_NA = np.where(reads_stem_V[plain.op][:, None], behind_NA, alone_NA)
+    roots_B = stands[plain.roots]
+    roots_B = np.where(found[roots_B] == MAP, roots_B, stem_B)
+
+    kept = np.flatnonzero(_is_needed(roots_B - stems, args_NA - stems, count))
+    slot = np.append(np.arange(stems + count + kinds - 1), NONE)
+    slot[others] = stems + np.arange(kinds - 1)
+    slot[stems + kept] = stems + kinds - 1 + np.arange(len(kept))
+    args_NA = slot[args_NA[kept]]
+    args_NA = args_NA[:, : max(1, (args_NA >= 0).sum(axis=1).max(initial=1))]
+    return Graph(stems + kinds - 1, plain.op[kept], args_NA, plain.example[kept], slot[roots_B])
+
+
+def types_of(graph: Graph, roles: Roles, num_programs: int) -> Types | None:
+    """Return the kinds of a graph's values and of its roots: the programs' results, then any attentions."""
+    if is_of_maps(roles):
+        return None
+    others = np.arange(1, _num_kinds(roles))
+    results, attentions = graph.roots[:num_programs], graph.roots[num_programs:]
+    return Types(
+        inputs=np.concatenate([np.full(graph.num_inputs - len(others), MAP), others]),
+        signatures={op: _signature(roles[op]) for op in np.unique(graph.op).tolist()},
+        roots=((results, 0), (attentions, 0)) if len(attentions) else ((results, 0),),
+    )
+
+
+def penalized(graph: Graph, roles: Roles) -> np.ndarray:
+    """Return the slots of the attentions that a penalty counts."""
+    is_penalized_V = np.array([role is not None and role.is_penalized for role in roles])
+    return graph.num_inputs + np.flatnonzero(is_penalized_V[graph.op])
+
+
+def _num_kinds(roles: Roles) -> int:
+    return 1 + max(max((role.result, *role.arguments)) for role in roles if role is not None)
+
+
+def _signature(role: Role) -> Signature:
+    return Signature(tuple(map(Read, range(role.reads_stem + len(role.arguments)))), (role.result,))
+
+
+def _is_needed(roots: np.ndarray, args: np.ndarray, count: int) -> np.ndarray:
+    """Return which of `count` nodes the `roots` depend on or are, (N,) bool. Numbers of no node are ignored."""
+    needed = np.zeros(count, dtype=bool)
+    new = roots
+    while len(new):
+        new = np.unique(new[(new >= 0) & (new < count)])
+        new = new[~needed[new]]
+        needed[new] = True
+        new = args[new].ravel()
+    return needed

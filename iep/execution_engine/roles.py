@@ -1,0 +1,103 @@
+"""What each function of a program reads and returns: its role. Values are of two kinds, encodings and attentions.
+
+A set of modules defines a role for every token. From the roles alone follow the graph of a minibatch's module calls
+(`program_graph.py`), the walk over one program (`trace.py`), and which functions of a program are not used because
+their values are of the wrong kind (this file).
+
+Shapes: G rows of a call, N images, C H W feature maps.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from iep.programs import NOT_USED, ProgramTree, program_tree, without
+
+MAP, ATTENTION = 0, 1
+"""The kinds of values, which are the columns of a plan: (C, H, W), as the stem returns, and (1, H, W)."""
+KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
+
+
+class Role(NamedTuple):
+    """The kinds of values that the module of a function reads and returns."""
+
+    arguments: tuple[int, ...]
+    """The kind of each argument of the function."""
+    result: int
+    reads_stem: bool = False
+    """The module's first argument is the stem's output; the function's arguments follow."""
+    is_penalized: bool = False
+    """Its result is one of the attentions that `attention_penalty` counts."""
+
+
+class ModuleSet(Protocol):
+    """The modules of an engine, and how they fit together.
+
+    A set is created from the engine's settings of its modules, `dim`, `residual`, `norm` and `scene`, and raises
+    ValueError for those that it does not have.
+    """
+
+    def role(self, token: str) -> Role | None:
+        """Return the role of a program token.
+
+        None is for a function without a module. Its value is that of its first argument. A `scene` without a module
+        stands for the whole image in whichever kind is wanted.
+
+        Raises:
+            ValueError: the set has no module for such a function.
+        """
+
+    def make(self, token: str) -> nn.Module:
+        """Return a new module for a token that has a role.
+
+        It maps (G, ...) arguments, as its role says, to (G, ...) results; row g of each belongs to one node.
+        """
+
+    def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
+        """Return the value of `scene` in each kind that occurs, the kinds in order.
+
+        As a map, it is the stem's output, (N, C, H, W). In every other kind it is one value, (1, ...), for all images.
+        It is also used in place of values of the wrong kind.
+        """
+
+
+class Misfit(NamedTuple):
+    """A node of a program's tree whose value is of another kind than its reader expects."""
+
+    node: int
+    """Its position in the tree's list."""
+    reader: int | None
+    """The node that it is an argument of; None for the root, whose value the classifier reads."""
+    found: int
+    expected: int
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The two kinds in words."""
+        return KINDS[self.found], KINDS[self.expected]
+
+
+def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
+    """Return the nodes whose values are not used because they are of the wrong kind."""
+    misfits = []
+    kinds: list[int | None] = [None] * len(tree.nodes)  # None: any kind
+    for number in tree.post_order:
+        node, role = tree.nodes[number], modules.role(tree.nodes[number].token)
+        if role is None:
+            kinds[number] = kinds[node.arguments[0]] if node.arguments else None
+            continue
+        for argument, expected in zip(node.arguments, role.arguments, strict=True):
+            if kinds[argument] not in (None, expected):
+                misfits.append(Misfit(argument, number, kinds[argument], expected))
+        kinds[number] = role.result
+    if kinds[0] not in (None, MAP):
+        misfits.append(Misfit(0, None, kinds[0], MAP))
+    return sorted(misfits)
+
+
+def tree_run(tokens: Sequence[str], modules: ModuleSet) -> ProgramTree:
+    """Return the tree of prefix tokens, with the nodes marked that a set of modules does not use."""
+    tree = program_tree(tokens)
+    words = {misfit.node: misfit.words for misfit in misfits(tree, modules)}
+    return without(tree, {node: f"{NOT_USED}: {found}, not {expected}" for node, (found, expected) in words.items()})
