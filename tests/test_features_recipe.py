@@ -142,7 +142,7 @@ def test_attributes_that_name_no_backbone_are_no_recipe_and_iep_ask_goes_on(patc
     image, program = IMAGE, "count scene"
     result = iep_ask("--ee", tmp_path / "ee", "--image", image, "--program", program)
     assert result.exit_code == 0, result.output
-    assert "taken for 14x14 patches of 2x2 pixels" in result.stderr
+    assert "assumed to be 14x14 patches of 2x2 pixels" in result.stderr
     flags = ("--backbone", "patches", "--patch-size", 2)
     assert answered("--ee", tmp_path / "ee", "--image", image, "--program", program, *flags) == result.stdout
 
