@@ -126,8 +126,8 @@ def test_a_word_that_differs_in_case_alone_is_suggested_first(parts):
     output = answered(*parts, "--question", "What Color is it?")
     assert "'Color' is not in the vocabulary and is read as <UNK>; the nearest known word is 'color'" in output
     assert nearest_word("what", ["", "hat", "whats", "What"]) == "What"
-    assert nearest_word("teh", ["The", "the"]) == "the"
-    assert nearest_word("Teh", ["The", "the"]) == "The"
+    assert nearest_word("spehre", ["Sphere", "sphere"]) == "sphere"
+    assert nearest_word("Spehre", ["Sphere", "sphere"]) == "Sphere"
     assert nearest_word("xylophone", ["The", "the"]) is None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from iep.data.datasets import Batch
-from iep.errors import InputError, nearest
+from iep.errors import SIMILARITY, InputError, nearest
 from iep.evaluation.outcome import words
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.roles import ModuleSet, misfits, tree_run
@@ -93,7 +93,7 @@ def nearest_word(word: str, known: Iterable[str]) -> str | None:
     for other in known:
         if other:
             by_lower_case.setdefault(other.lower(), []).append(other)
-    found = get_close_matches(word.lower(), list(by_lower_case), n=1)
+    found = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=SIMILARITY)
     if not found:
         return None
     return min(by_lower_case[found[0]], key=lambda other: (other[:1].isupper() != word[:1].isupper(), other))
