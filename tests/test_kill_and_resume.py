@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fork_server import Server
 from killing import Job, checkpointing, evaluation, kill_and_resume, preprocessing, synthesis, training
-from tiny_data import TINY
+from tiny_data import tiny
 
 KILL = (signal.SIGKILL,)
 ASK = (signal.SIGINT, signal.SIGTERM)
@@ -39,17 +39,17 @@ def clevr(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("model", "signals"), [("lstm", ASK), ("ee", KILL)])
 def test_training(server: Server, data: Path, tmp_path: Path, model: str, signals: tuple[int, ...]):
-    job = training(data, *TINY, f"model={model}", *MODELS[model])
+    job = training(data, *tiny(model), f"model={model}", *MODELS[model])
     assert_comes_to_the_same(server, job, tmp_path, kills=4, seed=1, signals=signals)
 
 
 def test_training_with_workers(server: Server, data: Path, tmp_path: Path):
-    job = training(data, *TINY, "model=ee", "iterations=8", "validate_every=3", "workers=2")
+    job = training(data, *tiny("ee"), "model=ee", "iterations=8", "validate_every=3", "workers=2")
     assert_comes_to_the_same(server, job, tmp_path, kills=2, seed=2, signals=(*KILL, *ASK))
 
 
 def test_checkpointing(server: Server, data: Path, tmp_path: Path):
-    assert_comes_to_the_same(server, checkpointing(data, *TINY), tmp_path, kills=6, seed=3, signals=KILL)
+    assert_comes_to_the_same(server, checkpointing(data, *tiny("lstm")), tmp_path, kills=6, seed=3, signals=KILL)
 
 
 @pytest.mark.parametrize("signals", [KILL, ASK])
@@ -69,24 +69,24 @@ def test_evaluation(server: Server, data: Path, runs: dict[str, Path], tmp_path:
 
 
 def test_checkpoints_written_in_place_are_found_out(server: Server, data: Path, tmp_path: Path):
-    job = checkpointing(data, *TINY, setup="write in place")
+    job = checkpointing(data, *tiny("lstm"), setup="write in place")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=60, seed=7).mismatches
     assert "not a whole checkpoint file" in problem
 
 
 def test_a_run_that_resumes_to_other_weights_is_found_out(server: Server, data: Path, tmp_path: Path):
-    job = checkpointing(data, *TINY, setup="forget the optimizer")
+    job = checkpointing(data, *tiny("lstm"), setup="forget the optimizer")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=60, seed=8).mismatches
     assert "other than in the whole job: ['last'" in problem
 
 
 def test_temporary_files_that_stay_are_found_out(server: Server, data: Path, tmp_path: Path):
-    job = training(data, *TINY, "model=lstm", setup="leave a temporary file")
+    job = training(data, *tiny("lstm"), "model=lstm", setup="leave a temporary file")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=1, seed=9).mismatches
     assert "left over: ['.left.1.tmp']" in problem
 
 
 def test_a_signal_that_is_answered_with_a_traceback_is_found_out(server: Server, data: Path, tmp_path: Path):
-    job = training(data, *TINY, "model=lstm", "iterations=50", setup="answer with a traceback")
+    job = training(data, *tiny("lstm"), "model=lstm", "iterations=50", setup="answer with a traceback")
     (problem,) = kill_and_resume(server, job, tmp_path, kills=20, seed=10, signals=ASK).mismatches
     assert "Traceback" in problem

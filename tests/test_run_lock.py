@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fork_server import Server
-from tiny_data import TINY, assert_one_error
+from tiny_data import assert_one_error, tiny
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main as iep_preprocess
@@ -87,7 +87,7 @@ def test_a_file_system_without_locks_is_named_in_a_line(data: Path, tmp_path: Pa
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY]
+    arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm")]
     result = CliRunner().invoke(iep_train, [str(argument) for argument in arguments])
     assert_one_error(result, f"{tmp_path / 'run' / LOCK}: cannot be locked, locks are not supported on its file system")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
@@ -99,7 +99,7 @@ def test_every_command_that_writes_a_directory_asks(data: Path, runs: dict[str, 
     (tmp_path / "clevr" / "questions" / "CLEVR_train_questions.json").write_text('{"questions": []}')
     process = holder(out)
     for command, *arguments in (
-        (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *TINY),
+        (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *tiny("lstm")),
         (iep_eval, "--baseline", runs["lstm"], "--data", data, "--out", out),
         (iep_synth, out, "--train", 1, "--val", 0, "--test", 0),
         (iep_preprocess, tmp_path / "clevr", "--out", out, "--only", "questions"),
@@ -118,7 +118,7 @@ def test_looking_at_a_run_in_use_is_allowed(runs: dict[str, Path], tmp_path: Pat
 
 
 def test_a_run_that_is_training_refuses_another_and_goes_on(server: Server, data: Path, tmp_path: Path, monkeypatch):
-    arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *TINY, "model=lstm"]
+    arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *tiny("lstm"), "model=lstm"]
     seconds, train_step = [], Trainer.train_step
 
     def watched(self: Trainer, batch: Batch) -> object:
