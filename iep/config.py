@@ -1,17 +1,19 @@
 """The one home of every default of training and evaluation, in frozen dataclasses.
 
 YAML overrides them, `key=value` overrides YAML. Turns a YAML file and a list of `key=value` strings into a checked
-`Config`. An unknown key, a value of the wrong type or out of range is an `InputError` that names the key and where it
-was given.
+`Config`. An unknown key, a value of the wrong type or out of range, and a setting that the model does not use is an
+`InputError` that names the key and where it was given.
 """
 
 import contextlib
 import dataclasses
+import difflib
 import math
+import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ import yaml
 from iep.batching.schedulers import SCHEDULERS
 from iep.errors import InputError, nearest
 from iep.execution_engine import choices
+from iep.runtime.reading import parse_yaml, read_yaml
 
 BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
 """Models of a single network that answers without programs."""
 MODELS = ("pg", "ee", "joint", *BASELINES)
+WITH_ENGINE = ("ee", "joint")
+SEEING = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
+"""Models that read features."""
 MODULES = tuple(choices.MODULES)
 BATCHING = tuple(SCHEDULERS)
 PRECISIONS = ("float32", "bfloat16")
@@ -47,21 +53,41 @@ DEFAULT_SALIENCY = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
-"""Settings that say where a run computes; checkpoints do not remember them."""
-Given = list[tuple[str, Mapping[str, Any]]]
-"""Settings, nested ones in mappings, and where they were given."""
+"""Settings that say where a run computes; checkpoints do not store them."""
+SECTIONS = {
+    "generator": ("pg", "joint"),
+    "engine": WITH_ENGINE,
+    **{name.replace("-", "_"): (name,) for name in BASELINES},
+}
+"""The sections of a `Config`, which hold the settings of one network each, and the models that have the network."""
+PATHS = {
+    **dict.fromkeys(("data", "pg", "ee", "baseline"), ()),
+    "families": ("short", "long"),
+    "placement": ("none", "round-robin", "balanced"),
+}
+"""Settings that name files, with the words that may stand in place of a name."""
+SHIPPED = Path(__file__).parent / "configs"
+"""The configs of the package: `mini/pg` names `mini/pg.yaml` in this directory."""
+Given = list[tuple[str, str, Any]]
+"""Settings as a user gave them: where, the dotted name, and the value."""
 LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4)}
 
 
 def setting(
-    default: Any, minimum: float | None = None, maximum: float | None = None, choices: tuple[str, ...] | None = None
+    default: Any,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    models: tuple[str, ...] = MODELS,
 ) -> Any:
-    """A dataclass field with a default and, checked when a config is read, bounds or a list of choices.
+    """Return a dataclass field with a default and, checked when a config is read, bounds or a list of choices.
 
-    The bounds of a tuple are those of each of its items.
+    The bounds of a tuple are those of each of its items. `models` are those that use the setting; for the others it is
+    an error to give it.
     """
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "choices": choices})
+    limits = {"minimum": minimum, "maximum": maximum, "choices": choices, "models": models}
+    return field(default=default, metadata=limits)
 
 
 @dataclass(frozen=True)
@@ -137,20 +163,20 @@ class Config:
 
     model: str = setting("ee", choices=MODELS)
     data: str | None = None
-    pg: str | None = None
+    pg: str | None = setting(None, models=("pg", *WITH_ENGINE))
     """Checkpoint that the program generator starts from, or that predicts the engine's programs."""
-    ee: str | None = None
+    ee: str | None = setting(None, models=WITH_ENGINE)
     """Checkpoint that the execution engine starts from."""
-    baseline: str | None = None
+    baseline: str | None = setting(None, models=BASELINES)
     """Checkpoint that a baseline starts from."""
 
-    programs: str = setting("ground-truth", choices=PROGRAM_SOURCES)
-    batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING)
+    programs: str = setting("ground-truth", choices=PROGRAM_SOURCES, models=("ee",))
+    batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING, models=WITH_ENGINE)
     """Scheduler of the engine's module calls."""
-    sharing: bool | None = None
+    sharing: bool | None = setting(None, models=WITH_ENGINE)
     """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that
     is without batch norm and dropout; in validation always."""
-    defer_weight_grads: bool = False
+    defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"
     val_split: str = "val"
@@ -166,7 +192,7 @@ class Config:
     """Validate on so many questions, the first after those skipped."""
     curriculum: tuple[tuple[int, int], ...] = ()
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
-    max_program_length: int = setting(31, minimum=2, maximum=1000)
+    max_program_length: int = setting(31, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
     """Tokens after which decoding stops, <START> and <END> included: as the original toolkit, 30 after <START>. CLEVR's
     longest program has 27."""
     questions_per_image: int = setting(1, minimum=1)
@@ -175,19 +201,22 @@ class Config:
     """Processes that read batches and plan them; 0 does it in the training process."""
     prefetch: int = setting(2, minimum=1)
     """Batches that each worker makes ahead."""
-    features_in_memory: bool = False
+    features_in_memory: bool = setting(False, models=SEEING)
     """Read all features once, at the start, into memory that all processes of a machine share."""
 
     iterations: int = setting(20_000, minimum=1)
     batch_size: int = setting(64, minimum=1)
+    val_batch_size: int = setting(256, minimum=1)
+    """Questions that validation runs at a time."""
     learning_rate: float | None = setting(None, minimum=0)
     """Unset: 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint."""
     warmup: int = setting(0, minimum=0)
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
-    clip_gradients: float | None = setting(None, minimum=0)
+    clip_gradients: float | None = setting(None, minimum=1e-6)
+    """Greatest norm of the gradient of all parameters together; a larger one is scaled down to it."""
 
-    attention_penalty: float = setting(0.0, minimum=0)
+    attention_penalty: float = setting(0.0, minimum=0, models=WITH_ENGINE)
     """Of the modules tbd: the loss of a minibatch grows by so many times the sum of all attentions of its programs that
     networks make (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
@@ -197,14 +226,14 @@ class Config:
 
     freeze: tuple[str, ...] = ()
     """Parts of the model that training leaves as they are; their names are in `iep/training/freezing.py`."""
-    reward_decay: float = setting(0.9, minimum=0, maximum=1)
-    temperature: float = setting(1.0, minimum=1e-6)
+    reward_decay: float = setting(0.9, minimum=0, maximum=1, models=("joint",))
+    temperature: float = setting(1.0, minimum=1e-6, models=("joint",))
 
     seed: int = setting(0, minimum=0, maximum=2**32 - 1)
     device: str = "auto"
-    placement: str = "none"
+    placement: str = setting("none", models=WITH_ENGINE)
     """How the engine's functions are placed on `devices`: none, round-robin, balanced, or a YAML file."""
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
     """Of the placement; the first also has all that is not placed."""
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
@@ -260,11 +289,10 @@ def read_config(
     overrides: Mapping[str, Any] | None = None,
     base: Config | None = None,
 ) -> Config:
-    """`base` (the defaults), overridden by the YAML `file`, by `key=value` strings, then by `overrides` not None.
+    """Return `base` (the defaults) with the settings of `given_settings` in place of its own.
 
     Raises:
-        InputError: the file is missing or not a YAML mapping, a key is unknown (the nearest one is suggested), or a
-            value has the wrong type, is too small, or is not among the choices.
+        InputError: as `given_settings` and `update`.
     """
     return overridden(base or Config(), given_settings(file, assignments, overrides))
 
@@ -272,42 +300,113 @@ def read_config(
 def given_settings(
     file: Path | None = None, assignments: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
 ) -> Given:
-    """What `read_config` is given, the later ones overriding the earlier ones.
+    """Return the settings of a YAML file, of `key=value` strings and of `overrides` other than None, in this order, in
+    which later ones count.
+
+    `file` may also be the name of a config of the package, such as `mini/pg`.
 
     Raises:
-        InputError: as `read_config`, but for what needs the keys to be known.
+        InputError: the file is missing (names the nearest configs of the package) or not a YAML mapping, or a string
+            is not of the form `key=value`.
     """
-    given: Given = [] if file is None else [(str(file), _read_yaml(file))]
+    given: Given = []
+    if file is not None:
+        file = find_config(file)
+        content = read_yaml(file, "a YAML file of settings")
+        if not isinstance(content, Mapping | None):
+            raise InputError(f"{file}: expected a YAML mapping of settings, found {type(content).__name__}")
+        given += [(str(file), name, value) for name, value in flat(content or {}).items()]
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             raise InputError(f"{assignment!r}: expected key=value, such as batch_size=128")
-        given.append((assignment, _nested(key, _yaml_value(text, assignment))))
-    return [*given, ("command line", {key: value for key, value in (overrides or {}).items() if value is not None})]
+        try:
+            value = parse_yaml(text)
+        except InputError as error:
+            raise InputError(f"{assignment!r}: {error}") from None
+        given += [(assignment, name, value) for name, value in flat({key: value}).items()]
+    options = {key: value for key, value in (overrides or {}).items() if value is not None}
+    return [*given, *(("command line", name, value) for name, value in flat(options).items())]
+
+
+def find_config(file: Path | str) -> Path:
+    """Return the path of a config: of a file, or of a config of the package by its name.
+
+    Raises:
+        InputError: there is neither; lists the nearest names.
+    """
+    file = Path(file)
+    name = file.as_posix().removesuffix(".yaml")
+    shipped = {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in SHIPPED.glob("*/*.yaml")}
+    if file.is_file() or (file.exists() and name not in shipped):
+        return file
+    if name not in shipped:
+        near = difflib.get_close_matches(name, shipped, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise InputError(f"{file}: no such file, nor the name of a config of this package{hint}")
+    return shipped[name]
 
 
 def overridden(config: Config, given: Given) -> Config:
-    """`config` with all that is given put in.
+    """Return `config` with the given settings in place of its own.
 
     Raises:
         InputError: as `update`.
     """
-    for source, values in given:
-        config = update(config, values, source)
+    for source, name, value in given:
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        config = update(config, value, source)
     return config
 
 
-def given_names(given: Given) -> frozenset[str]:
-    """The dotted names of all settings that are given, be they the defaults or not."""
-    return frozenset(name for _, values in given for name in flat(values))
-
-
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted names."""
+    """Return nested settings by their dotted names."""
     found = {}
     for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        is_nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return found
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that the config's model uses, as plain mappings, lists, numbers and strings."""
+    models = {f.name: f.metadata.get("models", SECTIONS.get(f.name, MODELS)) for f in fields(config)}
+    return {name: value for name, value in to_dict(config).items() if config.model in models[name]}
+
+
+def only_used(config: Config) -> Config:
+    """Return `config` with the defaults of all settings that its model does not use; earlier versions saved these."""
+    return update(Config(), settings_of(config), "only used")
+
+
+def check_used(config: Config, asked: Collection[str] = ()) -> None:
+    """Check that the model uses every setting that is not the default, or is `asked` for by its dotted name.
+
+    Raises:
+        InputError: it does not; names all such settings.
+    """
+    used, defaults = flat(settings_of(config)), flat(to_dict(Config()))
+    asked = [name for name in asked if name not in PLACES]
+    unused = [
+        f"{name} is {value}"
+        for name, value in flat(to_dict(config)).items()
+        if name not in used and (value != defaults[name] or name in asked)
+    ]
+    if unused:
+        raise InputError(f"{', '.join(unused)}, which training {config.model} does not use")
+
+
+def absolute(config: Config) -> Config:
+    """Return `config` with absolute names of the files that exist, so that they hold in any working directory."""
+    return replace(
+        config,
+        **{
+            key: os.path.abspath(path)
+            for key, words in PATHS.items()
+            if (path := getattr(config, key)) not in (None, *words) and os.path.exists(path)
+        },
+    )
 
 
 def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = "") -> Any:
@@ -330,7 +429,7 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
             changes[key] = update(current, value, source, prefix=f"{name}.")
         else:
             changes[key] = _checked(value, kinds[key], known[key].metadata, f"{source}: {name}")
-    return dataclasses.replace(config, **changes)
+    return replace(config, **changes)
 
 
 def _meant(config: Any, key: str) -> str:
@@ -345,42 +444,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return _plain(dataclasses.asdict(config))
 
 
-def to_yaml(config: Any) -> str:
-    """`config` as YAML that `read_config` reads back to the same value."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False)
+def to_yaml(config: Config) -> str:
+    """Return the settings that the config's model uses as YAML, which `read_config` reads back."""
+    return yaml.safe_dump(settings_of(config), sort_keys=False)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def _read_yaml(file: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets bad dates and depths through
-        raise InputError(f"{file}: not YAML ({' '.join(str(error).split())})") from None
-    if content is None:
-        return {}
-    if not isinstance(content, Mapping):
-        raise InputError(f"{file}: expected a YAML mapping of settings, found {type(content).__name__}")
-    return content
-
-
-def _yaml_value(text: str, assignment: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise InputError(f"{assignment!r}: the value is not YAML") from None
-
-
-def _nested(dotted: str, value: Any) -> dict[str, Any]:
-    for part in reversed(dotted.split(".")):
-        value = {part: value}
-    return value
 
 
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:

@@ -35,11 +35,19 @@ expect() {
     fi
 }
 
-# train RUN OPTION...: train into RUN, or go on with what stands there.
+# train RUN --config FILE OPTION...: train into RUN, or resume what stands there. Settings of a network, such as
+# engine.module_dim=32, are for the steps that train it.
 train() {
-    local run=$1
+    local run=$1 setting settings=() model
+    model=$(sed -n 's/^model: //p' "$3")
     shift
-    iep-train "$@" --out "$run" --resume "${SETTINGS[@]}"
+    for setting in "${SETTINGS[@]}"; do
+        case $model:$setting in
+        pg:engine.* | ee:generator.*) ;;
+        *) settings+=("$setting") ;;
+        esac
+    done
+    iep-train "$@" --out "$run" --resume "${settings[@]}"
 }
 
 # evaluate NAME DIR OPTION...: evaluate into DIR; the table has a column NAME beside those of earlier calls.

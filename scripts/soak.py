@@ -28,7 +28,7 @@ from killing import (  # noqa: E402
     training,
 )
 from processes import run  # noqa: E402
-from tiny_data import TINY, write_data  # noqa: E402
+from tiny_data import tiny, write_data  # noqa: E402
 
 from iep.bench.report import machine_line  # noqa: E402
 
@@ -102,15 +102,18 @@ def _jobs(work: Path) -> Iterator[Job]:
     data = write_data(work / "tiny")
     bent = ("engine.stem_norm=true", "warmup=3", "decay=cosine", "curriculum=[[0, 5], [9, 99]]")
     for model in ("pg", "ee"):
-        started = run("train", ["--data", data, "--out", work / model, *TINY, f"model={model}"])
+        started = run("train", ["--data", data, "--out", work / model, *tiny(model), f"model={model}"])
         assert started.returncode == 0, started.output
     starts = (f"pg={work / 'pg'}", f"ee={work / 'ee'}")
-    long = (*TINY, "iterations=30", "validate_every=7")
-    yield training(data, *long, "model=pg", "generator.dropout=0.5", "generator.num_layers=2", name="training pg")
-    yield training(data, *long, "model=ee", *bent, name="training ee")
-    yield training(data, *long, "iterations=15", "model=ee", "workers=2", name="training ee, 2 workers")
+    long = ("iterations=30", "validate_every=7")
+    yield training(
+        data, *tiny("pg"), *long, "model=pg", "generator.dropout=0.5", "generator.num_layers=2", name="training pg"
+    )
+    yield training(data, *tiny("ee"), *long, "model=ee", *bent, name="training ee")
+    yield training(data, *tiny("ee"), *long, "iterations=15", "model=ee", "workers=2", name="training ee, 2 workers")
     yield training(
         data,
+        *tiny("joint"),
         *long,
         "iterations=8",
         "validate_every=3",
@@ -119,7 +122,7 @@ def _jobs(work: Path) -> Iterator[Job]:
         *starts,
         name="training joint",
     )
-    yield checkpointing(data, *TINY)
+    yield checkpointing(data, *tiny("lstm"))
     clevr = work / "small"
     sizes = ["--preset", "mini", "--train", 60, "--val", 2, "--test", 1, "--width", 64, "--height", 48]
     made = run("synth", [clevr, *sizes])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from click.testing import CliRunner, Result
-from tiny_data import TINY
+from tiny_data import tiny
 
 from iep.cli.ask import main
 from iep.cli.preprocess import main as preprocess
@@ -55,7 +55,19 @@ def sample_data(out: Path, *flags: object) -> Path:
 
 def trained(data: Path, model: str, out: Path, iterations: int, *settings: object) -> Path:
     """A run of a tiny model."""
-    done(train, "--model", model, "--data", data, "--out", out, *TINY, *LONGER, f"iterations={iterations}", *settings)
+    done(
+        train,
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        out,
+        *tiny(model),
+        *LONGER,
+        f"iterations={iterations}",
+        *settings,
+    )
     return out
 
 

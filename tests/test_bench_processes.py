@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bench_cases import iep_bench, report_of
-from tiny_data import TINY, assert_one_error
+from tiny_data import assert_one_error, tiny
 
 from iep.bench import processes
 from iep.bench.compare import Effort, compare
@@ -27,7 +27,7 @@ def test_speeds_are_medians_of_runs_without_their_first_metrics(monkeypatch: pyt
 def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
     (tmp_path / "lstm.yaml").write_text(CONFIG)
     asked = ("--data", data, "--config", tmp_path / "lstm.yaml", "--processes", 1, "--iterations", 4, "--repeat", 1)
-    result = iep_bench("processes", *asked, "--out", tmp_path / "out", *TINY)
+    result = iep_bench("processes", *asked, "--out", tmp_path / "out", *tiny("lstm"))
     (comparison,) = report_of(result, tmp_path / "out", "processes")
     (row,) = comparison["rows"]
     assert (row["name"], row["speedup"]) == ("1 process", 1.0)

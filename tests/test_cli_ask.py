@@ -288,7 +288,7 @@ def test_features_of_another_shape_than_the_engines_are_refused(parts, tmp_path)
         ({"backbone": "vgg16"}, "by the backbone 'vgg16', which this version does not know"),
         ({"backbone": "patches", "patch_size": "large"}, "patch_size large, expected a whole number"),
         ({"backbone": "patches", "patch_size": 2, "dtype": "int8"}, "dtype int8, expected float32 or float16"),
-        ([1], "how its features were made is a list"),
+        ([1], "features is of type list, expected dict"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(parts, tmp_path, recipe, expected):

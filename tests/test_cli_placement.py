@@ -9,7 +9,7 @@ import yaml
 from batching_cases import assert_same
 from click.testing import CliRunner, Result
 from placement_cases import ONE_GPU, TWO_GPUS
-from tiny_data import TINY, VOCAB, assert_one_error, newest
+from tiny_data import VOCAB, assert_one_error, newest, tiny
 
 from iep.cli.evaluate import main as evaluate_main
 from iep.cli.train import main as train_main
@@ -18,7 +18,7 @@ from iep.models.checkpoint import load_checkpoint
 from iep.runtime.records import METRICS
 
 PLACED = ("--placement", "balanced", "--devices", "cpu,cpu")
-SETTINGS = [each for each in TINY if each != "device=cpu"]
+SETTINGS = [each for each in tiny("ee") if each != "device=cpu"]
 
 
 def iep_train(out: Path, *arguments: object) -> Result:
@@ -120,7 +120,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--model", "pg", *PLACED], "is for an execution engine, and there is none"),
+        (["--model", "pg", *PLACED], "placement is balanced, devices is"),
         (["placement=balanced", "devices=[cpu,cpu]", "device=cpu"], "--device cpu together with --devices cpu,cpu"),
         (["--placement", "balanced", "--devices", "cpu,cuda:99"], "device 'cuda:99': not available here"),
         (["--device", "cpu", "--devices", "cpu,cpu"], "it cannot go together with --devices"),

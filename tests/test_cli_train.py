@@ -2,17 +2,19 @@
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import click
 import h5py
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from tiny_data import (
-    TINY,
     TRAIN,
     VOCAB,
     arrays,
@@ -21,14 +23,17 @@ from tiny_data import (
     features,
     files_no_larger_than,
     newest,
+    tiny,
     write_data,
     write_h5,
 )
 
+import iep
+from iep.cli.command import Command
 from iep.cli.train import main
 from iep.config import Config, read_config
 from iep.errors import InputError
-from iep.models.checkpoint import BEST, load_checkpoint
+from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.files import write_json
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
@@ -53,12 +58,19 @@ def step(out: Path) -> int:
 
 
 def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
-    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
     command = [sys.executable, "-m", "iep.cli.train", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "ee iteration 4: validation accuracy" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"{tmp_path / 'run'}: trained ee to iteration 4"
+    out = tmp_path / "run"
+    before, *lines, last = done.stdout.splitlines()
+    assert re.fullmatch(rf"{out}: ee on cpu, [\d,]+ parameters", before)
+    assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
+    assert lines[1] == "iterations 1 to 4 of 8 questions"
+    assert lines[2].startswith("ee before the first iteration: validation accuracy ")
+    best = rf"{out}: trained ee to iteration 4; the best checkpoint is {out / BEST}, of iteration (\d), validation .*%"
+    assert int(re.fullmatch(best, last)[1]) == load_checkpoint(out / BEST)["step"]
     assert "questions/s" in done.stderr
     assert "Warning" not in done.stderr
     assert step(tmp_path / "run") == 4
@@ -85,7 +97,7 @@ def test_a_dry_run_needs_no_torch():
 
 def test_every_option_reaches_its_setting(tmp_path: Path):
     options = {
-        "model": "joint",
+        "model": "ee",
         "data": "d",
         "pg": "p",
         "ee": "e",
@@ -93,23 +105,22 @@ def test_every_option_reaches_its_setting(tmp_path: Path):
         "batching": "standard",
         "num_train_samples": 7,
         "num_val_samples": 8,
-        "baseline": "b",
         "precision": "bfloat16",
         "device": "cpu",
         "keep": 5,
     }
     flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    flags += ["--no-sharing", "--defer-weight-grads", "--freeze", "rnn,cnn"]
+    flags += ["--no-sharing", "--defer-weight-grads", "--freeze", "stem,modules"]
     result = iep_train("--dry-run", "--out", tmp_path / "run", *flags, *(f"{name}=null" for name in ("pg", "ee")))
     (tmp_path / "printed.yaml").write_text(result.output)
     assert read_config(tmp_path / "printed.yaml") == Config(
-        **options, freeze=("rnn", "cnn"), sharing=False, defer_weight_grads=True
+        **options, freeze=("stem", "modules"), sharing=False, defer_weight_grads=True
     )
 
 
 def test_joint_training_takes_runs_for_checkpoints(data: Path, runs: dict[str, Path], tmp_path: Path):
     starts = ["--pg", runs["pg"], "--ee", runs["ee"] / BEST]
-    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *starts, *TINY)
+    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *starts, *tiny("joint"))
     assert result.exit_code == 0
     assert set(load_checkpoint(tmp_path / "run")["networks"]) == {"generator", "engine"}
     saved = read_config(tmp_path / "run" / "config.yaml")
@@ -118,7 +129,7 @@ def test_joint_training_takes_runs_for_checkpoints(data: Path, runs: dict[str, P
 
 def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
     options = ["--num-train-samples", 3, "--num-val-samples", 5]
-    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *options, *TINY)
+    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *options, *tiny("lstm"))
     assert result.exit_code == 0
     accuracies = [
         row["validation_accuracy"]
@@ -128,13 +139,13 @@ def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
     assert all((5 * accuracy) == pytest.approx(round(5 * accuracy), abs=1e-5) for accuracy in accuracies)
 
 
-# Going on
+# Resuming
 
 
 def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other_does(data, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     out = tmp_path / "run"
-    given = ("--out", out, "--model", "lstm", "--data", data, *TINY)
+    given = ("--out", out, "--model", "lstm", "--data", data, *tiny("lstm"))
     assert iep_train(*given, "iterations=2").exit_code == 0
     went_on = iep_train(*given, "iterations=4")
     assert went_on.exit_code == 0, went_on.output
@@ -147,7 +158,7 @@ def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other
 
 
 def test_resuming_nothing_is_a_fresh_start(data: Path, tmp_path: Path):
-    result = iep_train("--resume", "--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY)
+    result = iep_train("--resume", "--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
     assert result.exit_code == 0
     assert step(tmp_path / "run") == 4
 
@@ -156,14 +167,51 @@ def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     before = read_config(run / "config.yaml")
     result = iep_train("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
     assert result.exit_code == 0
-    assert f"{run}: goes on with batch_size 4 instead of 8\n" in result.stdout
-    assert result.stdout.splitlines()[-1] == f"{run}: trained lstm to iteration 6"
+    assert f"{run}: resumes with iterations 6 instead of 4, batch_size 4 instead of 8\n" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(f"{run}: trained lstm to iteration 6; the best checkpoint is ")
     assert step(run) == 6
     assert read_config(run / "config.yaml") == read_config(None, ["iterations=6", "batch_size=4"], base=before)
 
 
+def test_a_file_given_again_changes_nothing_unless_it_has_changed(data: Path, tmp_path: Path):
+    file, out = tmp_path / "a.yaml", tmp_path / "run"
+    file.write_text("model: lstm\niterations: 8\nlog_every: 1\n")
+    again = ("--out", out, "--config", file, "--resume")
+    assert iep_train(*again, "--data", data, *tiny("lstm"), "iterations=2").exit_code == 0
+    result = iep_train(*again)
+    assert result.output == f"{out}: already trained to iteration 2 or further; nothing to do\n"
+    file.write_text("model: lstm\niterations: 3\nlog_every: 1\n")
+    result = iep_train(*again)
+    assert f"{out}: resumes with iterations 3 instead of 2\n" in result.output
+    assert step(out) == 3
+    file.write_text("model: lstm\nlstm: {hidden_dim: 9}\n")
+    assert_one_error(iep_train(*again), "was trained with lstm.hidden_dim 10, cannot resume with lstm.hidden_dim 9")
+
+
+def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_data(tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = iep_train("--model", "lstm", "--data", "data", "--out", "run", *tiny("lstm"), "iterations=1")
+    assert result.exit_code == 0, result.output
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert iep_train("--out", tmp_path / "run", "--resume", "iterations=2").exit_code == 0
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert_one_error(iep_train("--out", tmp_path / "run", "--resume", "iterations=3"), "data/vocab.json: no such file")
+    result = iep_train("--out", tmp_path / "run", "--resume", "iterations=3", "--data", "../moved")
+    assert f"data {tmp_path / 'moved'} instead of {tmp_path / 'data'}" in result.output
+    assert step(tmp_path / "run") == 3
+
+
+def test_a_checkpoint_of_another_model_among_a_runs_own_is_refused(runs: dict[str, Path], run: Path):
+    content = load_checkpoint(newest(runs["ee"]))
+    save_checkpoint(run / "step-9.pt", content | {"step": 9})
+    result = iep_train("--resume", "--out", run, "iterations=10")
+    assert_one_error(result, f"{run / 'step-9.pt'}: holds a run of model ee, cannot resume it as lstm")
+
+
 def test_a_run_without_a_checkpoint_is_begun_anew_with_its_settings(data: Path, tmp_path: Path):
-    given = ("--out", tmp_path / "run", "--model", "lstm", "--data", data, *TINY)
+    given = ("--out", tmp_path / "run", "--model", "lstm", "--data", data, *tiny("lstm"))
     assert iep_train(*given, "learning_rate=1e30").exit_code == 1
     begun = read_config(tmp_path / "run" / "config.yaml")
     result = iep_train("--out", tmp_path / "run", "--resume", "learning_rate=0.01", "device=cpu")
@@ -192,7 +240,7 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
 
     save = Trainer.save
     monkeypatch.setattr(Trainer, "save", gone)
-    result = iep_train("--out", tmp_path / "run", "--model", "lstm", "--data", data, *TINY)
+    result = iep_train("--out", tmp_path / "run", "--model", "lstm", "--data", data, *tiny("lstm"))
     assert_one_error(result, f"{tmp_path / 'run'}: the run directory is gone; nothing is saved of iteration 2")
     assert not (tmp_path / "run").exists()
 
@@ -218,7 +266,7 @@ def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
 
 def test_a_run_is_not_overwritten(data: Path, run: Path):
     before = newest(run).read_bytes()
-    result = iep_train("--model", "lstm", "--data", data, "--out", run, *TINY)
+    result = iep_train("--model", "lstm", "--data", data, "--out", run, *tiny("lstm"))
     assert_one_error(result, f"{run}: already holds a run; add --resume")
     assert newest(run).read_bytes() == before
 
@@ -229,6 +277,13 @@ def test_a_run_is_not_overwritten(data: Path, run: Path):
         (["batchsize=3"], "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
         (["batch_size=0"], "batch_size=0: batch_size is 0, expected at least 1", 1),
         (["batch_size"], "'batch_size': expected key=value", 1),
+        (["clip_gradients=0"], "clip_gradients is 0.0, expected at least", 1),
+        (
+            ["--model", "pg", "temperature=1", "--programs", "predicted", "engine.module_dim=77", "--sharing"],
+            "programs is predicted, sharing is True, temperature is 1.0, engine.module_dim is 77, which training pg",
+            1,
+        ),
+        (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg' or", 1),
         (["--model", "eee"], "'eee' is not one of", 2),
         (["--num-train-samples", "0"], "0 is not in the range x>=1", 2),
         (["--programs", "guessed"], "'guessed' is not one of", 2),
@@ -307,7 +362,7 @@ def lose_images(data: Path) -> tuple[Path, str]:
 def test_damaged_data_are_named_before_anything_is_written(tmp_path: Path, damage):
     data = write_data(tmp_path / "data")
     path, problem = damage(data)
-    result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY)
+    result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"))
     assert_one_error(result, f"{path}: ", problem)
     assert not (tmp_path / "run").exists()
 
@@ -332,14 +387,14 @@ def test_a_bad_checkpoint_is_named(data: Path, run: Path, tmp_path: Path, damage
         result = iep_train("--resume", "--out", run)
     else:
         options = ["--programs", "predicted", "--pg", newest(run)]
-        result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "new", *options, *TINY)
+        result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "new", *options, *tiny("ee"))
         assert not (tmp_path / "new").exists()
     assert_one_error(result, f"{newest(run)}: not ")
 
 
 def test_a_checkpoint_of_another_model_is_named(data: Path, runs: dict[str, Path], tmp_path: Path):
     swapped = ["--pg", runs["ee"], "--ee", runs["pg"]]
-    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *swapped, *TINY)
+    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *swapped, *tiny("joint"))
     assert_one_error(result, f"{runs['ee']}: holds an execution engine, expected a checkpoint with a program generator")
 
 
@@ -351,8 +406,32 @@ def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: P
     with open(data / "train_features.h5", "r+b") as file:
         file.seek(start + 10)
         file.write(bytes(30))
-    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
     assert_one_error(iep_train(*arguments), f"{data / 'train_features.h5'}: features, row 2 cannot be read")
+
+
+def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert_one_error(iep_train("--out", tmp_path), "WORLD_SIZE is 'two', expected a whole number, as torchrun sets it")
+
+
+# What all commands share
+
+
+@pytest.mark.parametrize("command", ["ask", "bench", "evaluate", "preprocess", "synth", "train"])
+def test_every_command_says_its_version(command: str):
+    result = CliRunner().invoke(import_module(f"iep.cli.{command}").main, ["--version"])
+    assert result.output == f"iep, version {iep.__version__}\n"
+
+
+def test_memory_that_runs_out_is_one_line_of_any_command_with_the_option_that_helps():
+    @click.command(cls=Command)
+    @click.option("--batch-size")
+    def greedy(batch_size: None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore.")
+
+    words = "not enough memory: CUDA out of memory. Tried to allocate 1 GiB.; lower --batch-size"
+    assert_one_error(CliRunner().invoke(greedy, []), words)
 
 
 # A full disk
@@ -390,7 +469,8 @@ def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name:
 
 def test_a_board_that_cannot_be_written_is_named(tmp_path: Path):
     def write_rows() -> None:
-        with files_no_larger_than(500), Records(tmp_path, step=0) as records:
+        with files_no_larger_than(500):
+            records = Records(tmp_path, step=0)
             for number in range(20):
                 records.write(number, {"a": 1})
 

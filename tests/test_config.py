@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from iep.config import LEARNING_RATES, MODELS, Config, EngineConfig, read_config, to_dict, to_yaml
+from iep.config import (
+    LEARNING_RATES,
+    MODELS,
+    PLACES,
+    Config,
+    EngineConfig,
+    check_used,
+    flat,
+    given_settings,
+    read_config,
+    settings_of,
+    to_dict,
+    to_yaml,
+)
 from iep.errors import InputError
 from iep.models.build import NETWORKS
 
@@ -172,7 +185,7 @@ def changed(config: Config) -> Config:
 @pytest.mark.parametrize("config", [Config(), changed(Config())])
 def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
     assert read_config(write(tmp_path / "config.yaml", to_yaml(config))) == config
-    assert yaml.safe_load(to_yaml(config)) == to_dict(config)
+    assert yaml.safe_load(to_yaml(config)) == settings_of(config)
 
 
 def test_every_model_has_networks_and_a_learning_rate():
@@ -186,14 +199,35 @@ def test_the_learning_rate_is_the_published_one_unless_given(model: str, rate: f
     assert read_config(None, [f"model={model}", "learning_rate=3e-3"]).peak_learning_rate == 3e-3
 
 
+def test_a_config_of_the_package_is_found_by_its_name_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mini" / "pg").mkdir(parents=True)  # a run, say
+    expected = next(read_config(recipe) for recipe in RECIPES if recipe.match("mini/pg.yaml"))
+    assert read_config(Path("mini/pg")) == read_config(Path("mini/pg.yaml")) == expected
+    with pytest.raises(InputError, match=r"nor the name of a config of this package; did you mean 'clevr/joint'"):
+        read_config(Path("clevr/joimt"))
+
+
 RECIPES = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_recipe_in_configs_is_read_and_trains_the_model_that_it_is_named_for(recipe: Path):
     config = read_config(recipe)
+    check_used(config, {name for _, name, _ in given_settings(recipe)})
     assert config != Config(), "changes nothing"
     assert config.model in recipe.stem or (config.model, config.engine.modules) == ("ee", recipe.stem)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_uses_its_own_settings_and_is_refused_all_others(model: str):
+    used, every = flat(settings_of(Config(model=model))), flat(to_dict(Config()))
+    check_used(Config(model=model), used)
+    unused = every.keys() - used.keys() - set(PLACES)
+    assert unused
+    with pytest.raises(InputError, match=f"which training {model} does not use") as caught:
+        check_used(Config(model=model), unused)
+    assert all(f"{name} is " in str(caught.value) for name in unused)
 
 
 def test_there_is_a_recipe_for_every_model():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from test_program_generator import DEVICES
-from tiny_data import CHANNELS, GRID, TINY, VOCAB, newest, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny, tiny_config
 from torch import Tensor, nn
 
 from iep.cli.train import main
@@ -114,7 +114,7 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
 )
 def test_several_parts_frozen_leave_the_one_to_be_trained(data, parts, tmp_path: Path, model: str, rest: str):
     train(config_of(data, parts, model, "iterations=1", "learning_rate=0"), tmp_path / "start", resume=False)
-    arguments = ["--model", model, "--data", data, "--out", tmp_path / "run", "--freeze", rest, *TINY]
+    arguments = ["--model", model, "--data", data, "--out", tmp_path / "run", "--freeze", rest, *tiny(model)]
     arguments += ["--baseline", tmp_path / "start"] if model in BASELINES else []
     result = CliRunner().invoke(main, [str(part) for part in (*arguments, *SETTINGS[model])])
     assert result.exit_code == 0, result.output
@@ -192,11 +192,11 @@ def test_nothing_with_weights_left_is_refused():
         freeze(networks, ("rnn", "classifier"))
 
 
-# A run goes on with what it froze
+# A resumed run has frozen what it froze
 
 
 @pytest.mark.parametrize("held", ["engine", None])
-def test_a_run_of_an_earlier_version_goes_on_with_what_it_froze(data, parts, tmp_path: Path, held: str | None):
+def test_a_resumed_run_of_an_earlier_version_keeps_what_it_froze(data, parts, tmp_path: Path, held: str | None):
     """Its checkpoints hold a name, or null."""
     frozen = f"freeze={held or 'null'}"
     train(tiny_config(data, "joint", *parts, frozen, "iterations=2"), tmp_path / "run", resume=False)
@@ -209,7 +209,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_what_it_froze(data, parts, tmp
     before = weights(newest(tmp_path / "run"))
     result = CliRunner().invoke(main, ["--resume", "--out", str(tmp_path / "run"), "--data", str(data), "iterations=3"])
     assert result.exit_code == 0, result.output
-    assert "goes on with" not in result.output
+    assert "resumes with iterations 3 instead of 2\n" in result.output
     after = weights(newest(tmp_path / "run"))
     same = {
         key.split(".")[0] for key in after if key.startswith("engine.") and not torch.equal(before[key], after[key])
@@ -220,7 +220,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_what_it_froze(data, parts, tmp
 def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, tmp_path: Path):
     train(config_of(data, parts, "cnn-lstm", "iterations=1", "freeze=cnn,rnn"), tmp_path, resume=False)
     assert train(config_of(data, parts, "cnn-lstm", "iterations=2", "freeze=rnn,cnn"), tmp_path, resume=True)
-    with pytest.raises(InputError, match="was trained with freeze cnn, rnn, cannot go on with cnn"):
+    with pytest.raises(InputError, match="was trained with freeze cnn, rnn, cannot resume with freeze cnn"):
         train(config_of(data, parts, "cnn-lstm", "iterations=3", "freeze=cnn"), tmp_path, resume=True)
 
 

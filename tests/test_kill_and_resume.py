@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from killing import Job, checkpointing, evaluation, kill_and_resume, preprocessing, synthesis, training
 from processes import run
-from tiny_data import TINY
+from tiny_data import tiny
 
 from iep.models import checkpoint
 
@@ -31,10 +31,10 @@ def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("make", "kills", "signals"),
     [
-        (lambda data: training(data, *TINY, "model=lstm", "iterations=12", "validate_every=5"), 4, ASK),
-        (lambda data: training(data, *TINY, "model=ee", "iterations=8", "validate_every=3", *BENT), 4, KILL),
-        (lambda data: training(data, *TINY, "model=ee", "iterations=8", "workers=2"), 2, (*KILL, *ASK)),
-        (lambda data: checkpointing(data, *TINY), 6, KILL),
+        (lambda data: training(data, *tiny("lstm"), "model=lstm", "iterations=12", "validate_every=5"), 4, ASK),
+        (lambda data: training(data, *tiny("ee"), "model=ee", "iterations=8", "validate_every=3", *BENT), 4, KILL),
+        (lambda data: training(data, *tiny("ee"), "model=ee", "iterations=8", "workers=2"), 2, (*KILL, *ASK)),
+        (lambda data: checkpointing(data, *tiny("lstm")), 6, KILL),
         (lambda data: synthesis(images=10), 4, (*KILL, *ASK)),
     ],
     ids=["training", "training with norms", "training with workers", "checkpointing", "synthesis"],
@@ -74,6 +74,6 @@ def write_in_place() -> None:
 
 
 def test_these_tests_notice_checkpoints_that_are_written_in_place(data: Path, tmp_path: Path):
-    job = checkpointing(data, *TINY, setup=write_in_place)
+    job = checkpointing(data, *tiny("lstm"), setup=write_in_place)
     (problem,) = kill_and_resume(job, tmp_path, kills=60, seed=7).mismatches
     assert "not a whole checkpoint file" in problem

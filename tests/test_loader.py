@@ -14,11 +14,11 @@ from tiny_data import (
     CHANNELS,
     GRID,
     IMAGES,
-    TINY,
     TRAIN,
     VOCAB,
     assert_one_error,
     features,
+    tiny,
     tiny_config,
     write_data,
     write_h5,
@@ -130,7 +130,7 @@ def test_a_worker_that_the_system_kills_is_one_line(
 
     monkeypatch.setattr(Features, "read", die_of_hunger)
     if command == "train":
-        arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *TINY, "workers=1"]
+        arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
         result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
     else:
         arguments = ["--ee", runs["ee"], "--data", data, "--out", tmp_path / "eval", "--workers", 1]

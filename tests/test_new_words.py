@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from evaluate_cases import iep_eval
-from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, write_data, write_h5
+from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
 
 from iep.cli.train import main as train_main
 from iep.models.build import NEW_WORDS_STD, add_words, build
@@ -80,7 +80,7 @@ def test_training_that_starts_from_a_generator_learns_new_words(
     run: dict[str, Path], expanded: Path, tmp_path: Path, model: str
 ):
     starts = ["--pg", run["pg"], *(["--ee", run["ee"]] if model == "joint" else [])]
-    arguments = ("--model", model, "--data", expanded, *starts, *TINY)
+    arguments = ("--model", model, "--data", expanded, *starts, *tiny(model))
     still, learning = tmp_path / "still", tmp_path / "learning"
     result = iep_train("--out", still, *arguments, *STILL)
     assert result.exit_code == 0, result.output
@@ -98,7 +98,7 @@ def test_training_that_starts_from_a_generator_learns_new_words(
 def test_a_baseline_that_starts_from_a_trained_one_learns_new_words(
     data: Path, expanded: Path, tmp_path: Path, model: str
 ):
-    common = ("--model", model, *TINY)
+    common = ("--model", model, *tiny(model))
     assert iep_train(*common, "--data", data, "--out", tmp_path / "first").exit_code == 0
     first = newest(tmp_path / "first")
     result = iep_train(*common, "--data", expanded, "--baseline", first, "--out", tmp_path / "second", *STILL)
@@ -113,7 +113,7 @@ def test_a_baseline_that_starts_from_a_trained_one_learns_new_words(
 def test_a_run_with_new_words_is_resumed_and_evaluated_as_any_other(
     run: dict[str, Path], expanded: Path, tmp_path: Path
 ):
-    arguments = ("--model", "pg", "--data", expanded, "--pg", run["pg"], *TINY)
+    arguments = ("--model", "pg", "--data", expanded, "--pg", run["pg"], *tiny("pg"))
     assert iep_train("--out", tmp_path / "whole", *arguments).exit_code == 0
     assert iep_train("--out", tmp_path / "cut", *arguments, "iterations=2").exit_code == 0
     resumed = iep_train("--out", tmp_path / "cut", "--resume", "iterations=4")
@@ -125,7 +125,9 @@ def test_a_run_with_new_words_is_resumed_and_evaluated_as_any_other(
 
 
 def test_the_same_vocabulary_is_no_news(run: dict[str, Path], data: Path, tmp_path: Path):
-    result = iep_train("--model", "pg", "--data", data, "--pg", run["pg"], "--out", tmp_path / "run", *TINY, *STILL)
+    result = iep_train(
+        "--model", "pg", "--data", data, "--pg", run["pg"], "--out", tmp_path / "run", *tiny("pg"), *STILL
+    )
     assert result.exit_code == 0
     assert "new question words" not in result.output
 
@@ -139,12 +141,12 @@ def test_a_model_without_the_new_words_is_not_evaluated_on_them(run: dict[str, P
 
 
 def test_a_generator_that_only_predicts_learns_no_words(run: dict[str, Path], expanded: Path, tmp_path: Path):
-    arguments = ("--model", "ee", "--programs", "predicted", "--pg", run["pg"], "--data", expanded, *TINY)
+    arguments = ("--model", "ee", "--programs", "predicted", "--pg", run["pg"], "--data", expanded, *tiny("ee"))
     assert_one_error(iep_train(*arguments, "--out", tmp_path / "run"), HINT.format(n=KNOWN))
 
 
 def test_a_frozen_generator_is_refused_new_words(run: dict[str, Path], expanded: Path, tmp_path: Path):
-    arguments = ("--model", "joint", "--pg", run["pg"], "--ee", run["ee"], "--data", expanded, *TINY)
+    arguments = ("--model", "joint", "--pg", run["pg"], "--ee", run["ee"], "--data", expanded, *tiny("joint"))
     result = iep_train(*arguments, "--freeze", "generator", "--out", tmp_path / "run")
     assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and frozen it cannot learn them")
 
@@ -164,6 +166,6 @@ def test_any_other_difference_of_the_vocabularies_is_refused(run: dict[str, Path
         datasets = arrays(count)
         datasets["questions"][:, 1:] = 4
         write_h5(data / f"{split}_questions.h5", datasets)
-    result = iep_train("--model", "pg", "--pg", run["pg"], "--data", data, "--out", tmp_path / "run", *TINY)
+    result = iep_train("--model", "pg", "--pg", run["pg"], "--data", data, "--out", tmp_path / "run", *tiny("pg"))
     assert_one_error(result, problem)
     assert "learns the" not in result.output

@@ -4,9 +4,11 @@ import argparse
 import collections
 import os
 import pickle
+import random
 import re
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import refusal
+from checkpoint_cases import is_refused, mutated, places, refusal
 from evaluate_cases import evaluate, iep_eval
 from original_cases import baseline_file, engine_file, generator_file, vocab, write
 from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny_config
@@ -237,127 +239,47 @@ EE, PG = engine_file(**SMALL), generator_file()
 STATE, KWARGS = "execution_engine_state", "execution_engine_kwargs"
 SHORT = vocab()
 SHORT["answer_token_to_idx"] = dict(list(SHORT["answer_token_to_idx"].items())[:-1])
-MISMATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a weight missing": (
-        "engine",
-        _without(EE, STATE, "scene.conv2.bias"),
-        'Missing key(s) in state_dict: "scene.conv2.bias"',
-    ),
-    "all weights missing": (
-        "engine",
-        EE | {STATE: None},
-        "execution_engine_state: None, expected the network's weights",
-    ),
-    "options missing": ("engine", EE | {KWARGS: None}, "execution_engine_kwargs: None, expected the network's options"),
-    "a weight of another shape": (
-        "engine",
-        _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}),
-        "size mismatch for stem.0.bias",
-    ),
-    "an idle weight of another shape": (
+MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
+    ("engine", _without(EE, STATE, "scene.conv2.bias"), 'Missing key(s) in state_dict: "scene.conv2.bias"'),
+    ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
+    ("engine", _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}), "size mismatch for stem.0.bias"),
+    (
         "engine",
         _changed(EE, STATE, **{"<NULL>.conv1.bias": torch.zeros(9)}),
-        "execution_engine_state: the weights of <NULL> are not of the same shapes as those of <END>",
+        "the weights of <NULL> are not of the same",
     ),
-    "an idle weight missing": (
-        "engine",
-        _without(EE, STATE, "<START>.conv1.bias"),
-        "the weights of <START> are not of",
-    ),
-    "a weight that is none": (
-        "engine",
-        _changed(EE, STATE, **{"stem.0.bias": [1, 2]}),
-        "stem.0.bias is a list, expected a tensor",
-    ),
-    "a weight too many": (
-        "engine",
-        _changed(EE, STATE, extra=torch.ones(1)),
-        'Unexpected key(s) in state_dict: "extra"',
-    ),
-    "an unknown option": (
-        "engine",
-        _changed(EE, KWARGS, module_depth=3),
-        "execution_engine_kwargs: unknown option 'module_depth'",
-    ),
-    "an unknown pooling": (
-        "engine",
-        _changed(EE, KWARGS, classifier_downsample="maxpool3"),
-        "classifier_downsample is 'maxpool3', expected one of none, maxpool2, maxpool4; did you mean",
-    ),
-    "a width that is no number": (
-        "engine",
-        _changed(EE, KWARGS, module_dim="4"),
-        "module_dim is '4', expected a whole number from 1 on",
-    ),
-    "a width of nothing": (
-        "engine",
-        _changed(EE, KWARGS, module_dim=0),
-        "module_dim is 0, expected a whole number from 1 on",
-    ),
-    "a flag that is none": (
-        "engine",
-        _changed(EE, KWARGS, module_residual=2),
-        "module_residual is 2, expected true or false",
-    ),
-    "a certain dropout": (
-        "engine",
-        _changed(EE, KWARGS, classifier_dropout=1.5),
-        "classifier_dropout is 1.5, expected a probability",
-    ),
-    "two sides": (
-        "engine",
-        _changed(EE, KWARGS, feature_dim=(3, 4)),
-        "feature_dim is (3, 4), expected 3 whole numbers from 1 on",
-    ),
-    "another width than the weights'": ("engine", _changed(EE, KWARGS, module_dim=5), "size mismatch"),
-    "nothing left of the grid": (
-        "engine",
-        _changed(EE, KWARGS, feature_dim=(CHANNELS, 3, 3), classifier_downsample="maxpool4"),
-        "a pooling window of 4 leaves nothing of a grid of 3x3",
-    ),
-    "another vocabulary within": (
-        "engine",
-        _changed(EE, KWARGS, vocab=SHORT),
-        "execution_engine_kwargs: vocab has other answer tokens than the checkpoint's own vocab",
-    ),
-    "a vocabulary of another size": (
-        "engine",
-        _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT),
-        "size mismatch for classifier",
-    ),
-    "no vocabulary": ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
-    "no network": ("engine", {}, "a checkpoint of the original toolkit without any network"),
-    "another network": ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
-    "another number of words": (
-        "generator",
-        _changed(PG, "program_generator_kwargs", encoder_vocab_size=7),
-        f"encoder_vocab_size is 7, expected {len(VOCAB.question)}, as many as there are question tokens in vocab",
-    ),
-    "another end": ("generator", _changed(PG, "program_generator_kwargs", end_token=5), "end_token is 5, expected 2"),
-    "an LSTM without layers": (
+    ("engine", _without(EE, STATE, "<START>.conv1.bias"), "the weights of <START> are not of the same shapes"),
+    ("engine", _changed(EE, STATE, **{"stem.0.bias": [1, 2]}), "stem.0.bias is of type list, expected Tensor"),
+    ("engine", _changed(EE, STATE, extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "extra"'),
+    ("engine", _changed(EE, KWARGS, module_depth=3), "unknown option 'module_depth'"),
+    ("engine", _changed(EE, KWARGS, classifier_downsample="maxpool3"), "expected one of none, maxpool2, maxpool4"),
+    ("engine", _changed(EE, KWARGS, module_dim="4"), "module_dim is '4', expected a whole number"),
+    ("engine", _changed(EE, KWARGS, module_dim=0), "module_dim is 0, expected at least 1"),
+    ("engine", _changed(EE, KWARGS, module_residual=2), "module_residual is 2, expected true or false"),
+    ("engine", _changed(EE, KWARGS, classifier_dropout=1.5), "classifier_dropout is 1.5, expected at most 1"),
+    ("engine", _changed(EE, KWARGS, feature_dim=(3, 4)), "feature_dim is (3, 4), expected (a whole number, a whole"),
+    ("engine", _changed(EE, KWARGS, vocab=SHORT), "vocab has other answer tokens than the checkpoint's own vocab"),
+    ("engine", _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT), "size mismatch for classifier"),
+    ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
+    ("engine", {}, "a checkpoint of the original toolkit without any network"),
+    ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
+    ("generator", _changed(PG, "program_generator_kwargs", encoder_vocab_size=7), "encoder_vocab_size is 7, expected"),
+    ("generator", _changed(PG, "program_generator_kwargs", end_token=5), "end_token is 5, expected 2"),
+    (
         "generator",
         _changed(PG, "program_generator_kwargs", rnn_num_layers=0),
-        "rnn_num_layers is 0",
+        "rnn_num_layers: num_layers is 0, expected",
     ),
-    "a baseline of no kind": (
+    (
         "lstm",
         baseline_file("LSTM") | {"baseline_type": "GRU"},
-        "baseline_type is 'GRU', expected one of LSTM, CNN+LSTM, CNN+LSTM+SA",
+        "baseline_type is 'GRU', expected one of LSTM, CNN+LSTM",
     ),
-    "a baseline of another kind": (
-        "lstm",
-        baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"},
-        "holds a CNN+LSTM, expected",
-    ),
-    "a baseline without a kind": (
-        "lstm",
-        baseline_file("LSTM") | {"baseline_type": None},
-        "baseline_type is None, expected",
-    ),
-}
+    ("lstm", baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"}, "holds a CNN+LSTM, expected"),
+]
 
 
-@pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES.values(), ids=MISMATCHES)
+@pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES, ids=[problem for *_, problem in MISMATCHES])
 def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
     path = write(tmp_path / "old.pt", content)
     with pytest.raises(InputError) as caught:
@@ -366,6 +288,15 @@ def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[st
     assert problem in message
     assert "\n" not in message
     assert len(message) < 700
+
+
+def test_a_file_with_a_part_changed_is_loaded_or_refused_by_its_name(tmp_path: Path):
+    content, draw, refused = joint(), random.Random(0), 0
+    for place in draw.sample(found := list(places(content)), min(len(found), 100)):
+        path = write(tmp_path / "old.pt", mutated(content, place, draw))
+        for name in ("engine", "generator"):
+            refused += is_refused(path, partial(load_network, path, name, VOCAB, CPU))
+    assert refused > 50
 
 
 def test_a_file_for_another_vocabulary_or_other_features_is_one_line_of_the_command(data: Path, tmp_path: Path):
@@ -384,5 +315,7 @@ def test_a_file_for_another_vocabulary_or_other_features_is_one_line_of_the_comm
 def test_a_run_cannot_go_on_from_a_file_of_the_originals(data: Path, tmp_path: Path):
     (tmp_path / "run").mkdir()
     write(tmp_path / "run" / "step-4.pt", generator_file())
-    with pytest.raises(InputError, match=r"step-4.pt: of the original toolkit; a run can start from it, but not go on"):
+    with pytest.raises(
+        InputError, match=r"step-4.pt: of the original toolkit; a run can start from it, but not resume"
+    ):
         train(tiny_config(data, "pg"), tmp_path / "run", resume=True)

@@ -11,7 +11,7 @@ from ask_cases import IMAGE, answered
 from click.testing import CliRunner, Result
 from original_cases import baseline_file, decode, engine_file, engine_logits, generator_file, write
 from test_original_checkpoints import BASELINES, ENGINES
-from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, newest
+from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, newest, tiny
 
 from iep.cli.train import main
 from iep.config import read_config
@@ -102,7 +102,9 @@ def test_joint_training_starts_from_a_joint_file_and_from_two(data: Path, tmp_pa
 
 def test_an_engine_is_trained_on_the_programs_of_an_original_generator(data: Path, tmp_path: Path):
     path = write(tmp_path / "pg.pt", generator_file())
-    result = iep_train("ee", data, tmp_path / "run", "--pg", path, "--programs", "predicted", *TINY, "iterations=1")
+    result = iep_train(
+        "ee", data, tmp_path / "run", "--pg", path, "--programs", "predicted", *tiny("ee"), "iterations=1"
+    )
     assert result.exit_code == 0, result.output
     assert load_checkpoint(newest(tmp_path / "run"))["step"] == 1
 

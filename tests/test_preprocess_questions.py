@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from click.testing import CliRunner
-from tiny_data import TINY
+from tiny_data import tiny
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main
@@ -188,7 +188,7 @@ def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evalu
     commands = [
         (iep_synth, synthetic, "--preset", "mini", "--width", 60, "--height", 40, *sizes),
         (main, synthetic, "--out", out, "--backbone", "patches", "--patch-size", 1, "--workers", 0),
-        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *TINY, "iterations=1"),
+        (iep_train, "--model", "ee", "--data", out, "--out", run_directory, *tiny("ee"), "iterations=1"),
         (iep_eval, "--ee", run_directory, "--data", out, "--workers", 0),
     ]
     for command, *arguments in commands:

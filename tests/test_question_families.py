@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from evaluate_cases import evaluate, iep_eval
-from tiny_data import TINY, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, write_data, write_h5
+from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, tiny, write_data, write_h5
 
 from iep.cli.train import main as train_main
 from iep.data.question_families import family_filter, read_families
@@ -123,9 +123,9 @@ def assert_trained_alike(one: Path, other: Path) -> None:
 
 
 def validations(result: Result) -> list[str]:
-    """What was said of them, accuracies with it; a run of `TINY` has two."""
-    lines = [line for line in result.stdout.splitlines() if "validation accuracy" in line]
-    assert len(lines) == 2
+    """Return the lines about them, which hold accuracies; a run of `tiny` has three."""
+    lines = [line for line in result.stdout.splitlines() if line.startswith("pg ")]
+    assert len(lines) == 3
     return lines
 
 
@@ -141,7 +141,7 @@ def test_training_on_families_is_training_on_a_file_that_holds_only_them(data: P
     alone = write_data(tmp_path / "alone")
     rows_kept(alone, "train", chosen[:7])
     rows_kept(alone, "val", [row for row in chosen if row < VAL][1:4])
-    common = ("--model", "pg", *TINY, "batch_size=3")
+    common = ("--model", "pg", *tiny("pg"), "batch_size=3")
     taken = ("--num-train-samples", 7, "skip_val_samples=1", "num_val_samples=3")
     arguments = ("--families", tmp_path / "families.json", "--data", data, "--out", tmp_path / "a", *taken)
     filtered, whole = iep_train(*common, *arguments), iep_train(*common, "--data", alone, "--out", tmp_path / "b")
@@ -154,20 +154,20 @@ def test_a_run_remembers_its_families_and_says_when_it_goes_on_with_others(data:
     for name, families in (("some.json", [2, 5]), ("more.json", [2, 5, 6])):
         (tmp_path / name).write_text(json.dumps(families))
     out = tmp_path / "run"
-    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *TINY, "batch_size=2")
+    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *tiny("pg"), "batch_size=2")
     assert iep_train("--out", out, *first, "iterations=2").exit_code == 0
     assert iep_train("--out", tmp_path / "whole", *first).exit_code == 0
     assert iep_train("--resume", "--out", out, "iterations=4").exit_code == 0
     assert_trained_alike(out, tmp_path / "whole")
     more = iep_train("--resume", "--out", out, "iterations=5", "--families", tmp_path / "more.json")
     assert more.exit_code == 0
-    assert f"goes on with families {tmp_path / 'more.json'} instead of {tmp_path / 'some.json'}" in more.output
+    assert f"resumes with families {tmp_path / 'more.json'} instead of {tmp_path / 'some.json'}" in more.output
 
 
 def test_a_run_whose_list_of_families_was_edited_is_not_gone_on_with(data: Path, tmp_path: Path):
     listed, out = tmp_path / "some.json", tmp_path / "run"
     listed.write_text("[2, 5, 3]")
-    first = ("--model", "pg", "--data", data, "--families", listed, *TINY, "batch_size=2", "iterations=2")
+    first = ("--model", "pg", "--data", data, "--families", listed, *tiny("pg"), "batch_size=2", "iterations=2")
     assert iep_train("--out", out, *first).exit_code == 0
     step = newest(out)
     listed.write_text("[2, 5, 6]")
@@ -184,7 +184,7 @@ def test_a_run_whose_list_of_families_was_edited_is_not_gone_on_with(data: Path,
 
 def test_a_run_of_an_earlier_version_goes_on_with_the_families_that_its_file_lists(data: Path, tmp_path: Path):
     (tmp_path / "some.json").write_text("[2, 5]")
-    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *TINY, "iterations=2")
+    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *tiny("pg"), "iterations=2")
     assert iep_train("--out", tmp_path / "run", *first).exit_code == 0
     content = load_checkpoint(newest(tmp_path / "run"))
     del content["families"]
@@ -197,7 +197,7 @@ def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
     for split, name in (("train", "trainA"), ("val", "valB")):
         for part in ("questions", "features"):
             (cogent / f"{split}_{part}.h5").rename(cogent / f"{name}_{part}.h5")
-    common = ("--model", "pg", *TINY)
+    common = ("--model", "pg", *tiny("pg"))
     other = iep_train(*common, "--data", cogent, "--out", tmp_path / "a", "train_split=trainA", "val_split=valB")
     usual = iep_train(*common, "--data", data, "--out", tmp_path / "b")
     assert other.exit_code == usual.exit_code == 0, other.output
@@ -219,7 +219,7 @@ def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
 def test_a_split_that_is_not_there_or_leaves_no_question_is_one_line(
     data: Path, tmp_path: Path, setting: str, problem: str
 ):
-    result = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "run", *TINY, setting)
+    result = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "run", *tiny("pg"), setting)
     assert_one_error(result, problem)
     assert not (tmp_path / "run").exists()
 

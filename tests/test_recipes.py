@@ -22,7 +22,7 @@ from recipe_cases import (
     write_cogent,
     write_humans,
 )
-from tiny_data import TINY
+from tiny_data import tiny
 
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
@@ -32,7 +32,7 @@ from iep.vocab import Vocab
 
 LEARNING = "learning_rate=0.01"  # of which the recipes have their own
 SMALL = (
-    *(setting for setting in TINY if setting != LEARNING),
+    *(setting for setting in tiny("joint") if setting != LEARNING),
     "iterations=2",
     "validate_every=1",
     "max_program_length=8",

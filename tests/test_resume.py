@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from killing import run_parts
-from tiny_data import TINY, assert_one_error, newest, tiny_config
+from tiny_data import assert_one_error, newest, tiny, tiny_config
 from torch import Tensor
 
 from iep.cli.train import main
@@ -25,7 +25,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def go(out: Path, data: Path, *settings: str) -> Result:
     """One process of the run: started, or resumed where the one before was stopped."""
     fixed = [f"iterations={LENGTH}", "validate_every=2", "keep=3"]
-    return CliRunner().invoke(main, ["--resume", "--data", str(data), "--out", str(out), *TINY, *fixed, *settings])
+    (model,) = (setting.removeprefix("model=") for setting in settings if setting.startswith("model="))
+    given = [*tiny(model), *fixed, *settings]
+    return CliRunner().invoke(main, ["--resume", "--data", str(data), "--out", str(out), *given])
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
         result = go(tmp_path / "stopped", data, *settings)
         assert result.exit_code == 128 + SIGNALS[(left - 1) % 2], result.output
         step = load_newest(tmp_path / "stopped").content["step"]
-        assert f"after iteration {step}, which is saved; --resume goes on from there\n" in result.output
+        assert f"after iteration {step}, which is saved; --resume continues from there\n" in result.output
     assert not stops
     assert go(tmp_path / "stopped", data, *settings).exit_code == 0
     assert run_parts(tmp_path / "stopped") == run_parts(tmp_path / "unbroken")
@@ -116,6 +118,20 @@ def test_a_run_stopped_in_its_last_validation_is_not_complete(data: Path, tmp_pa
     assert "nothing to do" in go(tmp_path, data, "model=lstm").output
 
 
+def test_a_run_stopped_once_its_last_checkpoint_is_saved_is_finished(data: Path, tmp_path: Path, monkeypatch):
+    save_step = Trainer.save_step
+
+    def saved(self: Trainer) -> None:
+        save_step(self)
+        if self.step == LENGTH:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "save_step", saved)
+    result = go(tmp_path, data, "model=lstm")
+    assert result.exit_code == 0
+    assert f"{tmp_path}: trained lstm to iteration {LENGTH}; " in result.output
+
+
 def test_a_signal_before_the_first_step_leaves_no_checkpoint(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(
         "iep.training.run_training.open_split", lambda *arguments, **more: os.kill(os.getpid(), signal.SIGTERM)
@@ -145,7 +161,7 @@ def test_every_step_of_training_seeds_chance_anew(data: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_few_are_kept_and_the_best_always(data: Path, tmp_path: Path, monkeypatch, keep: int):
-    scores = iter([0.9, 0.1, 0.1, 0.1, 0.1])
+    scores = iter([0.0, 0.9, 0.1, 0.1, 0.1, 0.1])
     monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
     result = go(tmp_path / "run", data, "model=lstm", "validate_every=1", "--keep", str(keep))
     assert result.exit_code == 0
@@ -191,7 +207,7 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_newest_good_one(data: Pat
     assert_one_error(
         result,
         f"{tmp_path / 'step-5.pt'}: not a whole checkpoint file",
-        "; the newest good checkpoint is step-2.pt, of iteration 2: to go on from it, remove step-5.pt and step-4.pt",
+        "; the newest good checkpoint is step-2.pt, of iteration 2: to resume from it, remove step-5.pt and step-4.pt",
     )
     for name in ("step-5.pt", "step-4.pt"):
         (tmp_path / name).unlink()
@@ -220,11 +236,26 @@ def test_resuming_reads_a_checkpoint_once(data: Path, tmp_path: Path, monkeypatc
     assert [path.name for path in loaded] == ["step-5.pt"]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")])
-def test_a_batch_that_memory_does_not_suffice_for_is_one_line(data: Path, tmp_path: Path, monkeypatch, error):
+OUT_OF_MEMORY = [
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("loss", ("a batch of 8 questions; --resume continues from the last checkpoint; lower batch_size",)),
+        ("correct", ("validation with 256 questions at a time; lower val_batch_size",)),
+    ],
+)
+def test_memory_that_runs_out_is_one_line_with_the_setting_that_helps(
+    data: Path, tmp_path: Path, monkeypatch, method: str, words: tuple[str, ...], error: Exception
+):
     def greedy(self: object, batch: Batch) -> Tensor:
         raise error
 
-    monkeypatch.setattr("iep.training.tasks.BaselineTask.loss", greedy)
-    result = go(tmp_path / "run", data, "model=lstm")
-    assert_one_error(result, "cpu: not enough memory for a batch of 8 questions at iteration 1: lower batch_size")
+    monkeypatch.setattr(f"iep.training.tasks.Task.{method}", greedy)
+    assert_one_error(go(tmp_path / "run", data, "model=lstm"), "cpu: not enough memory for ", *words)

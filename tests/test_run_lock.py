@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from processes import run
-from tiny_data import TINY, assert_one_error
+from tiny_data import assert_one_error, tiny
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main as iep_preprocess
@@ -84,7 +84,7 @@ def test_a_file_system_without_locks_is_an_error_of_one_line(data: Path, tmp_pat
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *TINY]
+    arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm")]
     result = CliRunner().invoke(iep_train, [str(argument) for argument in arguments])
     assert_one_error(result, f"{tmp_path / 'run' / LOCK}: cannot be locked, locks are not supported on its file system")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
@@ -95,7 +95,7 @@ def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[st
     (tmp_path / "clevr" / "questions").mkdir(parents=True)
     (tmp_path / "clevr" / "questions" / "CLEVR_train_questions.json").write_text('{"questions": []}')
     commands = (
-        (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *TINY),
+        (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *tiny("lstm")),
         (iep_eval, "--baseline", runs["lstm"], "--data", data, "--out", out),
         (iep_synth, out, "--train", 1, "--val", 0, "--test", 0),
         (iep_preprocess, tmp_path / "clevr", "--out", out, "--only", "questions"),
@@ -110,7 +110,7 @@ def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[st
 
 
 def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):
-    arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *TINY, "model=lstm"]
+    arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *tiny("lstm"), "model=lstm"]
     others, train_step = [], Trainer.train_step
 
     def watched(self: Trainer, batch: Batch) -> object:

@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 from processes import run
-from tiny_data import TINY
+from tiny_data import tiny
 
 from iep.cli.command import Command
 from iep.runtime import signals
@@ -246,7 +246,11 @@ def _handles(pid: int) -> bool:
 def test_a_signal_stops_synthesis_and_training_with_one_line_and_no_partial_file(data: Path, tmp_path: Path):
     commands = [
         ("synth", [tmp_path / "clevr", "--preset", "mini", "--train", 100], 0.3),
-        ("train", ["--data", data, "--out", tmp_path / "run", *TINY, "model=ee", "iterations=5000", "workers=1"], 0.7),
+        (
+            "train",
+            ["--data", data, "--out", tmp_path / "run", *tiny("ee"), "model=ee", "iterations=5000", "workers=1"],
+            0.7,
+        ),
     ]
     for command, arguments, after in commands:
         ended = run(command, arguments, [after], signal.SIGTERM)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from evaluate_cases import evaluate
-from tiny_data import TINY, assert_one_error, newest
+from tiny_data import TINY, assert_one_error, newest, tiny
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.cli.train import main
@@ -24,7 +24,9 @@ def iep_train(*arguments: object) -> Result:
 def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of an engine of attention modules."""
     out = tmp_path_factory.mktemp("tbd") / "run"
-    done = iep_train("--modules", "tbd", "--data", data, "--out", out, *TINY, "workers=1", "attention_penalty=0.001")
+    done = iep_train(
+        "--modules", "tbd", "--data", data, "--out", out, *tiny("ee"), "workers=1", "attention_penalty=0.001"
+    )
     assert done.exit_code == 0, done.output
     return out
 
@@ -50,7 +52,7 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert checkpoint["step"] == 6
     assert unpack(checkpoint, "engine", tmp_path).kwargs["modules"] == "tbd"
     other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
-    assert_one_error(other, "was trained with engine.modules tbd, cannot go on with iep")
+    assert_one_error(other, "was trained with engine.modules tbd, cannot resume with engine.modules iep")
 
 
 def test_it_is_no_start_for_an_engine_of_the_default_modules_where_these_are_asked_for(data, tbd: Path, tmp_path: Path):
@@ -77,12 +79,12 @@ def test_every_scheduler_answers_as_every_other(data: Path, tbd: Path, tmp_path:
 
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):
     """A generator of one step's training: hardly a program of its is well-formed."""
-    started = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "pg", *TINY, "iterations=1")
+    started = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "pg", *tiny("pg"), "iterations=1")
     assert started.exit_code == 0, started.output
     starts = ["--pg", tmp_path / "pg", "--ee", tbd]
     for number, sharing in enumerate(("sharing=true", "sharing=false")):
         out = tmp_path / str(number)
-        settings = [*TINY, sharing, "attention_penalty=0.0001", "temperature=2"]
+        settings = [*tiny("joint"), sharing, "attention_penalty=0.0001", "temperature=2"]
         done = iep_train("--model", "joint", *starts, "--data", data, "--out", out, *settings)
         assert done.exit_code == 0, done.output
     ours, theirs = (rows(tmp_path / name) for name in "01")
@@ -91,7 +93,7 @@ def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Pat
 
 
 def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: list[str], tmp_path: Path):
-    settings = [each for each in TINY if not each.startswith("device=")]
+    settings = [each for each in tiny("ee") if not each.startswith("device=")]
     settings += [parts[0], "programs=predicted", "attention_penalty=0.001"]
     for out, where in (("one", ["--device", "cpu"]), ("two", ["--placement", "round-robin", "--devices", "cpu,cpu"])):
         done = iep_train("--modules", "tbd", "--data", data, "--out", tmp_path / out, *where, *settings)
@@ -123,7 +125,7 @@ def test_a_penalty_pushes_attentions_down(data: Path, tmp_path: Path):
     sums = []
     for penalty in (1e-9, 1.0):
         out = tmp_path / str(penalty)
-        settings = [*TINY, "iterations=20", "validate_every=20", f"attention_penalty={penalty}"]
+        settings = [*tiny("ee"), "iterations=20", "validate_every=20", f"attention_penalty={penalty}"]
         done = iep_train("--modules", "tbd", "--data", data, "--out", out, *settings)
         assert done.exit_code == 0, done.output
         sums.append([row["attention_penalty"] / penalty for row in rows(out) if "loss" in row])

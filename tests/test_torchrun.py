@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from processes import free_port, together
-from tiny_data import TINY, tiny_config
+from tiny_data import tiny, tiny_config
 
 from iep.config import Config
 from iep.models.checkpoint import load_checkpoint, step_checkpoints, step_name
@@ -17,7 +17,7 @@ from iep.training.run_training import train
 
 SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
 ITERATIONS = 150
-SETTINGS = (*TINY, f"iterations={ITERATIONS}", "validate_every=20", "num_val_samples=1", "workers=1")
+SETTINGS = (*tiny("pg"), f"iterations={ITERATIONS}", "validate_every=20", "num_val_samples=1", "workers=1")
 
 
 def start(data: Path, out: Path) -> subprocess.Popen:

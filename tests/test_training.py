@@ -195,7 +195,7 @@ def test_the_resolved_config_is_beside_the_checkpoints(data: Path, tmp_path: Pat
 
 
 def test_validation_picks_the_best_checkpoint_and_an_equal_later_one_does_not(data, tmp_path: Path, monkeypatch):
-    scores = iter([0.1, 0.5, 0.5, 0.3])
+    scores = iter([0.0, 0.1, 0.5, 0.5, 0.3])
     monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
     train(tiny_config(data, "lstm", "iterations=8"), tmp_path, resume=False)
     best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
@@ -357,6 +357,5 @@ def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
 def test_a_line_of_the_metrics_that_a_kill_cut_short_is_dropped(tmp_path: Path):
     whole = '{"step": 1, "loss": 2.0}\n'
     (tmp_path / METRICS).write_text(whole + '{"step": 2, "loss": 1.5}\n{"step": 1, "lo')
-    with Records(tmp_path, step=1) as records:
-        records.write(2, {"loss": 1.0})
+    Records(tmp_path, step=1).write(2, {"loss": 1.0})
     assert (tmp_path / METRICS).read_text() == whole + '{"step": 2, "loss": 1.0}\n'

@@ -29,7 +29,7 @@ from iep.runtime.signals import Stopped, handled
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
-from iep.training.tasks import EngineTask, Execution
+from iep.training.tasks import EngineTask
 
 MEASURED = {"questions_per_second", "peak_memory_gb"}
 SMALL_BATCHES = ("batch_size=12", "iterations=6", "validate_every=3", "questions_per_image=2", "learning_rate=0.002")
@@ -115,9 +115,9 @@ def test_two_processes_train_as_one(data: Path, parts: list[str], tmp_path: Path
 def _gradients(defer: bool, data: Path) -> list[torch.Tensor | None]:
     """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
     torch.manual_seed(0)
-    config = tiny_config(data, "ee", *NORM).engine
-    engine = build("engine", engine_kwargs(config, VOCAB, (CHANNELS, GRID, GRID))).double().train()
-    task = EngineTask(engine, Execution("lookahead", True, defer), None, 30)
+    config = tiny_config(data, "ee", *NORM, "sharing=true", f"defer_weight_grads={defer}".lower())
+    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(sharing=True, training=True))
@@ -232,15 +232,15 @@ def test_more_processes_than_questions_are_an_error(data: Path, tmp_path: Path):
 
 
 def _fail_with_a_loss_of_one(config: Config, out: Path) -> str:
-    from iep.training.tasks import BaselineTask
+    from iep.training.tasks import Task
 
-    loss = BaselineTask.loss
+    loss = Task.loss
 
     def not_finite_in_one(self, batch):
         value, metrics = loss(self, batch)
         return value * (math.nan if rank() == 1 else 1.0), metrics
 
-    BaselineTask.loss = not_finite_in_one
+    Task.loss = not_finite_in_one
     return _fail(config, out)
 
 

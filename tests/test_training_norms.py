@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from processes import together
-from tiny_data import CHANNELS, GRID, TINY, VOCAB, assert_one_error, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny, tiny_config
 from torch import nn
 
 from iep.cli.train import main
@@ -26,7 +26,7 @@ from iep.runtime.distributed import rank, world_size
 from iep.training.joined_norms import JoinedStatistics
 from iep.training.parallel import Replicas
 from iep.training.run_training import train
-from iep.training.tasks import EngineTask, Execution
+from iep.training.tasks import EngineTask
 from iep.vocab import index_tokens
 
 SETTINGS = (
@@ -44,9 +44,9 @@ SETTINGS = (
 def _gradients(data: Path) -> dict[str, torch.Tensor | None]:
     """Of a minibatch, of which this process has a part, and the counts of rows that norms have seen."""
     torch.manual_seed(0)
-    config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example").engine
-    engine = build("engine", engine_kwargs(config, VOCAB, (CHANNELS, GRID, GRID))).double().train()
-    replicas = Replicas(EngineTask(engine, Execution("lookahead", None, False), None, 30), list(engine.parameters()))
+    config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example", "sharing=null")
+    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    replicas = Replicas(EngineTask(config, {"engine": engine}), list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(training=True))
     rows = np.arange(13)
@@ -138,7 +138,7 @@ def test_batch_norm_in_modules_is_refused_in_several_processes_before_any_waits(
 
 
 def _command(data: Path, out: Path, *settings: str):
-    arguments = ["--model", "ee", "--data", str(data), "--out", str(out), *TINY, "iterations=1", *settings]
+    arguments = ["--model", "ee", "--data", str(data), "--out", str(out), *tiny("ee"), "iterations=1", *settings]
     return CliRunner().invoke(main, arguments)
 
 

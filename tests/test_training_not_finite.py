@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tiny_data import (
-    TINY,
     arrays,
     assert_one_error,
     features,
     files_no_larger_than,
     newest,
+    tiny,
     tiny_config,
     write_data,
     write_h5,
@@ -26,7 +26,7 @@ from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint, load_newest
 from iep.training.loop import Trainer
 from iep.training.run_training import train
-from iep.training.tasks import BaselineTask
+from iep.training.tasks import Task
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def failing_at(monkeypatch: pytest.MonkeyPatch):
     """A function that makes the LSTM's loss a number that is not finite in the step after so many."""
 
     def fail(step: int, value: float) -> None:
-        seen, loss = [0], BaselineTask.loss
+        seen, loss = [0], Task.loss
 
         def broken(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
             result, metrics = loss(self, batch)
             seen[0] += 1
             return (result * value if seen[0] == step + 1 else result), metrics
 
-        monkeypatch.setattr(BaselineTask, "loss", broken)
+        monkeypatch.setattr(Task, "loss", broken)
 
     return fail
 
@@ -94,7 +94,7 @@ def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_quest
                 next(self.task.generator.parameters()).fill_(float("nan"))
         return train_step(self, batch)
 
-    parts = ["--pg", runs["pg"], "--ee", runs["ee"], *TINY, "log_every=9", "validate_every=9"]
+    parts = ["--pg", runs["pg"], "--ee", runs["ee"], *tiny("joint"), "log_every=9", "validate_every=9"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", gone_wrong)
         arguments = ["--model", "joint", "--data", data, "--out", tmp_path / "run", *parts]
@@ -140,15 +140,15 @@ def test_of_features_that_are_not_finite_those_of_the_minibatch_are_named(tmp_pa
 
 def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, monkeypatch):
     """A finite loss may have gradients that are not: that of the square root at 0, say."""
-    loss = BaselineTask.loss
+    loss = Task.loss
 
     def steep(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
         result, metrics = loss(self, batch)
-        return (result + (0 * self.network.rnn.embed.weight.sum()).sqrt() * 0, metrics)
+        return (result + (0 * self.networks["lstm"].rnn.embed.weight.sum()).sqrt() * 0, metrics)
 
     train(tiny_config(data, "lstm", "iterations=2"), tmp_path / "run", resume=False)
     kept = shutil.copy(newest(tmp_path / "run"), tmp_path / "kept.pt")
-    monkeypatch.setattr(BaselineTask, "loss", steep)
+    monkeypatch.setattr(Task, "loss", steep)
     with pytest.raises(InputError, match="weights are not finite after iteration 3; nothing was saved since"):
         train(tiny_config(data, "lstm", "iterations=9", "validate_every=1"), tmp_path / "run", resume=True)
     assert newest(tmp_path / "run").read_bytes() == Path(kept).read_bytes()

@@ -1,4 +1,4 @@
-"""What cannot be trained, or gone on with, and the line that says so."""
+"""What cannot be trained or resumed, and the line that says so."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm"), tmp_path, resume=False)
     before = newest(tmp_path).read_bytes()
     assert refusal(tiny_config(data, "lstm"), tmp_path) == (
-        f"{tmp_path}: already holds a run; add --resume to go on with it, or choose another --out"
+        f"{tmp_path}: already holds a run; add --resume to continue it, or choose another --out"
     )
     assert "holds a run of model lstm, cannot resume it as ee" in refusal(tiny_config(data, "ee"), tmp_path, True)
     assert newest(tmp_path).read_bytes() == before
@@ -31,16 +31,16 @@ def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("model", "change", "problem"),
     [
-        ("lstm", "lstm.hidden_dim=7", "was trained with lstm.hidden_dim 10, cannot go on with 7"),
-        ("ee", "engine.classifier_hidden=[3]", "was trained with engine.classifier_hidden [12], cannot go on with [3]"),
-        ("joint", "freeze=engine", "was trained with freeze nothing, cannot go on with engine"),
+        ("lstm", "lstm.hidden_dim=7", "lstm.hidden_dim 10, cannot resume with lstm.hidden_dim 7"),
+        ("ee", "engine.stem_norm=true", "engine.stem_norm False, cannot resume with engine.stem_norm True"),
+        ("joint", "freeze=engine", "freeze nothing, cannot resume with freeze engine"),
     ],
 )
-def test_a_run_cannot_go_on_as_another_network(data, parts, tmp_path: Path, model: str, change: str, problem: str):
+def test_a_run_cannot_be_resumed_as_another_network(data, parts, tmp_path: Path, model: str, change: str, problem: str):
     settings = ["iterations=2", *(parts if model == "joint" else [])]
     train(tiny_config(data, model, *settings), tmp_path, resume=False)
     message = refusal(tiny_config(data, model, *settings, "iterations=4", change), tmp_path, resume=True)
-    assert message == f"{newest(tmp_path)}: {problem}"
+    assert message == f"{newest(tmp_path)}: was trained with {problem}"
 
 
 def test_a_start_brings_its_settings_and_others_that_are_asked_for_are_refused(data, parts, tmp_path: Path):

@@ -18,17 +18,19 @@ from iep.models.build import build, engine_kwargs, generator_kwargs
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
 from iep.training.loop import Trainer, learning_rate
-from iep.training.tasks import Execution, JointTask
+from iep.training.tasks import JointTask
 from iep.vocab import END, NULL, START
 
 CPU = torch.device("cpu")
 
 
-def small_joint(frozen: str | None = None, **kwargs: Any) -> JointTask:
+def small_joint(frozen: str | None = None, **settings: Any) -> JointTask:
     torch.manual_seed(0)
-    generator = build("generator", generator_kwargs(tiny_config(Path(), "joint").generator, VOCAB))
-    engine = build("engine", engine_kwargs(tiny_config(Path(), "joint").engine, VOCAB, (CHANNELS, GRID, GRID)))
-    task = JointTask(generator, engine, Execution("improved", None, False), max_length=6, **kwargs)
+    given = [f"{name}={value}" for name, value in settings.items()]
+    config = tiny_config(Path(), "joint", "batching=improved", "max_program_length=6", *given)
+    generator = build("generator", generator_kwargs(config.generator, VOCAB))
+    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    task = JointTask(config, {"generator": generator, "engine": engine})
     freeze(task.networks, () if frozen is None else (frozen,))
     return task
 
@@ -46,7 +48,7 @@ def batch(split: Split) -> Batch:
 def answers_of_its_own(task: JointTask, batch: Batch, seed: int) -> list[int]:
     """What the engine answers to the programs that are drawn after seeding with `seed`."""
     torch.manual_seed(seed)
-    programs_BL, _ = sample(task.generator, batch.questions, task.max_length, task.temperature)
+    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length, task.config.temperature)
     return task.engine.reference(batch.features[batch.image_rows], programs_BL).argmax(1).tolist()
 
 
@@ -71,7 +73,7 @@ def test_the_gradient_of_reinforce_is_reward_less_baseline_times_that_of_the_log
     loss.backward()
 
     torch.manual_seed(1)
-    programs_BL, _ = sample(task.generator, batch.questions, task.max_length, temperature)
+    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length, temperature)
     expected_V = np.zeros(len(VOCAB.program))
     surrogate = torch.zeros(())
     for n, program in enumerate(programs_BL.tolist()):
@@ -102,7 +104,7 @@ def test_the_engine_is_trained_by_cross_entropy_on_the_programs_drawn(batch: Bat
     loss.backward()
     gradients = [p.grad for p in task.engine.parameters()]
     torch.manual_seed(1)
-    programs_BL, _ = sample(task.generator, batch.questions, task.max_length)
+    programs_BL, _ = sample(task.generator, batch.questions, task.config.max_program_length)
     expected = nn.functional.cross_entropy(
         task.engine.reference(batch.features[batch.image_rows], programs_BL), batch.answers
     )

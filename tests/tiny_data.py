@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 from click.testing import Result
 
-from iep.config import Config, read_config
+from iep.config import SECTIONS, Config, read_config
 from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
@@ -30,6 +30,8 @@ TINY = (
     "log_every=1",
     "learning_rate=0.01",
     "device=cpu",
+)
+SIZES = (
     "generator.embedding_dim=6",
     "generator.hidden_dim=10",
     "generator.num_layers=1",
@@ -152,9 +154,15 @@ def write_data(out: Path, dtype: str = "float32") -> Path:
     return out
 
 
+def tiny(*models: str) -> tuple[str, ...]:
+    """Return the settings of `TINY` and of small networks of the models."""
+    sizes = [each for each in SIZES if {*models} & {*SECTIONS[each.partition(".")[0]]}]
+    return (*TINY, *sizes)
+
+
 def tiny_config(data: Path, model: str, *settings: str) -> Config:
-    """The settings of `TINY` for a model trained on `data`, and further ones over them."""
-    return read_config(None, [*TINY, f"model={model}", f"data={data}", *settings])
+    """The settings of `tiny` for a model trained on `data`, and further ones over them."""
+    return read_config(None, [*tiny(model), f"model={model}", f"data={data}", *settings])
 
 
 def newest(out: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What every command shares: errors and signals are one line and an exit code, never a traceback."""
+"""What every command shares: `--version`; errors and signals are one line and an exit code, never a traceback."""
 
 import errno
 import os
@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import click
 
+import iep
 from iep.errors import InputError
 from iep.runtime.allocator import keep_freed_memory
 from iep.runtime.signals import Stopped, handled
@@ -31,10 +32,15 @@ def describe_os_error(error: OSError) -> str:
 
 
 class _Stoppable(click.Command):
-    """A click command that ends on Ctrl-C or SIGTERM with a line and exit code 130 or 143."""
+    """A click command with `--version` that ends on Ctrl-C or SIGTERM with a line and exit code 130 or 143."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        click.version_option(iep.__version__, prog_name="iep")(self)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         keep_freed_memory()
+        os.environ["MPLBACKEND"] = "agg"  # pictures are files; a backend for windows may be missing
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
         with handled():
@@ -69,18 +75,24 @@ class Command(_Stoppable):
             if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
                 raise  # click ends without a word, as other programs do in a pipe
             raise click.ClickException(describe_os_error(error)) from error
-        except MemoryError as error:
-            raise click.ClickException(f"not enough memory: {first_line(error) or 'for what was asked'}") from error
-        except RuntimeError as error:
-            if "allocate memory" in str(error) or "Storage size calculation overflowed" in str(error):
-                raise click.ClickException(f"not enough memory: {first_line(error)}") from error
+        except (MemoryError, RuntimeError) as error:
+            from iep.runtime.devices import is_out_of_memory  # torch, which has been imported by now
+
+            if is_out_of_memory(error):
+                raise click.ClickException(f"not enough memory: {first_line(error)}{_advice(ctx)}") from error
             if not str(error).startswith(LOST_WORKER):
                 raise
             what = first_line(error).rstrip(".")
             raise click.ClickException(
                 f"a process that loads data was lost, perhaps because memory ran out ({what}): lower workers, prefetch "
-                "or the batch size; training goes on with --resume"
+                "or the batch size; training resumes with --resume"
             ) from error
+
+
+def _advice(ctx: click.Context) -> str:
+    """Return which option of the command to lower when memory runs out, or nothing."""
+    options = {parameter.name for parameter in ctx.command.params}
+    return next((f"; lower --{name.replace('_', '-')}" for name in ("batch_size", "beam_size") if name in options), "")
 
 
 def _is_unread(stream: TextIO) -> bool:
@@ -95,5 +107,5 @@ def _is_unread(stream: TextIO) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says."""
-    return next(iter(str(error).strip().splitlines()), "").strip()
+    """Return the first line of the error's text."""
+    return next(iter(str(error).strip().splitlines()), "for this").strip()

@@ -18,12 +18,13 @@ from iep.config import (
     PROGRAM_SOURCES,
     Config,
     Given,
-    flat,
-    given_names,
+    absolute,
+    check_used,
+    find_config,
     given_settings,
+    only_used,
     overridden,
     read_config,
-    to_dict,
     to_yaml,
     update,
 )
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     required=True,
     help="Run directory: config, checkpoints, metrics.",
 )
-@click.option("--config", "config_file", type=click.Path(path_type=Path, dir_okay=False), help="YAML file of settings.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="YAML file of settings, or the name of a config of this package, such as mini/pg.",
+)
 @click.option(
     "--pg",
     type=click.Path(path_type=Path),
@@ -99,7 +105,8 @@ if TYPE_CHECKING:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on from the run's newest checkpoint, if it has one, with its saved settings.",
+    help="Resume from the run's newest checkpoint, if it has one, with its saved settings. Settings that are given "
+    "again replace them where they may change during a run; --data names data that were moved.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved settings and stop.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -121,9 +128,10 @@ def main(
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if modules is not None:
         overrides["engine"] = {"modules": modules}
-    given = given_settings(config_file, settings, overrides)
+    file = None if config_file is None else find_config(config_file)
+    given = given_settings(file, settings, overrides)
     if dry_run:
-        config, _ = _resolve(out, resume, given)
+        config, _ = _resolve(out, resume, given, file)
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
@@ -131,48 +139,45 @@ def main(
     from iep.training.run_training import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = _resolve(out, resume or was_restarted(out), given)
-        if is_main() and start is not None:
-            _tell_changes(out, start, config)
+        config, start = _resolve(out, resume or was_restarted(out), given, file)
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(
                 f"{out}: holds no run to resume; for a new one give --data DIR, which iep-preprocess wrote"
             )
-        trained = train_from(start, config, out, given_names(given))
-        if is_main() and trained:
-            click.echo(f"{out}: trained {config.model} to iteration {config.iterations}")
+        file_settings = {name: value for source, name, value in given if source == str(file)}
+        trainer = train_from(start, config, out, {name for _, name, _ in given}, file and file_settings)
+        if is_main() and trainer is not None:
+            done = f"trained {config.model} to iteration {config.iterations}"
+            click.echo(f"{out}: {done}; {trainer.describe_best()}")
         elif is_main():
             click.echo(f"{out}: already trained to iteration {config.iterations} or further; nothing to do")
 
 
-def _resolve(out: Path, resume: bool, given: Given) -> tuple[Config, "Saved | None"]:
-    """The settings of the run, and the checkpoint that it goes on from if it is to and has one."""
-    start, saved = _start(out) if resume else None, None
-    if start is not None:
-        saved = update(Config(), start.content["config"], source=str(start.path))
-    elif resume and (out / CONFIG).exists():  # a run that has not come to its first checkpoint
-        begun = to_dict(read_config(out / CONFIG))
-        saved = update(Config(), {key: begun[key] for key in begun if key not in PLACES}, source=str(out / CONFIG))
-    return overridden(saved or Config(), given), start
+def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[Config, "Saved | None"]:
+    """Return the settings of the run, and the checkpoint that it resumes from if it is to and has one.
 
+    Raises:
+        InputError: a setting is invalid or not used by the model, or the checkpoint is one of another run.
+    """
+    start, base = None, Config()
+    if resume:
+        from iep.training.run_training import GIVEN, changes, config_of, load_start
 
-def _tell_changes(out: Path, start: "Saved", config: Config) -> None:
-    """Say which settings, but for its length, a run goes on with that are not those of its checkpoint."""
-    saved = update(Config(), start.content["config"], source=str(start.path))  # by an earlier version, perhaps
-    before, now = (flat(to_dict(settings)) for settings in (saved, config))
-    changes = [
-        f"{key} {now[key]} instead of {before[key]}"
-        for key in before
-        if before[key] != now[key] and key != "iterations" and key not in PLACES
-    ]
-    if changes:
-        click.echo(f"{out}: goes on with {', '.join(changes)}")
-
-
-def _start(out: Path) -> "Saved | None":
-    from iep.training.run_training import load_start
-
-    return load_start(out)
+        start = load_start(out)
+        begun = absolute(only_used(read_config(out / CONFIG))) if (out / CONFIG).exists() else None
+        if start is not None:
+            base = config_of(start)
+            if begun is not None:
+                changes(start, begun)
+        elif begun is not None:  # a run that has not come to its first checkpoint
+            base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
+        # What the file said already when the run was started is not new: other settings may have replaced it since.
+        before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
+        said = [(name, value) for _, name, value in before]
+        given = [each for each in given if each[0] != str(file) or each[1:] not in said]
+    config = absolute(overridden(base, given))
+    check_used(config, {name for _, name, _ in given})
+    return config, start
 
 
 if __name__ == "__main__":

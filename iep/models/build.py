@@ -5,15 +5,16 @@ networks are called `generator`, `engine`, `lstm`, `cnn_lstm` and `cnn_lstm_sa`,
 `NETWORKS` lists those of each model.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
@@ -108,8 +109,14 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     were computed, nothing so far.
 
     Raises:
-        InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown.
+        InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown or
+            of a wrong type.
     """
+    accepted = inspect.signature(CLASSES[name]).parameters
+    for key, value in kwargs.items():
+        if key in accepted and not _is_of(value, accepted[key].annotation):
+            what = f"{key} is {shorten(repr(value), 60)}, which is not of type {accepted[key].annotation}"
+            raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {what}")
     kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
         network = CLASSES[name](**kwargs)
@@ -117,6 +124,13 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
     network.kwargs, network.recipe = kwargs, {}
     return network
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a constructor argument is of its annotated type, as far as that is plain."""
+    if get_origin(kind) is Sequence:
+        return isinstance(value, (list, tuple)) and all(_is_of(item, *get_args(kind)) for item in value)
+    return type(value) is kind if kind in (bool, int, str) else True
 
 
 def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -129,12 +143,8 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
 
     Raises:
         InputError: the checkpoint holds other networks, arguments that cannot be built, weights that do not fit them or
-            are not finite, a negative variance, or a recipe that is not a mapping.
+            are not finite, or a negative variance.
     """
-    recipe = checkpoint.get("features")
-    if not isinstance(recipe, Mapping | None):
-        kind = type(recipe).__name__
-        raise InputError(f"{path}: how its features were made is a {kind}, expected names and values")
     packed = checkpoint.get("networks", {})
     if name not in packed:
         raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
@@ -143,7 +153,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     network = build(name, kwargs)
     _load(network, name, weights, path)
     _check_numbers(network, name, path)
-    network.recipe = {} if recipe is None else recipe
+    network.recipe = checkpoint.get("features") or {}
     return network
 
 
@@ -162,7 +172,7 @@ class _Unfilled(TorchFunctionMode):
 def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> None:
     """Check that a checkpoint's settings fit its weights before a network of that size is allocated."""
     for key, value in weights.items():
-        if isinstance(value, Tensor) and not (value.is_floating_point() or key.endswith(COUNTS)):
+        if not (value.is_floating_point() or key.endswith(COUNTS)):
             dtype = str(value.dtype).removeprefix("torch.")
             raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} is {dtype}, expected floating point")
     for key in LAYERS & kwargs.keys():
@@ -177,7 +187,7 @@ def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any],
                 sketch = build(name, kwargs)
         except InputError as error:
             raise InputError(f"{path}: {_short(error)}") from None
-        except RuntimeError as error:
+        except Exception as error:  # arguments of a wrong type can fail in any way
             raise InputError(f"{path}: {DESCRIPTIONS[name]} cannot be built: {_short(error)}") from None
         _load(sketch, name, weights, path)
 

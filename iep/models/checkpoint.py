@@ -10,33 +10,35 @@ the original toolkit load as well, to start from or to evaluate.
 import io
 import pickle
 import re
-import struct
 import warnings
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from iep.errors import InputError
 from iep.models.original import from_original, is_original, safe_globals
 from iep.runtime.files import write_bytes
+from iep.runtime.reading import reading
 
 FORMAT = "iep-checkpoint-1"
-PARTS_OF_A_MODEL = {"networks": dict, "vocab": dict}
+NETWORK = {"kwargs": {str: object}, "weights": {str: Tensor}}
+PARTS_OF_A_MODEL = {"networks": {str: NETWORK}, "vocab": {str: object}, "features": dict | None}
 PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
-    "model": str,
     "step": int,
     "best": float,
+    "best_step": int | None,
     "validation_due": bool,
-    "task": dict,
-    "optimizer": dict,
-    "config": dict,
+    "task": {str: float},
+    "optimizer": {"state": {int: {str: Tensor}}, "param_groups": list},
+    "config": {str: object},
 }
+"""The parts of a checkpoint and their types, for `check_parts`."""
 BEST = "best.pt"
 _BEFORE_ARCHIVES = {
     pickle.dumps(0x1950A86A20F9469CFC6C, protocol): protocol for protocol in range(pickle.HIGHEST_PROTOCOL, -1, -1)
@@ -44,7 +46,7 @@ _BEFORE_ARCHIVES = {
 """How torch's files began until version 1.6, which made them zip archives, and with which pickle protocol."""
 _SAFE_PROTOCOLS = (2, 3)
 """Those that torch loads without executing anything; it writes the first unless told otherwise."""
-_ARCHIVE = b"PK\x03\x04"
+WHAT = "a whole checkpoint file"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -57,18 +59,18 @@ class Saved:
 
 
 def step_name(step: int) -> str:
-    """The file name of the checkpoint after `step` steps."""
+    """Return the file name of the checkpoint after `step` steps."""
     return f"step-{step}.pt"
 
 
 def step_checkpoints(out: Path) -> list[Path]:
-    """The numbered checkpoints in the run directory `out`, newest first."""
+    """Return the numbered checkpoints in the run directory `out`, newest first."""
     found = [(int(match[1]), path) for path in out.glob("step-*.pt") if (match := _NUMBERED.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """What a run in `out` can go on from, newest first: its numbered checkpoints, after them the best one."""
+    """Return what a run in `out` can resume from, newest first: its numbered checkpoints, then the best one."""
     return step_checkpoints(out) + [path for path in [out / BEST] if path.exists()]
 
 
@@ -83,47 +85,89 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     write_bytes(path, buffer.getvalue())
 
 
-def load_checkpoint(path: Path, parts: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else its
-    newest. Of a checkpoint of the original toolkit, what `iep.models.original.from_original` makes of it.
+def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else
+    its newest. Of a checkpoint of the original toolkit, return what `iep.models.original.from_original` makes of it.
 
-    `parts` are the keys that it must have and the kinds of their values.
+    `parts` are those that it must have, as `check_parts` takes them.
 
     Raises:
-        InputError: the file is missing, truncated, no checkpoint, or holds more than plain data.
+        InputError: the file is missing, truncated, not a checkpoint, holds more than plain data, or lacks a part.
     """
     path = Path(path)
     if path.is_dir():
         return _load_best(path, parts)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file, expected a checkpoint or a run directory")
-    content = _read(path)
-    if is_original(content):
-        if "step" in (parts or {}):
-            raise InputError(f"{path}: of the original toolkit; a run can start from it, but not go on from it")
-        return from_original(content, path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"{path}: not a checkpoint of this toolkit, expected format {FORMAT}")
-    for part, kind in (parts or {}).items():
-        if not isinstance(content.get(part), kind):
-            raise InputError(f"{path}: a checkpoint without {part!r}, or with one of another kind than {kind.__name__}")
+    with reading(path, WHAT):
+        content = _read(path)
+        if is_original(content):
+            if "step" in (parts or {}):
+                raise InputError("of the original toolkit; a run can start from it, but not resume from it")
+            return from_original(content)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise InputError(f"not a checkpoint of this toolkit, expected format {FORMAT}")
+        check_parts(content, parts or {})
     return content
 
 
+def check_parts(value: Any, parts: Any, name: str = "") -> None:
+    """Compare a value with what it should be.
+
+    Args:
+        value: plain data.
+        parts: a type; or a mapping of keys to what their values should be, where a type in place of a key stands for
+            any number of keys of that type.
+        name: of the value, dotted.
+
+    Raises:
+        InputError: a part is missing or of another type.
+    """
+    kind = dict if isinstance(parts, Mapping) else parts
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+        found = "missing" if value is None else f"of type {type(value).__name__}"
+        raise InputError(f"{name or 'the checkpoint'} is {found}, expected {getattr(kind, '__name__', kind)}")
+    for key, part in parts.items() if kind is dict else ():
+        names = list(value) if isinstance(key, type) else [key]
+        for each in names:
+            if isinstance(key, type):
+                check_parts(each, key, f"the key {each!r} of {name}")
+            check_parts(value.get(each), part, f"{name}.{each}".lstrip("."))
+
+
+def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+    """Compare a saved state of Adam with the parameters that it is of, before torch loads it: the fused optimiser
+    trusts its shapes, and would read and write beyond its memory.
+
+    Raises:
+        InputError: it is of another number of parameters, or a tensor is missing, unknown, or of another shape or type.
+    """
+
+    def describe(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
+        return {name: (tuple(each.shape), each.dtype, each.layout) for name, each in tensors.items()}
+
+    groups = held["param_groups"]
+    numbers = groups[0].get("params") if len(groups) == 1 and isinstance(groups[0], dict) else None
+    if numbers != list(range(len(parameters))) or not held["state"].keys() <= set(numbers):
+        raise InputError(f"optimizer is not one of {len(parameters)} parameters, as these networks have")
+    for number, tensors in held["state"].items():
+        like = parameters[number]
+        expected = describe({"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like})
+        if describe(tensors) != expected:
+            raise InputError(f"optimizer.state.{number} holds {describe(tensors)}, expected {expected}")
+
+
 def _read(path: Path) -> Any:
-    """What a torch file holds, whoever wrote it; nothing in it is executed."""
+    """Return what a torch file holds, whoever wrote it; nothing in it is executed."""
     with open(path, "rb") as file:
         start = file.read(max(map(len, _BEFORE_ARCHIVES)))
     protocol = next((number for begins, number in _BEFORE_ARCHIVES.items() if start.startswith(begins)), None)
     if protocol is None:
-        _check_archive(path)
-        protocol = _protocol_in_archive(path)
+        protocol = _check_archive(path)
     if protocol not in _SAFE_PROTOCOLS:
         what = (
             f"pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected {_SAFE_PROTOCOLS[0]}"
         )
         how = "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives"
-        raise InputError(f"{path}: written with {what}; {how}")
+        raise InputError(f"written with {what}; {how}")
     try:
         with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")
@@ -131,27 +175,29 @@ def _read(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))
         what = f" ({found[0]})" if found else ""
-        raise InputError(
-            f"{path}: holds more than plain tensors; not loaded, for that could execute code{what}"
-        ) from None
-    except Exception as error:
-        # A file that is damaged outside of what checksums cover can make torch fail in any way.
-        raise InputError(f"{path}: not a checkpoint file ({_first_line(error)})") from None
+        raise InputError(f"holds more than plain tensors; not loaded, for that could execute code{what}") from None
 
 
-def _protocol_in_archive(path: Path) -> int:
-    """The pickle protocol of a torch file that is an archive; 0 stands for 1 too."""
+def _check_archive(path: Path) -> int:
+    """Compare the parts of a torch file, which is a zip archive, with their checksums before anything is unpickled;
+    return its pickle protocol, 0 standing for 1 too.
+
+    Raises:
+        BadZipFile: the file is not an archive, or a part differs from what was written.
+    """
     with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"{damaged} is damaged")
         pickled = next((name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"), None)
         if pickled is None:
-            raise InputError(f"{path}: not a checkpoint file, it is an archive without data.pkl")
+            raise zipfile.BadZipFile("it is an archive without data.pkl")
         with archive.open(pickled) as part:
             start = part.read(2)
     return start[1] if start[:1] == pickle.PROTO and len(start) > 1 else 0
 
 
-def _load_best(out: Path, parts: Mapping[str, type] | None) -> dict[str, Any]:
-    """The best checkpoint of the run in `out`, or else its newest."""
+def _load_best(out: Path, parts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the content of the best checkpoint of the run in `out`, or else its newest."""
     found = [path for path in (out / BEST, *step_checkpoints(out)) if path.exists()]
     if not found:
         raise InputError(f"{out}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
@@ -162,14 +208,14 @@ def _load_best(out: Path, parts: Mapping[str, type] | None) -> dict[str, Any]:
         raise InputError(f"{error}{'' if good is None else f'; {good} is good'}") from None
 
 
-def _is_good(path: Path, parts: Mapping[str, type] | None) -> bool:
+def _is_good(path: Path, parts: Mapping[str, Any] | None) -> bool:
     with suppress(InputError):
         return bool(load_checkpoint(path, parts))
     return False
 
 
 def load_newest(out: Path) -> Saved | None:
-    """The newest checkpoint of the run in `out`, to go on from; None when it has none.
+    """Return the newest checkpoint of the run in `out`, to resume from; None when it has none.
 
     Raises:
         InputError: the newest is damaged, or no checkpoint of a run. Names the newest one that is good.
@@ -186,7 +232,7 @@ def load_newest(out: Path) -> Saved | None:
             return Saved(path, content)
         raise InputError(
             f"{problem}; the newest good checkpoint is {path.name}, of iteration {content['step']}: "
-            f"to go on from it, remove {' and '.join(bad)}"
+            f"to resume from it, remove {' and '.join(bad)}"
         )
     if problem is not None:
         raise InputError(f"{problem}; {out} has no good checkpoint") from None
@@ -194,10 +240,11 @@ def load_newest(out: Path) -> Saved | None:
 
 
 def _check_best(out: Path) -> None:
-    """See that the best checkpoint, if there is one, is what was written: nothing may ever replace it."""
+    """Check that the best checkpoint, if there is one, is what was written: nothing may ever replace it."""
     if (out / BEST).exists():
         try:
-            _check_archive(out / BEST)
+            with reading(out / BEST, WHAT):
+                _check_archive(out / BEST)
         except InputError as error:
             raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
 
@@ -206,29 +253,3 @@ def remove_old(out: Path, keep: int) -> None:
     """Remove the numbered checkpoints of the run in `out` but for the newest `keep`."""
     for path in step_checkpoints(out)[keep:]:
         path.unlink(missing_ok=True)
-
-
-def _check_archive(path: Path) -> None:
-    """Compare the parts of a checkpoint, which is a zip archive, with their checksums before anything is unpickled.
-
-    Raises:
-        InputError: the file is no archive, or a part differs from what was written.
-    """
-    with open(path, "rb") as file:
-        start = file.read(len(_ARCHIVE))
-    if not start:
-        raise InputError(f"{path}: not a whole checkpoint file, it is empty")
-    if not _ARCHIVE.startswith(start) and not zipfile.is_zipfile(path):
-        raise InputError(f"{path}: not a checkpoint file, it is none that torch writes")
-    unreadable = (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error, zlib.error)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except unreadable as error:
-        raise InputError(f"{path}: not a whole checkpoint file ({_first_line(error)})") from None
-    if damaged is not None:
-        raise InputError(f"{path}: not a whole checkpoint file ({damaged} is damaged)")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

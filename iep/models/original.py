@@ -3,24 +3,78 @@
 The original saves with torch a dictionary of, for each of `program_generator`, `execution_engine` and `baseline`, the
 constructor's arguments (`_kwargs`) and the weights (`_state`), either None where there is no such network; `vocab`;
 `args`, its command line; and statistics. Weights keep their names but for modules that never run. What the arguments
-mean there is written down here; reading the file safely is `checkpoint.py`'s.
+mean there is written down here: most are settings of this toolkit under another name. Reading the file safely is
+`checkpoint.py`'s.
 """
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from iep.config import (
+    CnnLstmConfig,
+    CnnLstmSaConfig,
+    EngineConfig,
+    GeneratorConfig,
+    LstmConfig,
+    setting,
+    to_dict,
+    update,
+)
 from iep.errors import InputError, nearest
 from iep.vocab import END, NULL, START, Vocab
 
 PARTS = ("program_generator", "execution_engine", "baseline")
 """The original's names of networks."""
 _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
+_RNN = {"rnn_num_layers": "num_layers", "rnn_dropout": "dropout"}
+_GENERATOR = {"wordvec_dim": "embedding_dim", "hidden_dim": "hidden_dim", **_RNN}
+_ENGINE = {
+    "feature_dim": "feature_dim",
+    "stem_num_layers": "stem_num_layers",
+    "stem_batchnorm": "stem_norm",
+    "module_dim": "module_dim",
+    "module_residual": "module_residual",
+    "module_batchnorm": "module_batchnorm",
+    "classifier_proj_dim": "classifier_projection",
+    "classifier_downsample": "classifier_downsample",
+    "classifier_fc_layers": "classifier_hidden",
+    "classifier_batchnorm": "classifier_norm",
+    "classifier_dropout": "classifier_dropout",
+}
+_LSTM = {
+    "rnn_wordvec_dim": "embedding_dim",
+    "rnn_dim": "hidden_dim",
+    **_RNN,
+    "fc_dims": "classifier_dims",
+    "fc_use_batchnorm": "classifier_norm",
+    "fc_dropout": "classifier_dropout",
+}
+_CNN_LSTM = _LSTM | {
+    "cnn_feat_dim": "feature_dim",
+    "cnn_num_res_blocks": "cnn_res_blocks",
+    "cnn_res_block_dim": "cnn_res_block_dim",
+    "cnn_proj_dim": "cnn_projection",
+    "cnn_pooling": "cnn_pooling",
+}
+_CNN_LSTM_SA = _LSTM | {
+    "cnn_feat_dim": "feature_dim",
+    "stacked_attn_dim": "attention_dim",
+    "num_stacked_attn": "attention_steps",
+}
+_BASELINES = {
+    "LSTM": ("lstm", LstmConfig(), _LSTM, 0),
+    "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM, 3),
+    "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA, 1),
+}
+"""By the original's name: the name here, the default settings, their names there, and how many sides of features (C, H,
+W) the network depends on."""
 _NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 """Codes of numpy's dtypes that are numbers."""
 
@@ -71,177 +125,132 @@ def is_original(content: object) -> bool:
     return isinstance(content, Mapping) and any(f"{part}_kwargs" in content for part in PARTS)
 
 
-def from_original(content: Mapping[str, Any], path: object) -> dict[str, Any]:
-    """The networks and the vocabulary of one of the original's checkpoints as a checkpoint of this toolkit has them.
+@dataclass(frozen=True)
+class _Others:
+    """The original's arguments that are not settings of this toolkit."""
 
-    Args:
-        content: of the torch file.
-        path: names the file in errors.
+    feature_dim: tuple[int, int, int] = setting((1024, 14, 14), minimum=1)
+    stem_num_layers: int = setting(2, minimum=0, maximum=1000)
+    module_batchnorm: bool = False
+    classifier_downsample: str = setting("maxpool2", choices=tuple(_POOLS))
+
+
+def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the networks and the vocabulary of one of the original's checkpoints as a checkpoint of this toolkit has
+    them.
 
     Raises:
-        InputError: there is no network, a part is missing or of another kind, an option is unknown or has a value that
+        InputError: there is no network, a part is missing or of another type, an option is unknown or has a value that
             the original does not know, or sizes do not fit the vocabulary.
     """
-    vocab = Vocab.from_json(content.get("vocab"), f"{path}: vocab")
+    vocab = Vocab.from_json(content.get("vocab"), "vocab")
     networks = {}
     for part in PARTS:
-        if content.get(f"{part}_kwargs") is None and content.get(f"{part}_state") is None:
+        options, weights = content.get(f"{part}_kwargs"), content.get(f"{part}_state")
+        if options is None and weights is None:
             continue
-        options = Options(content.get(f"{part}_kwargs"), f"{path}: {part}_kwargs")
-        weights = _weights(content.get(f"{part}_state"), f"{path}: {part}_state")
+        for name, value in ((f"{part}_kwargs", options), (f"{part}_state", weights)):
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise InputError(f"{name} is of type {type(value).__name__}, expected names and values")
+        for name, value in weights.items():
+            if not isinstance(value, Tensor):
+                raise InputError(f"{part}_state: {name} is of type {type(value).__name__}, expected Tensor")
+        values, source = dict(options), f"{part}_kwargs"
         if part == "program_generator":
-            networks["generator"] = {"kwargs": _generator(options, vocab), "weights": weights}
+            networks["generator"] = {"kwargs": _generator(values, source, vocab), "weights": dict(weights)}
         elif part == "execution_engine":
-            kwargs = _engine(options, vocab)
-            weights = _without_idle_modules(weights, vocab, f"{path}: {part}_state")
-            networks["engine"] = {"kwargs": kwargs, "weights": weights}
+            weights = _without_idle_modules(weights, vocab)
+            networks["engine"] = {"kwargs": _engine(values, source, vocab), "weights": weights}
         else:
-            name, kwargs = _baseline(content.get("baseline_type"), options, vocab)
-            networks[name] = {"kwargs": kwargs, "weights": weights}
-        options.none_left()
+            kind = content.get("baseline_type")
+            if not isinstance(kind, str) or kind not in _BASELINES:
+                raise InputError(f"{source}: baseline_type is {kind!r}, expected one of {', '.join(_BASELINES)}")
+            name, config, names, sides = _BASELINES[kind]
+            _check_vocab(values, source, vocab, ("question", "answer"))
+            settings, others = _settings(config, values, names, source)
+            sizes = {"num_question_tokens": len(vocab.question), "num_answers": len(vocab.answer)}
+            kwargs = {**sizes, **_sides(others, sides), **settings}
+            networks[name] = {"kwargs": kwargs, "weights": dict(weights)}
     if not networks:
-        raise InputError(f"{path}: a checkpoint of the original toolkit without any network")
+        raise InputError("a checkpoint of the original toolkit without any network")
     return {"networks": networks, "vocab": vocab.to_json()}
 
 
-class Options:
-    """The original's constructor arguments, each asked for once by its name, kind and default there.
-
-    Every method raises InputError, beginning with `source`, where a value is not of its kind.
-    """
-
-    def __init__(self, values: object, source: str):
-        if not isinstance(values, Mapping):
-            raise InputError(f"{source}: {_said(values)}, expected the network's options by name")
-        self.source = source
-        self._values = dict(values)
-
-    def _check(self, fits: bool, name: str, value: Any, expected: str) -> None:
-        if not fits:
-            raise InputError(f"{self.source}: {name} is {_said(value)}, expected {expected}")
-
-    def whole(self, name: str, default: int | None, minimum: int = 0) -> int:
-        """A whole number; None stands for 0."""
-        value = self._values.pop(name, default)
-        value = 0 if value is None else value
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        self._check(fits, name, value, f"a whole number from {minimum} on")
-        return value
-
-    def wholes(self, name: str, default: Sequence[int], count: int | None = None) -> list[int]:
-        """Whole numbers from 1 on, so many."""
-        values = self._values.pop(name, default)
-        fits = isinstance(values, (tuple, list)) and all(type(value) is int and value > 0 for value in values)
-        expected = "whole numbers from 1 on" if count is None else f"{count} whole numbers from 1 on"
-        self._check(fits and count in (None, len(values)), name, values, expected)
-        return list(values)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false, also as 1 or 0."""
-        value = self._values.pop(name, default)
-        self._check(isinstance(value, int) and value in (0, 1), name, value, "true or false")
-        return bool(value)
-
-    def share(self, name: str) -> float:
-        """A probability, 0 unless given."""
-        value = self._values.pop(name, 0)
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-        self._check(fits, name, value, "a probability from 0 to below 1")
-        return float(value)
-
-    def choice(self, name: str, choices: Mapping[str, Any], default: str) -> Any:
-        """What `choices` has for the value."""
-        value = self._values.pop(name, default)
-        known = isinstance(value, str) and value in choices
-        hint = "" if known else nearest(str(value), choices)
-        self._check(known, name, value, f"one of {', '.join(choices)}{hint}")
-        return choices[value]
-
-    def must_be(self, name: str, expected: int, why: str) -> None:
-        """A number that is as expected, if it is given."""
-        value = self._values.pop(name, expected)
-        self._check(type(value) is int and value == expected, name, value, f"{expected}, {why}")
-
-    def vocab(self, vocab: Vocab, kinds: Sequence[str]) -> None:
-        """The network's own vocabulary, if it has one: in the kinds that it uses that of the checkpoint."""
-        value = self._values.pop("vocab", None)
-        own = vocab if value is None else Vocab.from_json(value, f"{self.source}: vocab")
-        for kind in kinds:
-            if getattr(own, kind) != getattr(vocab, kind):
-                raise InputError(f"{self.source}: vocab has other {kind} tokens than the checkpoint's own vocab")
-
-    def none_left(self) -> None:
-        """Refuse options that nothing has asked for: they might change what the network computes."""
-        self._values.pop("verbose", None)
-        if self._values:
-            raise InputError(f"{self.source}: unknown option {next(iter(self._values))!r}")
+def _generator(values: dict[str, Any], source: str, vocab: Vocab) -> dict[str, Any]:
+    """Return the constructor's arguments of the program generator."""
+    sizes = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
+    for name, expected in {**sizes, "null_token": NULL, "start_token": START, "end_token": END}.items():
+        if (value := values.pop(name, expected)) != expected:
+            raise InputError(f"{source}: {name} is {value!r}, expected {expected}, as in vocab")
+    settings, _ = _settings(GeneratorConfig(), values, _GENERATOR, source)
+    return {"num_question_tokens": len(vocab.question), "num_program_tokens": len(vocab.program), **settings}
 
 
-def _said(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _weights(state: object, source: str) -> dict[str, Tensor]:
-    if not isinstance(state, Mapping):
-        raise InputError(f"{source}: {_said(state)}, expected the network's weights by name")
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise InputError(f"{source}: {name} is a {type(value).__name__}, expected a tensor")
-    return dict(state)
-
-
-def _generator(options: Options, vocab: Vocab) -> dict[str, Any]:
-    for kind, side in (("question", "encoder"), ("program", "decoder")):
-        tokens = getattr(vocab, kind)
-        options.must_be(f"{side}_vocab_size", len(tokens), f"as many as there are {kind} tokens in vocab")
-    for name, index in (("null_token", NULL), ("start_token", START), ("end_token", END)):
-        options.must_be(name, index, "as in every vocabulary")
-    return {
-        "num_question_tokens": len(vocab.question),
-        "num_program_tokens": len(vocab.program),
-        "embedding_dim": options.whole("wordvec_dim", 300, 1),
-        "hidden_dim": options.whole("hidden_dim", 256, 1),
-        "num_layers": options.whole("rnn_num_layers", 2, 1),
-        "dropout": options.share("rnn_dropout"),
-    }
-
-
-def _engine(options: Options, vocab: Vocab) -> dict[str, Any]:
-    options.vocab(vocab, ("program", "answer"))
-    layers, dim = options.whole("stem_num_layers", 2), options.whole("module_dim", 128, 1)
+def _engine(values: dict[str, Any], source: str, vocab: Vocab) -> dict[str, Any]:
+    """Return the constructor's arguments of the execution engine."""
+    _check_vocab(values, source, vocab, ("program", "answer"))
+    settings, others = _settings(EngineConfig(), values, _ENGINE, source)
     return {
         "program_tokens": list(vocab.program),
         "num_answers": len(vocab.answer),
-        **_feature_sides(options, "feature_dim"),
-        "module_dim": dim,
-        "module_residual": options.flag("module_residual", True),
+        **_sides(others, 3),
+        **settings,
         # Its examples run one at a time, and so does its batch norm.
-        "module_norm": "example" if options.flag("module_batchnorm", False) else "none",
+        "module_norm": "example" if others.module_batchnorm else "none",
         "scene": "module",
-        "stem": "conv" if layers else "none",
-        "stem_widths": [dim] * max(0, layers - 1),
-        "stem_norm": options.flag("stem_batchnorm", False),
+        "stem": "conv" if others.stem_num_layers else "none",
+        "stem_widths": [settings["module_dim"]] * max(0, others.stem_num_layers - 1),
         "stem_bias": True,
-        "classifier_projection": options.whole("classifier_proj_dim", 512),
-        "classifier_pool": options.choice("classifier_downsample", _POOLS, "maxpool2"),
+        "classifier_pool": _POOLS[others.classifier_downsample],
         "classifier_pool_rest": False,
-        "classifier_hidden": options.wholes("classifier_fc_layers", (1024,)),
-        "classifier_norm": options.flag("classifier_batchnorm", False),
-        "classifier_dropout": options.share("classifier_dropout"),
     }
 
 
-def _feature_sides(options: Options, name: str) -> dict[str, int]:
-    sides = options.wholes(name, (1024, 14, 14), count=3)
-    return dict(zip(("feature_dim", "feature_height", "feature_width"), sides, strict=True))
-
-
-def _without_idle_modules(weights: dict[str, Tensor], vocab: Vocab, source: str) -> dict[str, Tensor]:
-    """The weights but for those of `<NULL>` and `<START>`, which have a module like any other's and never run.
+def _settings(
+    config: Any, values: dict[str, Any], names: Mapping[str, str], source: str
+) -> tuple[dict[str, Any], _Others]:
+    """Return the arguments `values` of the original as settings of this toolkit, `config` being the defaults, and those
+    that are not. The original takes None for 0, and 0 and 1 for flags.
 
     Raises:
-        InputError: these are not like those of `<END>`: the file is damaged, or no such engine's.
+        InputError: an argument is unknown, which might change what the network computes, or has an invalid value.
+    """
+    values.pop("verbose", None)
+    others = _Others()
+    for name, value in values.items():
+        if name not in names:
+            raise InputError(f"{source}: unknown option {name!r}{nearest(name, names)}")
+        ours = names[name]
+        is_setting = hasattr(config, ours)
+        held = getattr(config if is_setting else others, ours)
+        if (type(held) is bool and value in (0, 1)) or (type(held) is int and value is None):
+            value = type(held)(value or 0)
+        if is_setting:
+            config = update(config, {ours: value}, f"{source}: {name}")
+        else:
+            others = update(others, {ours: value}, f"{source}: {name}")
+    return to_dict(config), others
+
+
+def _check_vocab(values: dict[str, Any], source: str, vocab: Vocab, kinds: Sequence[str]) -> None:
+    """Check that the network's own vocabulary, if it has one, is that of the checkpoint in the kinds that it uses."""
+    own = values.pop("vocab", None)
+    held = vocab if own is None else Vocab.from_json(own, f"{source}: vocab")
+    for kind in kinds:
+        if getattr(held, kind) != getattr(vocab, kind):
+            raise InputError(f"{source}: vocab has other {kind} tokens than the checkpoint's own vocab")
+
+
+def _sides(others: _Others, count: int) -> dict[str, int]:
+    """Return the first `count` sides of the features (C, H, W) as constructor's arguments."""
+    return dict(zip(("feature_dim", "feature_height", "feature_width")[:count], others.feature_dim, strict=False))
+
+
+def _without_idle_modules(weights: Mapping[str, Tensor], vocab: Vocab) -> dict[str, Tensor]:
+    """Return the weights but for those of `<NULL>` and `<START>`, which have a module like any other's and never run.
+
+    Raises:
+        InputError: these are not like those of `<END>`: the file is damaged, or not of such an engine.
     """
 
     def of(index: int) -> dict[str, torch.Size]:
@@ -251,52 +260,7 @@ def _without_idle_modules(weights: dict[str, Tensor], vocab: Vocab, source: str)
     expected = of(END)
     for index in (NULL, START):
         if of(index) != expected:
-            token = vocab.program[index]
-            raise InputError(f"{source}: the weights of {token} are not of the same shapes as those of <END>")
+            what = f"the weights of {vocab.program[index]} are not of the same shapes as those of <END>"
+            raise InputError(f"execution_engine_state: {what}")
     idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))
     return {name: value for name, value in weights.items() if not name.startswith(idle)}
-
-
-def _baseline(kind: object, options: Options, vocab: Vocab) -> tuple[str, dict[str, Any]]:
-    """A baseline's name here, and its constructor's arguments."""
-    if not isinstance(kind, str) or kind not in _BASELINES:
-        raise InputError(f"{options.source}: baseline_type is {_said(kind)}, expected one of {', '.join(_BASELINES)}")
-    name, more = _BASELINES[kind]
-    options.vocab(vocab, ("question", "answer"))
-    return name, {
-        "num_question_tokens": len(vocab.question),
-        "num_answers": len(vocab.answer),
-        "embedding_dim": options.whole("rnn_wordvec_dim", 300, 1),
-        "hidden_dim": options.whole("rnn_dim", 256, 1),
-        "num_layers": options.whole("rnn_num_layers", 2, 1),
-        "dropout": options.share("rnn_dropout"),
-        "classifier_dims": options.wholes("fc_dims", (1024,)),
-        "classifier_norm": options.flag("fc_use_batchnorm", False),
-        "classifier_dropout": options.share("fc_dropout"),
-        **more(options),
-    }
-
-
-def _cnn(options: Options) -> dict[str, Any]:
-    return {
-        **_feature_sides(options, "cnn_feat_dim"),
-        "cnn_res_blocks": options.whole("cnn_num_res_blocks", 0),
-        "cnn_res_block_dim": options.whole("cnn_res_block_dim", 128, 1),
-        "cnn_projection": options.whole("cnn_proj_dim", 512),
-        "cnn_pooling": options.choice("cnn_pooling", {name: name for name in ("maxpool2", "none")}, "maxpool2"),
-    }
-
-
-def _stacked_attention(options: Options) -> dict[str, Any]:
-    return {
-        "feature_dim": _feature_sides(options, "cnn_feat_dim")["feature_dim"],
-        "attention_dim": options.whole("stacked_attn_dim", 512, 1),
-        "attention_steps": options.whole("num_stacked_attn", 2),
-    }
-
-
-_BASELINES: dict[str, tuple[str, Callable[[Options], dict[str, Any]]]] = {
-    "LSTM": ("lstm", lambda options: {}),
-    "CNN+LSTM": ("cnn_lstm", _cnn),
-    "CNN+LSTM+SA": ("cnn_lstm_sa", _stacked_attention),
-}

@@ -1,6 +1,8 @@
 """The name of a device -> an available torch device, the precision of its computations, and its peak memory."""
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -47,5 +49,22 @@ def peak_memory(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Was it memory that an operation on some device wanted for? Torch has a class for that on GPUs alone."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """Return whether memory ran out on some device; torch has an exception class for that on GPUs alone."""
+    words = ("allocate memory", "Storage size calculation overflowed")
+    is_cpu = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    return is_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+@contextmanager
+def enough_memory(device: torch.device, what: str, setting: str) -> Iterator[None]:
+    """Turn running out of memory in the block into one line.
+
+    Raises:
+        InputError: memory ran out for `what`; advises to lower `setting`.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(f"{device}: not enough memory for {what}; lower {setting}") from None

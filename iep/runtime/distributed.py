@@ -32,8 +32,11 @@ def joined() -> Iterator[None]:
     """Within it, the processes that torchrun started are one group; gloo on CPUs and NCCL on GPUs.
 
     Raises:
-        InputError: torchrun's environment is incomplete, or the processes cannot reach each other.
+        InputError: torchrun's environment is incomplete or invalid, or the processes cannot reach each other.
     """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise InputError(f"{name} is {os.environ[name]!r}, expected a whole number, as torchrun sets it")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         yield
         return

@@ -1,7 +1,7 @@
 """A run's metrics over time: metrics.jsonl with one object per line, and the same numbers as TensorBoard events.
 
-Events are written here rather than by TensorBoard's own writer, which writes in a thread: there, nobody could catch the
-error of a full disk.
+Every row is appended with an `open` of its own: TensorBoard's own writer has a thread, which would meet a full disk
+where nobody can catch the error.
 """
 
 import json
@@ -9,9 +9,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -37,17 +35,13 @@ class Records:
             kept = [row for row in read_rows(self._metrics_path) if row["step"] <= step]
             if validation_due:
                 kept = [row for row in kept if row["step"] < step or VALIDATION not in row]
-            write_bytes(self._metrics_path, b"".join(map(_line, kept)))
-        self._metrics = _open_unbuffered(self._metrics_path)
+        write_bytes(self._metrics_path, b"".join(map(_line, kept)))
         (out / BOARD).mkdir(exist_ok=True)
         self._board_path = out / BOARD / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._board = _open_unbuffered(self._board_path)
-        self._write_event(Event(file_version="brain.Event:2"))
-        # Has TensorBoard drop the events of an interrupted run from that step on.
-        self._write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
-        for row in kept:
-            if row["step"] == step:
-                self._show(row)
+        # The second event makes TensorBoard ignore what an earlier part of this run wrote from that step on.
+        start = SessionLog(status=SessionLog.START)
+        self._show(Event(file_version="brain.Event:2"), Event(step=step, session_log=start))
+        self._show(*(_event(row) for row in kept if row["step"] == step))
 
     def write(self, step: int, row: Row) -> None:
         """Append one row for `step`.
@@ -56,45 +50,20 @@ class Records:
             OSError: the disk is full (names the file).
         """
         row = {"step": step, **row}
-        with os_errors_name(self._metrics_path):
-            self._metrics.write(_line(row))
-        self._show(row)
+        with os_errors_name(self._metrics_path), open(self._metrics_path, "ab") as file:
+            file.write(_line(row))
+        self._show(_event(row))
 
-    def _show(self, row: Row) -> None:
-        """Write a row as a TensorBoard event."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items() if name != "step"]
-        self._write_event(Event(step=row["step"], summary=Summary(value=values)))
-
-    def _write_event(self, event: Event) -> None:
-        event.wall_time = time.time()
-        with os_errors_name(self._board_path):
-            RecordWriter(self._board).write(event.SerializeToString())
-
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._metrics.close()
-        self._board.close()
+    def _show(self, *events: Event) -> None:
+        with os_errors_name(self._board_path), open(self._board_path, "ab") as file:
+            for event in events:
+                event.wall_time = time.time()
+                RecordWriter(file).write(event.SerializeToString())
 
 
-class _WholeWrites(FileIO):
-    """A file without a buffer, so that a write that failed does not fail again on closing.
-
-    If the system writes only a part, as on a disk that is nearly full, this writes the rest or raises.
-    """
-
-    def write(self, content: bytes) -> int:
-        left = memoryview(content)
-        while left:
-            left = left[super().write(left) :]
-        return len(content)
-
-
-def _open_unbuffered(path: Path) -> FileIO:
-    return _WholeWrites(path, "ab")
+def _event(row: Row) -> Event:
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items() if name != "step"]
+    return Event(step=row["step"], summary=Summary(value=values))
 
 
 def _line(row: Row) -> bytes:
@@ -102,7 +71,7 @@ def _line(row: Row) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics file, without lines that a kill or a full disk cut short.
+    """Return the rows of a metrics file; a line that a kill or a full disk cut short is dropped.
 
     Raises:
         OSError: the file cannot be read.

@@ -2,8 +2,8 @@
 
 One short loop for every model; what a step computes is passed in as a task (`tasks.py`), and how several processes do
 it together is `parallel.py`'s; the first of them writes. A run directory holds config.yaml, step-N.pt (the newest few),
-best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves is a state between two steps; going on from
-it gives the bits of a run that never ended.
+best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves is a state between two steps; a run resumed
+from it gives the same bits as one that never stopped.
 """
 
 import itertools
@@ -19,23 +19,29 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from iep.config import PLACES, Config, to_dict
+from iep.config import PLACES, Config, settings_of
 from iep.data.datasets import Batch
 from iep.data.loader import on_device
 from iep.data.ordering import step_seed
 from iep.data.question_file import Split
 from iep.errors import InputError
 from iep.models.build import pack
-from iep.models.checkpoint import BEST, remove_old, save_checkpoint, step_name
-from iep.runtime.devices import autocast, is_out_of_memory, peak_memory
+from iep.models.checkpoint import BEST, Saved, check_optimizer, remove_old, save_checkpoint, step_name
+from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
+from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records
 from iep.runtime.signals import Stopped, answering, deferred
 from iep.training.freezing import train_mode
-from iep.training.not_finite import LOWER, describe_images, refuse_not_finite
 from iep.training.parallel import Agreement, Replicas, in_step
-from iep.training.tasks import Metrics
+from iep.training.tasks import Metrics, Task
 from iep.vocab import Vocab
+
+NOT_FINITE = "iep-not-finite-1"
+"""The format of the file with the state before a step whose loss is not finite."""
+LOWER = "try a lower learning_rate or clip_gradients=1"
+SHOWN = 8
+"""How many questions or images a message lists."""
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -54,13 +60,14 @@ class Trainer:
 
     Attributes:
         step: how many steps are done.
-        best: the best validation score so far.
+        best: the best validation score so far, below 0 without any.
+        best_step: the step of the best checkpoint.
         validation_due: the step asks for a validation that is not done.
     """
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         config: Config,
         vocab: Vocab,
         out: Path,
@@ -78,7 +85,7 @@ class Trainer:
         self.training = training
         self.families = families
         self.step = 0
-        self.best = -1.0
+        self.best, self.best_step = -1.0, 0
         self.validation_due = False
         self._saved_step = 0
         self.parameters = [p for net in task.networks.values() for p in net.parameters() if p.requires_grad]
@@ -97,9 +104,10 @@ class Trainer:
             "model": self.config.model,
             "step": self.step,
             "best": self.best,
+            "best_step": self.best_step,
             "validation_due": self.validation_due,
             "task": self.task.state,
-            "config": {key: value for key, value in to_dict(self.config).items() if key not in PLACES},
+            "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
             "vocab": self.vocab.to_json(),
             "features": {} if self.training.features is None else dict(self.training.features.recipe),
             "families": self.families,
@@ -114,16 +122,26 @@ class Trainer:
             remove_old(self.out, self.config.keep)
         self._saved_step = self.step
 
-    def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from a checkpoint whose networks are already loaded into the task."""
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = self.config.weight_decay  # may have been set anew
-        self.step, self.best = checkpoint["step"], checkpoint["best"]
-        if not (self.out / BEST).exists():
-            self.best = -1.0
-        self.validation_due = checkpoint["validation_due"]
-        self.task.state.update(checkpoint["task"])
+    def restore(self, start: Saved) -> None:
+        """Continue from a checkpoint whose networks are already loaded into the task.
+
+        Raises:
+            InputError: the state of the optimiser is not one of these networks.
+        """
+        held = start.content
+        with reading(start.path, "a checkpoint of this run"):
+            if held["step"] < 0:
+                raise InputError(f"step is {held['step']}, expected at least 0")
+            check_optimizer(held["optimizer"], self.parameters)
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": held["optimizer"]["state"]})
+            if held["task"].keys() != self.task.state.keys():
+                expected = ", ".join(self.task.state) or "nothing"
+                raise InputError(f"task holds {', '.join(held['task']) or 'nothing'}, expected {expected}")
+        self.step, self.validation_due = held["step"], held["validation_due"]
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.config, max(0, self.step - 1))  # saved with the state
+        if (self.out / BEST).exists():
+            self.best, self.best_step = held["best"], held.get("best_step") or 0
+        self.task.state.update(held["task"])
         self._saved_step = self.step
 
     def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
@@ -153,7 +171,8 @@ class Trainer:
     def validate(self, batches: Iterable[Batch]) -> float:
         """Share of examples that the task gets right."""
         self._train_mode(False)
-        with autocast(self.device, self.config.precision):
+        what = f"validation with {self.config.val_batch_size} questions at a time"
+        with enough_memory(self.device, what, "val_batch_size"), autocast(self.device, self.config.precision):
             correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
         self._train_mode(True)
         counts = torch.tensor([sum(int(correct_B.sum()) for correct_B in correct), sum(map(len, correct))])
@@ -169,38 +188,42 @@ class Trainer:
             Stopped: a signal; the step was finished and is saved.
             InputError: the loss or a weight is not finite, or memory does not suffice for a batch.
         """
+        what = f"a batch of {self.config.batch_size} questions; --resume continues from the last checkpoint"
         try:
             # A process of several stops where they have agreed on it, not where the signal finds it.
-            with deferred() if world_size() > 1 else nullcontext():
+            with (
+                enough_memory(self.device, what, "batch_size"),
+                deferred() if world_size() > 1 else nullcontext(),
+            ):
                 self._fit(training, validation)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise InputError(
-                f"{self.device}: not enough memory for a batch of {self.config.batch_size} questions at iteration "
-                f"{self.step + 1}: lower batch_size; --resume goes on from the last checkpoint"
-            ) from None
         except Stopped as stop:
             if self.step > self._saved_step:
                 with answering():
                     self._check_weights()
                     self.save_step()
-            outcome = f"after iteration {self.step}, which is saved; --resume goes on from there"
+            if self.step == self.config.iterations and not self.validation_due:
+                return  # nothing was left to do
+            outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
             raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
+
+    def describe_best(self) -> str:
+        """Return which checkpoint is the best and at what accuracy."""
+        accuracy = "" if self.best < 0 else f", validation accuracy {100 * self.best:.1f}%"
+        return f"the best checkpoint is {self.out / BEST}, of iteration {self.best_step}{accuracy}"
 
     def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
         config = self.config
-        with (
-            Records(self.out, self.step, self.validation_due) if is_main() else nullcontext() as records,
-            tqdm(
-                total=config.iterations,
-                initial=self.step,
-                unit="it",
-                desc=config.model,
-                mininterval=1.0,
-                disable=not is_main(),
-            ) as bar,
-        ):
+        records = Records(self.out, self.step, self.validation_due) if is_main() else None
+        with tqdm(
+            total=config.iterations,
+            initial=self.step,
+            unit="it",
+            desc=config.model,
+            mininterval=1.0,
+            disable=not is_main(),
+        ) as bar:
+            if self.step == 0 and validation is not None:
+                self._tell("before the first iteration", self.validate(validation), bar)
             if self.validation_due:
                 self._validate_and_save(validation, records, bar)
             self._train_mode(True)
@@ -237,34 +260,60 @@ class Trainer:
     def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None, bar: tqdm) -> None:
         """Validate where there is a split for it; write this step's checkpoint, after it as the best if it is that.
 
-        The order matters to a run that is killed in between: it goes on from the checkpoint before, and comes here
+        The order matters to a run that is killed in between: it resumes from the checkpoint before, and comes here
         again.
         """
         self._check_weights()
-        score = None if validation is None else self.validate(validation)  # a signal breaks it off
+        score = None if validation is None else self.validate(validation)  # a signal interrupts it
         with deferred():
             self.validation_due = False
             improved = score is None or score > self.best
-            if score is not None:
-                self.best = max(score, self.best)
+            if improved:
+                self.best, self.best_step = self.best if score is None else score, self.step
             if score is not None and records is not None:
                 records.write(self.step, {VALIDATION: score})
-                bar.write(f"{self.config.model} iteration {self.step}: validation accuracy {100 * score:.1f}%")
+                self._tell(f"iteration {self.step}", score, bar)
             if improved:
                 self.save(BEST)
             self.save_step()
 
+    def _tell(self, when: str, score: float, bar: tqdm) -> None:
+        if is_main():
+            bar.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
+
     def _refuse(self, batch: Batch, loss: float) -> NoReturn:
-        """End the run before a step whose loss is not finite."""
+        """End the run before a step whose loss is not finite; training on would only lose it.
+
+        The networks, the optimiser and the batch are saved as plain data for `torch.load`, not as a checkpoint: nothing
+        resumes or starts from the file. Weights and optimiser are as before the step; running statistics of batch
+        norms have seen its batch already.
+
+        Raises:
+            InputError: always.
+        """
+        iteration = self.step + 1
         gathered = gather((batch.index.cpu().numpy(), self._images_not_finite(batch)))
         if gathered is None:
-            raise InputError(f"{self.out}: the loss is {loss} at iteration {self.step + 1}")
+            raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}")
         positions = np.concatenate([positions for positions, _ in gathered])
         images = np.unique(np.concatenate([images for _, images in gathered]))
         questions = self.training.questions.orig_idxs[positions]
-        finite = self._weights_are_finite()
-        hint = describe_images(self.training.features.path, images) if len(images) else LOWER
-        refuse_not_finite(self.out, self.step + 1, loss, positions, questions, self._learnt(), finite, hint)
+        seen = {"positions": positions.tolist(), "question_index": questions.tolist()}
+        path = self.out / f"not-finite-{iteration}.pt"
+        saved = f"the weights before it are in {path.name}"
+        try:
+            content = {"format": NOT_FINITE, "iteration": iteration, "loss": loss, **seen, **self._learnt()}
+            save_checkpoint(path, content)
+        except OSError as error:
+            saved = f"the state could not be saved: {error.strerror or error}"
+        about = f"on {len(questions)} questions (question_index {_first(questions)})"
+        if not self._weights_are_finite():
+            about += ", which are not to blame: weights were not finite already"
+        hint = LOWER
+        if len(images):
+            which = f"image{'s' if len(images) > 1 else ''} {_first(images)}"
+            hint = f"{self.training.features.path}: the features of {which} are not finite"
+        raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; {hint}")
 
     def _images_not_finite(self, batch: Batch) -> np.ndarray:
         """(M,) images of the batch whose features are not finite."""
@@ -300,3 +349,7 @@ def _summary(row: dict[str, float]) -> str:
     if "accuracy" in row:
         shown.append(f"accuracy {100 * row['accuracy']:.0f}%")
     return ", ".join([*shown, f"{row['questions_per_second']:.0f} questions/s"])
+
+
+def _first(numbers: np.ndarray) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

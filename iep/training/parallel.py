@@ -24,7 +24,7 @@ from iep.data.datasets import Batch
 from iep.runtime.distributed import total, world_size
 from iep.runtime.signals import SIGNALS, Stopped, asked
 from iep.training.joined_norms import JoinedStatistics, parts_that_all_call, synchronize_norms
-from iep.training.tasks import Metrics
+from iep.training.tasks import Metrics, Task
 
 
 class Agreement(NamedTuple):
@@ -41,7 +41,7 @@ class Agreement(NamedTuple):
 class Replicas:
     """The networks of a task, equal in all processes and kept so. In a process by itself, the task as it is."""
 
-    def __init__(self, task: Any, parameters: Sequence[nn.Parameter]):
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]):
         """`parameters` are those that are trained. All processes must make theirs at the same time."""
         self._task, self._parameters = task, parameters
         self._step = task.loss
@@ -125,7 +125,7 @@ def _first(stops: Sequence[float]) -> signal.Signals | None:
 class _Step(nn.Module):
     """A task's loss as the forward pass of one module, which is what DDP wraps."""
 
-    def __init__(self, task: Any, parameters: Sequence[nn.Parameter]):
+    def __init__(self, task: Task, parameters: Sequence[nn.Parameter]):
         super().__init__()
         self.networks = nn.ModuleDict(task.networks)
         self._task, self._trained = task, list(parameters)

@@ -1,21 +1,20 @@
 """What one training step and one validation step of each model compute; the loop around them is `loop.py`.
 
-A task owns its networks: `networks` (trained and saved), `loss(batch)` -> a scalar to differentiate and the step's
-metrics, means over `count(batch)` things; `correct(batch)` -> (B,) booleans for validation; and `state`: the numbers
-that it carries from step to step, saved with every checkpoint.
+A `Task` owns the networks that are trained and saved. It says which datasets and which checkpoints it needs, what the
+loss of a minibatch is, and which examples are right; `TASKS` has the task of each model.
 
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from iep.config import BASELINES, Config
 from iep.data.datasets import Batch
+from iep.data.question_file import Questions
+from iep.errors import InputError
 from iep.evaluation.metrics import exact_match
-from iep.execution_engine.engine import ExecutionEngine
 from iep.program_generator.decode import greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.distributed import total
@@ -25,77 +24,148 @@ from iep.vocab import NULL
 Metrics = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How the engine runs a minibatch; see `ExecutionEngine.planner` and `ExecutionEngine.forward`."""
+class Task:
+    """A network that answers without programs, by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4.1).
 
-    batching: str
-    sharing: bool | None
-    defer_weight_grads: bool
-    attention_penalty: float = 0.0
-    """What a minibatch's sum of attentions is multiplied with in the loss."""
+    The tasks of the other models replace the methods in which they differ.
 
+    Attributes:
+        networks: by name; they are trained and saved.
+        state: the numbers that the task carries from step to step, saved with every checkpoint.
+    """
 
-class GeneratorTask:
-    """Program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
+    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+        """`predictor` is a program generator that is not trained, where the config has programs predicted.
 
-    def __init__(self, generator: Seq2Seq, max_length: int):
-        self.networks: dict[str, nn.Module] = {"generator": generator}
-        self.generator = generator
-        self.max_length = max_length
+        Raises:
+            InputError: the networks cannot be trained as the config says.
+        """
+        self.config = config
+        self.networks = networks
+        self.predictor = predictor
         self.state: dict[str, float] = {}
 
-    def count(self, batch: Batch) -> int:
-        """Tokens to predict."""
-        return int((batch.programs[:, 1:] != NULL).sum())
+    @classmethod
+    def needs(cls, config: Config) -> tuple[str, ...]:
+        """Return the names of the datasets that a questions file must have."""
+        return ("answers",)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Mean cross entropy a token."""
-        loss = self.generator.loss(batch.questions, batch.programs)
-        return loss, {"loss": loss.detach()}
+    @classmethod
+    def check_starts(cls, config: Config) -> None:
+        """Check that the checkpoints to start from, or to predict with, are those that the model uses.
 
-    def correct(self, batch: Batch) -> Tensor:
-        """Is the greedily decoded program the true one, token for token?"""
-        programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return torch.from_numpy(exact_match(programs_BL.cpu(), batch.programs.cpu()))
+        Raises:
+            InputError: one is missing, or would not be used.
+        """
 
+    @classmethod
+    def check_questions(cls, config: Config, questions: Questions) -> None:
+        """Check that the questions have all that the task needs.
 
-class EngineTask:
-    """Execution engine by cross entropy on answers, on true programs or those of a fixed generator (section 3.4)."""
-
-    def __init__(self, engine: ExecutionEngine, execution: Execution, generator: Seq2Seq | None, max_length: int):
-        self.networks: dict[str, nn.Module] = {"engine": engine}
-        self.engine = engine
-        self.execution = execution
-        self.generator = generator
-        self.max_length = max_length
-        self.state: dict[str, float] = {}
-
-    def logits(self, batch: Batch) -> Tensor:
-        """(B, A) answer logits."""
-        return self._look(batch)[0]
-
-    def _look(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if self.generator is None:
-            return self.engine.look(batch.features, batch.plan, self.execution.defer_weight_grads)
-        programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return _look(self.engine, batch, programs_BL, self.execution)
+        Raises:
+            InputError: a dataset is missing.
+        """
+        for name in cls.needs(config):
+            if getattr(questions, name) is None:
+                hint = " (or train with --programs predicted)" if (config.model, name) == ("ee", "programs") else ""
+                raise InputError(f"{questions.path}: has no {name}, which training {config.model} needs{hint}")
 
     def count(self, batch: Batch) -> int:
-        """Questions."""
+        """Return how many things the loss is a mean over: questions, unless a task says otherwise."""
         return len(batch.index)
 
+    def logits(self, batch: Batch) -> Tensor:
+        """Return (B, A) answer logits."""
+        (network,) = self.networks.values()
+        return network(batch.questions, batch.features, batch.image_rows)
+
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Mean cross entropy an answer and the attentions' penalty, and the share of right ones."""
-        logits_BA, attention = self._look(batch)
-        return _engine_loss(logits_BA, attention, batch.answers, self.execution)
+        """Return the loss, a scalar to differentiate, and the metrics of the step, which are means too."""
+        return _answer_loss(self.logits(batch), batch.answers)
 
     def correct(self, batch: Batch) -> Tensor:
-        """Is the likeliest answer the true one?"""
+        """Return (B,) booleans: the likeliest answer is the true one."""
         return self.logits(batch).argmax(1) == batch.answers
 
 
-class JointTask:
+class GeneratorTask(Task):
+    """Program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
+
+    @classmethod
+    def needs(cls, config: Config) -> tuple[str, ...]:
+        return ("programs",)
+
+    def count(self, batch: Batch) -> int:
+        """Return the number of tokens to predict."""
+        return int((batch.programs[:, 1:] != NULL).sum())
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the mean cross entropy of a token."""
+        loss = self.networks["generator"].loss(batch.questions, batch.programs)
+        return loss, {"loss": loss.detach()}
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Return (B,) booleans: the greedily decoded program is the true one, token for token."""
+        programs_BL = greedy(self.networks["generator"], batch.questions, self.config.max_program_length)
+        return torch.from_numpy(exact_match(programs_BL.cpu(), batch.programs.cpu()))
+
+
+class EngineTask(Task):
+    """Execution engine by cross entropy on answers, on true programs or those of a fixed generator (section 3.4)."""
+
+    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+        super().__init__(config, networks, predictor)
+        self.engine = networks["engine"]
+        if config.attention_penalty and not self.engine.makes_attentions:
+            what = f"attention_penalty is {config.attention_penalty}, but the engine's modules"
+            raise InputError(f"{what} {self.engine.kwargs['modules']} make no attentions; those of --modules tbd do")
+
+    @classmethod
+    def needs(cls, config: Config) -> tuple[str, ...]:
+        return ("answers",) if config.programs == "predicted" else ("answers", "programs")
+
+    @classmethod
+    def check_starts(cls, config: Config) -> None:
+        if config.programs == "predicted" and config.pg is None:
+            raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
+        if config.programs != "predicted" and config.pg is not None:
+            what = f"pg is {config.pg}, which training ee does not use"
+            raise InputError(f"{what}; --programs predicted runs its programs")
+
+    def logits(self, batch: Batch) -> Tensor:
+        return self._look(batch)[0]
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the mean cross entropy of an answer plus the penalty of attentions, and the share of right answers."""
+        return self.engine_loss(*self._look(batch), batch.answers)
+
+    def _look(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.predictor is None:
+            return self.engine.look(batch.features, batch.plan, self.config.defer_weight_grads)
+        return self.look(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
+
+    def look(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B, A) answer logits of programs that the batch does not hold a plan of, and the sum of their
+        attentions where these are penalised and the engine is trained."""
+        config = self.config
+        attentions = self.engine.training and config.attention_penalty > 0
+        plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
+        return self.engine.look(batch.features, plan, config.defer_weight_grads)
+
+    def engine_loss(self, logits_BA: Tensor, attention: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
+        """Return the mean cross entropy of an answer plus the penalty of attentions (Mascharka et al. 2018, section
+        4.1; a sum over the minibatch in their code)."""
+        loss, metrics = _answer_loss(logits_BA, answers_B)
+        if not self.config.attention_penalty:
+            return loss, metrics
+        # A process's loss counts for its share of the questions, so that all of them make up the whole minibatch's sum.
+        questions = torch.tensor(len(answers_B), dtype=torch.float64)
+        share = questions.item() / total(questions).item()
+        penalty = self.config.attention_penalty / share * attention
+        return loss + penalty, metrics | {"loss": (loss + penalty).detach(), "attention_penalty": penalty.detach()}
+
+
+class JointTask(EngineTask):
     """Generator by REINFORCE and engine by backpropagation, on sampled programs (Johnson et al. 2017, section 3.4).
 
     The reward of a sampled program is 1 where the engine answers right, else 0; a moving average of the mean reward
@@ -103,35 +173,29 @@ class JointTask:
     are drawn from. The loss of a network that is frozen is left out.
     """
 
-    def __init__(
-        self,
-        generator: Seq2Seq,
-        engine: ExecutionEngine,
-        execution: Execution,
-        max_length: int,
-        reward_decay: float = 0.9,
-        temperature: float = 1.0,
-    ):
-        self.networks: dict[str, nn.Module] = {"generator": generator, "engine": engine}
-        self.generator = generator
-        self.engine = engine
-        self.execution = execution
-        self.max_length = max_length
-        self.reward_decay = reward_decay
-        self.temperature = temperature
+    def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
+        super().__init__(config, networks)
+        self.predictor = self.generator = networks["generator"]
         self.state = {"reward_baseline": 0.0}
 
-    def count(self, batch: Batch) -> int:
-        """Questions."""
-        return len(batch.index)
+    @classmethod
+    def needs(cls, config: Config) -> tuple[str, ...]:
+        return ("answers",)
+
+    @classmethod
+    def check_starts(cls, config: Config) -> None:
+        for part in ("pg", "ee"):
+            if getattr(config, part) is None:
+                raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
+        """Return the sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
+        config = self.config
         programs_BL, log_probs_B = sample(
-            self.generator, batch.questions, self.max_length, self.temperature, batch.draws
+            self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
         )
-        logits_BA, attention = _look(self.engine, batch, programs_BL, self.execution)
-        engine_loss, metrics = _engine_loss(logits_BA, attention, batch.answers, self.execution)
+        logits_BA, attention = self.look(batch, programs_BL)
+        engine_loss, metrics = self.engine_loss(logits_BA, attention, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
         baseline = self.state["reward_baseline"]
@@ -141,70 +205,23 @@ class JointTask:
             "reward_baseline": torch.tensor(baseline),
             "generator_loss": generator_loss.detach(),
         }
-        decay = self.reward_decay
+        decay = config.reward_decay
         self.state["reward_baseline"] = decay * baseline + (1 - decay) * right / questions
         losses = {"generator": generator_loss, "engine": engine_loss}
         return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
 
-    def correct(self, batch: Batch) -> Tensor:
-        """Is the answer right, with the greedily decoded program?"""
-        programs_BL = greedy(self.generator, batch.questions, self.max_length)
-        return _look(self.engine, batch, programs_BL, self.execution)[0].argmax(1) == batch.answers
-
-
-class BaselineTask:
-    """A network that answers without programs, by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4.1).
-
-    `name` is its name among networks; it is called with questions, features and image rows, as those of
-    `iep/baselines/` are.
-    """
-
-    def __init__(self, name: str, network: nn.Module):
-        self.networks: dict[str, nn.Module] = {name: network}
-        self.network = network
-        self.state: dict[str, float] = {}
-
-    def logits(self, batch: Batch) -> Tensor:
-        """(B, A) answer logits."""
-        return self.network(batch.questions, batch.features, batch.image_rows)
-
-    def count(self, batch: Batch) -> int:
-        """Questions."""
-        return len(batch.index)
-
-    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Mean cross entropy an answer, and the share of right ones."""
-        return _answer_loss(self.logits(batch), batch.answers)
-
-    def correct(self, batch: Batch) -> Tensor:
-        """Is the likeliest answer the true one?"""
-        return self.logits(batch).argmax(1) == batch.answers
-
-
-def _look(engine: ExecutionEngine, batch: Batch, programs_BL: Tensor, execution: Execution) -> tuple[Tensor, Tensor]:
-    """(B, A) answer logits of programs that the batch does not hold a plan of, and their attentions' sum, where these
-    are penalized and the engine is trained."""
-    attentions = engine.training and execution.attention_penalty > 0
-    plan = engine.plan(programs_BL, batch.image_rows, execution.batching, execution.sharing, attentions)
-    return engine.look(batch.features, plan, execution.defer_weight_grads)
-
-
-def _engine_loss(
-    logits_BA: Tensor, attention: Tensor, answers_B: Tensor, execution: Execution
-) -> tuple[Tensor, Metrics]:
-    """Mean cross entropy an answer, and the penalty of the attentions (Mascharka et al. 2018, section 4.1, a sum over
-    the minibatch in their code)."""
-    loss, metrics = _answer_loss(logits_BA, answers_B)
-    if not execution.attention_penalty:
-        return loss, metrics
-    # A process's loss counts for its share of the questions, so that all of them make up the whole minibatch's sum.
-    questions = torch.tensor(len(answers_B), dtype=torch.float64)
-    share = questions.item() / total(questions).item()
-    penalty = execution.attention_penalty / share * attention
-    return loss + penalty, metrics | {"loss": (loss + penalty).detach(), "attention_penalty": penalty.detach()}
-
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
+    """Return the mean cross entropy of an answer, and with it the share of right answers."""
     loss = F.cross_entropy(logits_BA.float(), answers_B)
     accuracy = (logits_BA.detach().argmax(1) == answers_B).float().mean()
     return loss, {"loss": loss.detach(), "accuracy": accuracy}
+
+
+TASKS: dict[str, type[Task]] = {
+    "pg": GeneratorTask,
+    "ee": EngineTask,
+    "joint": JointTask,
+    **dict.fromkeys(BASELINES, Task),
+}
+"""The task of each model."""
