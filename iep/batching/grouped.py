@@ -83,11 +83,9 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
     for width in widths:
         if width * dtype.itemsize % 16:
             return f"rows of {width} numbers ({dtype}) are {width * dtype.itemsize} bytes, expected a multiple of 16"
-    from torch.utils import _python_dispatch  # where it is used, as all private names of torch
-
     wide = 16 // dtype.itemsize
     try:
-        with _python_dispatch._disable_current_modes():
+        with torch.utils._python_dispatch._disable_current_modes():
             rows = torch.zeros(3, wide, dtype=dtype, device=device)
             weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
             ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
