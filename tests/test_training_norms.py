@@ -20,7 +20,7 @@ from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
-from iep.models.build import build, engine_kwargs
+from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.training.joined_norms import JoinedStatistics
@@ -45,7 +45,7 @@ def _gradients(data: Path) -> dict[str, torch.Tensor | None]:
     """Of a minibatch, of which this process has a part, and the counts of rows that norms have seen."""
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example", "sharing=null")
-    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     replicas = Replicas(EngineTask(config, {"engine": engine}), list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(training=True))

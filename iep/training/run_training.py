@@ -18,6 +18,7 @@ from iep.config import (
     CONFIG,
     PLACES,
     SECTIONS,
+    SEEING,
     Config,
     absolute,
     check_used,
@@ -40,15 +41,12 @@ from iep.models.build import (
     NETWORKS,
     PARTS_WITH_WORDS,
     add_words,
-    baseline_kwargs,
     build,
     check_features,
     check_vocab,
     describe_other_features,
-    engine_kwargs,
-    generator_kwargs,
     load_network,
-    looks,
+    network_kwargs,
     place,
     place_engine,
     unpack,
@@ -204,7 +202,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     """Open the splits to train and to validate on; None instead of `val` where no split is named and it is missing."""
-    data, sees = Path(config.data), looks(NETWORKS[config.model])
+    data, sees = Path(config.data), config.model in SEEING
     choose = None
     if config.families is not None:
         choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
@@ -260,7 +258,8 @@ def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> 
             check_vocab(Vocab.from_json(start.content["vocab"], str(start.path)), vocab, name, start.path)
             network = unpack(start.content, name, start.path)
     elif path is None:
-        network = build(name, _new_kwargs(name, config, opened))
+        shape = None if training.features is None else training.features.shape[1:]
+        network = build(name, network_kwargs(name, getattr(config, name), vocab, shape))
     else:
         learn = None if name == "engine" else partial(_learn_words, config, name, path)
         network = load_network(path, name, vocab, torch.device("cpu"), learn)
@@ -273,16 +272,6 @@ def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> 
         if is_main() and (warning := describe_other_features(network, training.features)) is not None:
             tqdm.write(warning)
     return place(network, opened.device)
-
-
-def _new_kwargs(name: str, config: Config, opened: Opened) -> dict[str, Any]:
-    """Return the constructor arguments of a new network."""
-    if name == "generator":
-        return generator_kwargs(config.generator, opened.vocab)
-    shape = None if opened.training.features is None else opened.training.features.shape[1:]
-    if name == "engine":
-        return engine_kwargs(config.engine, opened.vocab, shape)
-    return baseline_kwargs(name, getattr(config, name), opened.vocab, shape)
 
 
 def _start_of(name: str, config: Config) -> str | None:
