@@ -46,13 +46,14 @@ def _gradients(data: Path) -> dict[str, torch.Tensor | None]:
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example", "sharing=null")
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
-    replicas = Replicas(EngineTask(config, {"engine": engine}), list(engine.parameters()))
+    task = EngineTask(config, {"engine": engine})
+    replicas = Replicas(task, list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(training=True))
     rows = np.arange(13)
     batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
-    loss, _ = replicas.loss(batch)
+    loss, _ = task.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
     seen = {name: count for name, count in engine.named_buffers() if name.endswith("num_batches_tracked")}
     return {name: parameter.grad for name, parameter in engine.named_parameters()} | seen

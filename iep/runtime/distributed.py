@@ -1,7 +1,7 @@
 """The processes of one job: their ranks, what they exchange, and how an error of one ends all, reported once.
 
 Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands run inside
-`joined()` and exchange small objects on the CPU (gloo); gradients are left to torch's DistributedDataParallel. The
+`joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` sums gradients. The
 functions below `Trouble` must be called by every process at the same points; with one process they only raise.
 """
 

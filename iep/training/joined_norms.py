@@ -30,25 +30,23 @@ from iep.runtime.distributed import rank, total, world_size
 from iep.training.freezing import is_trained
 
 
-def synchronize_norms(network: nn.Module, group: dist.ProcessGroup) -> None:
-    """Put a `SyncNorm` over `group` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its
-    weights."""
+def synchronize_norms(network: nn.Module) -> None:
+    """Put a `SyncNorm` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its weights."""
     for name, child in network.named_children():
         if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d):
-            setattr(network, name, SyncNorm(child, group))
+            setattr(network, name, SyncNorm(child))
         else:
-            synchronize_norms(child, group)
+            synchronize_norms(child)
 
 
 class SyncNorm(nn.BatchNorm2d):
     """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes while training."""
 
-    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d, group: dist.ProcessGroup):
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d):
         """Take the settings and the very parameters and buffers of `norm`, which is affine and keeps statistics."""
         super().__init__(norm.num_features, norm.eps, norm.momentum, device="meta")
         self._parameters, self._buffers = norm._parameters, norm._buffers
         self.training = norm.training
-        self.group = group
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Normalise; every process must, at the same time."""
@@ -56,7 +54,7 @@ class SyncNorm(nn.BatchNorm2d):
             return self(x_BCHW[:, :, None, None])[:, :, 0, 0]
         if not self.training:
             return super().forward(x_BCHW)
-        y_BCHW, mean_C, variance_C, count = _Normalize.apply(x_BCHW, self.weight, self.bias, self.eps, self.group)
+        y_BCHW, mean_C, variance_C, count = _Normalize.apply(x_BCHW, self.weight, self.bias, self.eps)
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean_C, self.momentum)
@@ -69,7 +67,7 @@ class _Normalize(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: dist.ProcessGroup
+        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         """Normalise (B, C, H, W) by the mean and the biased variance, (C,) each, over all processes' batches."""
         variance_C, mean_C = (
@@ -78,12 +76,12 @@ class _Normalize(Function):
         values = x_BCHW.numel() // x_BCHW.shape[1]
         # Sums in float64, in which a mean far from zero leaves the variance its digits.
         sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2]) * values
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums)
         count, mean_C = sums[0, 0].item(), sums[1] / sums[0]
         variance_C = (sums[2] / sums[0] - mean_C**2).clamp(min=0)
         mean_C, variance_C = mean_C.to(weight_C.dtype), variance_C.to(weight_C.dtype)
         ctx.save_for_backward(x_BCHW, weight_C, mean_C, (variance_C + eps).rsqrt())
-        ctx.count, ctx.group = count, group
+        ctx.count = count
         ctx.mark_non_differentiable(mean_C, variance_C)
         return functional.batch_norm(x_BCHW, mean_C, variance_C, weight_C, bias_C, eps=eps), mean_C, variance_C, count
 
@@ -95,14 +93,14 @@ class _Normalize(Function):
         bias_gradient_C = precise_BCHW.sum(dim=(0, 2, 3))
         weight_gradient_C = ((precise_BCHW * x_BCHW).sum(dim=(0, 2, 3)) - bias_gradient_C * mean_C) * scale_C
         sums = torch.stack([bias_gradient_C, weight_gradient_C])
-        dist.all_reduce(sums, group=ctx.group)
+        dist.all_reduce(sums)
         # (dy - mean(dy) - x_hat mean(dy x_hat)) w / std, as one multiple of dy, one of x and a constant a channel.
         factor_C = weight_C * scale_C
         slope_C = -factor_C * scale_C * sums[1] / ctx.count
         constant_C = -factor_C * sums[0] / ctx.count - slope_C * mean_C
         factor, slope, constant = (part[:, None, None] for part in (factor_C, slope_C, constant_C))
         x_gradient_BCHW = (precise_BCHW * factor).add_(x_BCHW * slope).add_(constant)
-        return x_gradient_BCHW.to(x_BCHW.dtype), weight_gradient_C, bias_gradient_C, None, None
+        return x_gradient_BCHW.to(x_BCHW.dtype), weight_gradient_C, bias_gradient_C, None
 
 
 def parts_that_all_call(network: nn.Module) -> Iterator[nn.Module]:
