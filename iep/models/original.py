@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from iep.config import (
@@ -159,8 +158,9 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
         if part == "program_generator":
             networks["generator"] = {"kwargs": _generator(values, source, vocab), "weights": dict(weights)}
         elif part == "execution_engine":
-            weights = _without_idle_modules(weights, vocab)
-            networks["engine"] = {"kwargs": _engine(values, source, vocab), "weights": weights}
+            idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # like any other's, and never run
+            used = {name: value for name, value in weights.items() if not name.startswith(idle)}
+            networks["engine"] = {"kwargs": _engine(values, source, vocab), "weights": used}
         else:
             kind = content.get("baseline_type")
             if not isinstance(kind, str) or kind not in _BASELINES:
@@ -244,23 +244,3 @@ def _check_vocab(values: dict[str, Any], source: str, vocab: Vocab, kinds: Seque
 def _sides(others: _Others, count: int) -> dict[str, int]:
     """Return the first `count` sides of the features (C, H, W) as constructor's arguments."""
     return dict(zip(("feature_dim", "feature_height", "feature_width")[:count], others.feature_dim, strict=False))
-
-
-def _without_idle_modules(weights: Mapping[str, Tensor], vocab: Vocab) -> dict[str, Tensor]:
-    """Return the weights but for those of `<NULL>` and `<START>`, which have a module like any other's and never run.
-
-    Raises:
-        InputError: these are not like those of `<END>`: the file is damaged, or not of such an engine.
-    """
-
-    def of(index: int) -> dict[str, torch.Size]:
-        start = f"{vocab.program[index]}."
-        return {name.removeprefix(start): value.shape for name, value in weights.items() if name.startswith(start)}
-
-    expected = of(END)
-    for index in (NULL, START):
-        if of(index) != expected:
-            what = f"the weights of {vocab.program[index]} are not of the same shapes as those of <END>"
-            raise InputError(f"execution_engine_state: {what}")
-    idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))
-    return {name: value for name, value in weights.items() if not name.startswith(idle)}

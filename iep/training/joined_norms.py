@@ -17,11 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -54,53 +51,33 @@ class SyncNorm(nn.BatchNorm2d):
             return self(x_BCHW[:, :, None, None])[:, :, 0, 0]
         if not self.training:
             return super().forward(x_BCHW)
-        y_BCHW, mean_C, variance_C, count = _Normalize.apply(x_BCHW, self.weight, self.bias, self.eps)
+        variance_C, mean_C = torch.var_mean(x_BCHW.to(self.weight.dtype), dim=(0, 2, 3), correction=0)
+        # Sums in float64, in which a mean far from zero leaves the variance its digits.
+        variance_C, mean_C = variance_C.double(), mean_C.double()
+        sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2])
+        counts_C, sums_C, squares_C = _Total.apply(sums * (x_BCHW.numel() // self.num_features))
+        mean_C = sums_C / counts_C
+        variance_C = (squares_C / counts_C - mean_C**2).clamp(min=0)
         with torch.no_grad():
             self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean_C, self.momentum)
-            self.running_var.lerp_(variance_C * (count / (count - 1)), self.momentum)
-        return y_BCHW
+            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
+            unbiased_C = variance_C * (counts_C / (counts_C - 1))
+            self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum)
+        scale_C = self.weight * (variance_C + self.eps).rsqrt()
+        mean_C11, scale_C11 = (part.to(self.weight.dtype)[:, None, None] for part in (mean_C, scale_C))
+        return ((x_BCHW - mean_C11) * scale_C11 + self.bias[:, None, None]).to(x_BCHW.dtype)
 
 
-class _Normalize(Function):
-    """The normalised values, and over all processes the mean, the variance and the number of values of a channel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Normalise (B, C, H, W) by the mean and the biased variance, (C,) each, over all processes' batches."""
-        variance_C, mean_C = (
-            part.double() for part in torch.var_mean(x_BCHW.to(weight_C.dtype), dim=(0, 2, 3), correction=0)
-        )
-        values = x_BCHW.numel() // x_BCHW.shape[1]
-        # Sums in float64, in which a mean far from zero leaves the variance its digits.
-        sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2]) * values
-        dist.all_reduce(sums)
-        count, mean_C = sums[0, 0].item(), sums[1] / sums[0]
-        variance_C = (sums[2] / sums[0] - mean_C**2).clamp(min=0)
-        mean_C, variance_C = mean_C.to(weight_C.dtype), variance_C.to(weight_C.dtype)
-        ctx.save_for_backward(x_BCHW, weight_C, mean_C, (variance_C + eps).rsqrt())
-        ctx.count = count
-        ctx.mark_non_differentiable(mean_C, variance_C)
-        return functional.batch_norm(x_BCHW, mean_C, variance_C, weight_C, bias_C, eps=eps), mean_C, variance_C, count
+class _Total(Function):
+    """The sum over all processes, through which each of them gets the gradients of all."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BCHW: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x_BCHW, weight_C, mean_C, scale_C = ctx.saved_tensors
-        precise_BCHW = gradient_BCHW.to(weight_C.dtype)
-        bias_gradient_C = precise_BCHW.sum(dim=(0, 2, 3))
-        weight_gradient_C = ((precise_BCHW * x_BCHW).sum(dim=(0, 2, 3)) - bias_gradient_C * mean_C) * scale_C
-        sums = torch.stack([bias_gradient_C, weight_gradient_C])
-        dist.all_reduce(sums)
-        # (dy - mean(dy) - x_hat mean(dy x_hat)) w / std, as one multiple of dy, one of x and a constant a channel.
-        factor_C = weight_C * scale_C
-        slope_C = -factor_C * scale_C * sums[1] / ctx.count
-        constant_C = -factor_C * sums[0] / ctx.count - slope_C * mean_C
-        factor, slope, constant = (part[:, None, None] for part in (factor_C, slope_C, constant_C))
-        x_gradient_BCHW = (precise_BCHW * factor).add_(x_BCHW * slope).add_(constant)
-        return x_gradient_BCHW.to(x_BCHW.dtype), weight_gradient_C, bias_gradient_C, None
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return total(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return total(gradient)
 
 
 def parts_that_all_call(network: nn.Module) -> Iterator[nn.Module]:

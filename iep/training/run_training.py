@@ -165,8 +165,6 @@ def train_from(
     opened = _open(start, config, out, asked)
     if opened is None:
         return None
-    if start is not None and (changed := changes(start, config)) and is_main():
-        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     trainer = _build(start, config, out, asked, opened)
     _fit(trainer, opened, file_settings)
     return trainer
@@ -183,14 +181,21 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_used(config, asked)
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
-    if start is not None:
-        changes(start, config)
-    elif checkpoints(out):
+    changed = [] if start is None else changes(start, config)
+    if start is None and checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     families = listed(config.families)
-    _check_families(start, config, families)
+    if start is not None and config.families == start.content["config"].get("families"):
+        before = start.content.get("families", families)  # earlier versions did not record them
+        if before != families:
+            raise InputError(
+                f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
+                "undo that to resume, or give --families another file"
+            )
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
+    if changed and is_main():
+        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     check_options(config.placement, config.devices, config.device)
     device = main_device(config.placement, config.devices, config.device)
     vocab = Vocab.load(Path(config.data) / "vocab.json")
@@ -212,18 +217,6 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
         return training, None
     samples, skip = config.num_val_samples, config.skip_val_samples
     return training, open_split(data, config.val_split, vocab, sees, samples, in_memory, choose, skip)
-
-
-def _check_families(start: Saved | None, config: Config, families: str | None) -> None:
-    """Check that the file of question families lists those that the run was trained on: the file may have changed."""
-    if start is None or families is None or config.families != start.content["config"].get("families"):
-        return
-    before = start.content.get("families", families)  # earlier versions did not record them
-    if before != families:
-        raise InputError(
-            f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
-            "undo that to resume, or give --families another file"
-        )
 
 
 # Build
