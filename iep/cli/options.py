@@ -1,5 +1,4 @@
-"""What the options of several commands are made of, and those for which questions, where the engine's functions
-run, and what makes features."""
+"""The options that several commands share: types of values, questions, decoding, placement and the image backbone."""
 
 import re
 import shlex
@@ -71,7 +70,7 @@ class RecordedCommand(Command):
 
 
 def parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """What `parse` returns; what it refuses is a wrong flag."""
+    """Return what `parse` returns; its `InputError` becomes a usage error of the option."""
     try:
         return parse()
     except InputError as error:
@@ -114,10 +113,10 @@ def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
 
 
 def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
-    """The backbone that `backbone_options` say, those that are None being unset.
+    """Return the backbone that the values of `backbone_options` describe; None stands for an option that is unset.
 
     Raises:
-        click.UsageError: an option of patches for a ResNet, or the other way about.
+        click.UsageError: an option of patches is given for a ResNet, or the reverse.
     """
     from iep.preprocess.backbones import Patches, ResNet
 
@@ -173,7 +172,7 @@ def families_option(command: Callable) -> Callable:
 
 
 def where(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say of devices, so that it replaces all that other settings, or a resumed run's, say of them.
+    """Return the settings of devices that the options replace, of a config or of a resumed run.
 
     Raises:
         click.UsageError: `--device` together with `--devices` or a placement.

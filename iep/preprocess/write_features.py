@@ -186,9 +186,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         try:
             yield rows
         except BaseException:
-            if (
-                local_world_size() == world_size()
-            ):  # otherwise what the others have put on disk is known only where all meet
+            if local_world_size() == world_size():  # on several machines only a meeting tells what is on their disks
                 with suppress(OSError):
                     rows.flush()
             raise

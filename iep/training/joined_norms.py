@@ -1,13 +1,11 @@
-"""Batch norm in training: over all processes' examples as one batch, and in an engine's modules.
+"""Batch norm in training with several processes, and in an engine's modules.
 
-A network that all processes call once a step gets `SyncNorm`s, which normalise by the batch of all processes together,
-so that several train as one would (Ioffe & Szegedy 2015). torch's own SyncBatchNorm does the same on GPUs alone.
-Weights, running statistics and their names are those of `BatchNorm1d` and `BatchNorm2d`.
+A network that all processes call once a step gets `SyncNorm`s, which normalise over the batches of all processes
+together, so that several train as one would (Ioffe & Szegedy 2015). PyTorch's own SyncBatchNorm runs on GPUs only.
 
-An engine's module is called by some processes and not by others, and by each as often as its schedule says, so that its
-norms cannot be synchronised so. `ExampleNorm` looks at each row by itself and needs no more than its running statistics
-joined; batch norm over a call's rows is refused in several processes, and said to be another thing than one example at
-a time.
+The norms of an engine's modules cannot be synchronised in this way, because each process calls a module as often as its
+own schedule says. `ExampleNorm` normalises each row by itself, so that only its running statistics have to be joined.
+Batch norm over a call's rows is an error in several processes, and gives a warning in one where calls are batched.
 
 Shapes: B examples of this process, C channels, H W places; P processes, N norms, S running statistics of all norms side
 by side.
@@ -37,7 +35,7 @@ def synchronize_norms(network: nn.Module) -> None:
 
 
 class SyncNorm(nn.BatchNorm2d):
-    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes while training."""
+    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes in training."""
 
     def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d):
         """Take the settings and the very parameters and buffers of `norm`, which is affine and keeps statistics."""
@@ -46,7 +44,7 @@ class SyncNorm(nn.BatchNorm2d):
         self.training = norm.training
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Normalise; every process must, at the same time."""
+        """Return the normalised values; in training, all processes must call this together."""
         if x_BCHW.dim() == 2:
             return self(x_BCHW[:, :, None, None])[:, :, 0, 0]
         if not self.training:
@@ -81,12 +79,12 @@ class _Total(Function):
 
 
 def parts_that_all_call(network: nn.Module) -> Iterator[nn.Module]:
-    """What every process calls once a step: a network, or of an engine its stem and classifier."""
+    """Yield the parts that every process calls once a step: a whole network, or an engine's stem and classifier."""
     yield from (network.stem, network.classifier) if isinstance(network, ExecutionEngine) else (network,)
 
 
 def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing: bool | None) -> str | None:
-    """One line of warning where an engine's batch norm is batched, else None.
+    """Return a line of warning if an engine's batch norm is over several examples, or None.
 
     Raises:
         InputError: an engine with batch norm in its modules is trained in several processes.
@@ -108,17 +106,19 @@ def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing:
 
 
 class JoinedStatistics:
-    """The running statistics of `ExampleNorm`s, kept equal in all processes: those of one process that has seen the
-    rows of all, the first process's first."""
+    """The running statistics of `ExampleNorm`s, kept equal in all processes.
+
+    They are those of one process that has seen the rows of all processes, in the order of the ranks.
+    """
 
     def __init__(self, networks: Sequence[nn.Module]):
-        """The norms of `networks`, which are equal in all processes now."""
+        """`networks` have the norms, and are equal in all processes at this time."""
         self._norms = [norm for network in networks for norm in _module_norms(network, ExampleNorm)]
         self._remember()
 
     @torch.no_grad()
     def join(self) -> None:
-        """After a step: put what all processes' rows have made of them in each one's place; all must ask."""
+        """Join the statistics after a step; all processes must call this together."""
         if not self._norms:
             return
         rows_PN = torch.zeros(world_size(), len(self._norms), dtype=torch.float64)
@@ -128,7 +128,7 @@ class JoinedStatistics:
         sizes_N = torch.tensor([2 * norm.num_features for norm in self._norms])
 
         def kept(rows_N: Tensor) -> Tensor:
-            """(S,) the share of a statistic that is left after so many rows of its norm."""
+            """Return (S,) the share of a statistic that is left after so many rows of its norm."""
             return (keeps_N**rows_N).repeat_interleave(sizes_N)
 
         added_S = self._statistics() - self._before * kept(rows_PN[rank()])
@@ -145,18 +145,18 @@ class JoinedStatistics:
             self._before, self._rows_before = self._statistics(), self._rows()
 
     def _statistics(self) -> Tensor:
-        """(S,) of each norm, its means and its variances."""
+        """Return (S,) the means and then the variances of each norm."""
         return (
             torch.cat([part for norm in self._norms for part in (norm.running_mean, norm.running_var)]).double().cpu()
         )
 
     def _rows(self) -> Tensor:
-        """(N,) how many rows each norm has seen."""
+        """Return (N,) the number of rows that each norm has seen."""
         return torch.stack([norm.num_batches_tracked for norm in self._norms]).double().cpu()
 
 
 def _module_norms(network: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
-    """The norms of exactly that kind in an engine's modules; none in another network."""
+    """Return the norms of exactly this kind in an engine's modules; none for another network."""
     if not isinstance(network, ExecutionEngine):
         return []
     modules = [getattr(network, part) for part in network.parts[1:-1]]

@@ -22,14 +22,14 @@ from iep.training.tasks import Metrics, Task
 
 
 class Agreement(NamedTuple):
-    """What the processes know together of a step, once each has its own part's loss."""
+    """What all processes know of a step after its forward pass."""
 
     loss: float
-    """Over the whole minibatch."""
+    """The mean over the whole minibatch."""
     weight: float
-    """What this process's loss counts for, so that the mean over processes is the loss over the whole minibatch."""
+    """The factor of this process's loss with which the mean over the processes is the loss of the whole minibatch."""
     stop: signal.Signals | None
-    """A signal has asked one of them to stop."""
+    """The signal that has asked one of the processes to stop, if any."""
 
 
 class Replicas:
@@ -47,7 +47,7 @@ class Replicas:
         self._statistics = JoinedStatistics(list(task.networks.values()))
 
     def agree(self, batch: Batch, loss: float) -> Agreement:
-        """What the processes know together, each of its own `batch` and `loss`."""
+        """Return what all processes know, each calling this with its own `batch` and `loss`."""
         if world_size() == 1:
             return Agreement(loss, 1.0, None)
         count = self._task.count(batch)
@@ -55,12 +55,15 @@ class Replicas:
         return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Leave the gradients of the whole minibatch's loss; None for what no process has used. Norms whose rows are
-        examples of some processes have seen those of all then."""
+        """Compute the gradients of the whole minibatch's loss; a weight that no process has used has None.
+
+        The running statistics of the modules' norms are joined as well.
+        """
         if world_size() == 1:
             loss.backward()
             return
-        (loss * (weight / world_size())).backward()
+        if loss.requires_grad:  # this process's part may use no weight that is trained
+            (loss * (weight / world_size())).backward()
         used = total(torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32))
         trained = [parameter for parameter, count in zip(self._parameters, used.tolist(), strict=True) if count]
         for parameter in trained:
@@ -70,13 +73,13 @@ class Replicas:
         self._statistics.join()
 
     def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
-        """The metrics of the whole minibatch."""
+        """Return the metrics of the whole minibatch."""
         values = torch.tensor([value.item() for value in metrics.values()], dtype=torch.float64)
         return dict(zip(metrics, (total(values * weight) / world_size()).tolist(), strict=True))
 
 
 def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """This process's `batches`, some processes having one more than others.
+    """Yield this process's `batches`, of which some processes have one more than others.
 
     Raises:
         Stopped: in all processes at the same time, where a signal has asked one of them to stop.
@@ -97,12 +100,12 @@ def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _stops() -> list[bool]:
-    """For each signal, has it asked this process to stop?"""
+    """Return for each signal whether it has asked this process to stop."""
     return [asked() == number for number in SIGNALS]
 
 
 def _first(stops: Sequence[float]) -> signal.Signals | None:
-    """The first of the signals that have asked some process to stop."""
+    """Return the first of the signals that have asked some process to stop."""
     return next((number for number, asking in zip(SIGNALS, stops, strict=True) if asking), None)
 
 
