@@ -17,8 +17,8 @@ from tqdm import tqdm
 from iep.config import (
     CONFIG,
     PLACES,
+    READING_FEATURES,
     SECTIONS,
-    SEEING,
     Config,
     absolute,
     check_used,
@@ -207,7 +207,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     """Open the splits to train and to validate on; None instead of `val` where no split is named and it is missing."""
-    data, sees = Path(config.data), config.model in SEEING
+    data, sees = Path(config.data), config.model in READING_FEATURES
     choose = None
     if config.families is not None:
         choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
