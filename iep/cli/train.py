@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import CommaList, families_option, placement_options, where
+from iep.cli.options import CommaList, DirectoryPath, families_option, placement_options, where
 from iep.config import (
     BATCHING,
     CONFIG,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DirectoryPath(),
     required=True,
     help="Run directory: config, checkpoints, metrics.",
 )
