@@ -67,7 +67,7 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, [\d,]+ parameters", before)
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
-    assert lines[1] == "iterations 1 to 4 of 8 questions"
+    assert lines[1] == "iterations 1 to 4, 8 questions each"
     assert lines[2].startswith("ee before the first iteration: validation accuracy ")
     best = rf"{out}: trained ee to iteration 4; the best checkpoint is {out / BEST}, of iteration (\d), validation .*%"
     assert int(re.fullmatch(best, last)[1]) == load_checkpoint(out / BEST)["step"]

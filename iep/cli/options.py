@@ -1,5 +1,5 @@
-"""What the options of several commands are made of, and those for which questions, where the engine's functions
-run, and what makes features."""
+"""Parameter types, and the options that several commands share: question families, devices, decoding, and how features
+are computed."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 class PicturePath(click.Path):
-    """A file that a picture is written to; its ending says which kind."""
+    """The name of a picture to write; its ending determines the format."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False)
@@ -33,7 +33,7 @@ class PicturePath(click.Path):
 
 
 class DirectoryPath(click.Path):
-    """A directory that files are written to; an empty name, perhaps of a variable that is not set, is none."""
+    """A directory to write files to; an empty name, perhaps from a shell variable that is not set, is an error."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, file_okay=False)
@@ -45,7 +45,7 @@ class DirectoryPath(click.Path):
 
 
 class CommaList(click.ParamType):
-    """A comma list, each item converted by `item`; a tuple without repetitions."""
+    """A comma-separated list whose items `item` converts, as a tuple without duplicates."""
 
     name = "list"
 
@@ -62,7 +62,7 @@ class CommaList(click.ParamType):
 
 
 class RecordedCommand(Command):
-    """A command that knows the arguments it was given, for its report."""
+    """A command that records its arguments for its report."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
@@ -70,7 +70,7 @@ class RecordedCommand(Command):
 
 
 def parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """What `parse` returns; what it refuses is a wrong flag."""
+    """Return what `parse` returns; its `InputError` becomes a usage error of `option`."""
     try:
         return parse()
     except InputError as error:
@@ -78,50 +78,50 @@ def parsed(option: str, parse: Callable[[], Any]) -> Any:
 
 
 class DeviceList(click.ParamType):
-    """A comma list of devices; one may stand in it several times."""
+    """A comma-separated list of devices, in which a device may occur several times."""
 
     name = "devices"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
         if not all(names):
-            self.fail(f"{value!r} is not a comma list of devices, such as cuda:0,cuda:1", param, ctx)
+            self.fail(f"{value!r} is not a comma-separated list of devices, such as cuda:0,cuda:1", param, ctx)
         return names
 
 
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
     "backbone": {
         "type": click.Choice((*RESNETS, "patches")),
-        "help": "What makes features of pixels; patches needs no weights.{only}",
+        "help": "How features are computed from pixels: by a ResNet, or as patches, which need no weights.{only}",
     },
     "stage": {
         "type": click.IntRange(1, 4),
-        "help": f"ResNet: take the features at the end of this stage.  [{{default}}: {RESNET_STAGE}]",
+        "help": f"ResNet: stage whose output is the features.  [{{default}}: {RESNET_STAGE}]",
     },
     "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [{default}: default]"},
-    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [{default}: 0]"},
+    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of the random weights.  [{default}: 0]"},
     "image_size": {
         "type": click.IntRange(32, 4096),
-        "help": f"ResNet: pixels to a side after resizing.  [{{default}}: {RESNET_IMAGE_SIZE}]",
+        "help": f"ResNet: side length in pixels after resizing.  [{{default}}: {RESNET_IMAGE_SIZE}]",
     },
     "patch_size": {
         "type": click.IntRange(1, 256),
-        "help": f"patches: pixels to a side of each of the 14x14.  [{{default}}: {PATCH_SIZE}]",
+        "help": f"patches: side length in pixels of each of the 14x14 patches.  [{{default}}: {PATCH_SIZE}]",
     },
 }
-"""What `backbone_options` adds, by the name under which a command gets it; in `help`, `{default}` and `{only}` are its
-words for when the default counts and when the options do."""
+"""The options that `backbone_options` adds, by parameter name. In `help`, `{default}` and `{only}` stand for its words
+about when the default applies and when the options do."""
 
 
 def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
-    """Add the options that say what makes features of images, unset unless given, to a command.
+    """Add the options that determine how features are computed, unset unless given, to a command.
 
     Args:
-        default: the backbone where none is given; None to leave that unset too, for a command that asks a checkpoint
+        default: the backbone if none is given; None leaves it unset too, for a command that looks in a checkpoint
             first.
     """
-    only = " This and the options below, but for --weights, are for checkpoints that do not say it themselves."
-    words = {"default": "default where the checkpoint does not say", "only": only}
+    only = " This option and those below, except --weights, are for checkpoints that do not record it."
+    words = {"default": "default if the checkpoint does not record it", "only": only}
     words = words if default is None else {"default": "default", "only": ""}
     of_backbone = {"default": default, "show_default": default is not None}
 
@@ -135,10 +135,10 @@ def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
 
 
 def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
-    """The backbone that `backbone_options` say, those that are None being unset.
+    """Return the backbone that the options of `backbone_options` determine; None stands for an option that is unset.
 
     Raises:
-        click.UsageError: an option of patches for a ResNet, or the other way about.
+        click.UsageError: an option of patches was given for a ResNet, or vice versa.
     """
     from iep.preprocess.backbones import Patches, ResNet
 
@@ -158,12 +158,12 @@ def decoding_options(command: Callable) -> Callable:
     command = click.option(
         "--max-program-length",
         type=click.IntRange(2, 1000),
-        help=f"Tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
+        help=f"Number of tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
     )(command)
     return click.option(
         "--beam-size",
         type=click.IntRange(min=1),
-        help=f"Decode programs by beam search; 1 is greedy.  [default: {Evaluation.beam_size}]",
+        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {Evaluation.beam_size}]",
     )(command)
 
 
@@ -173,13 +173,13 @@ def placement_options(command: Callable) -> Callable:
         "--devices",
         type=DeviceList(),
         metavar="DEVICE,DEVICE...",
-        help="Devices of --placement, such as cuda:0,cuda:1; all that is not placed is on the first.",
+        help="Devices for --placement, such as cuda:0,cuda:1; the first also runs everything that is not placed.",
     )(command)
     return click.option(
         "--placement",
         metavar="none|round-robin|balanced|FILE",
         help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
-        "as a YAML file says (count: cuda:1).  [default: none]",
+        "as given in a YAML file (count: cuda:1).  [default: none]",
     )(command)
 
 
@@ -188,13 +188,13 @@ def families_option(command: Callable) -> Callable:
     return click.option(
         "--families",
         metavar="short|long|FILE",
-        help="Only questions of these families: short programs (a mean below 16 functions in training), "
-        "long ones, or in a JSON or YAML list of question_family_index.",
+        help="Use only questions of these families: those with short programs (below 16 functions on average in "
+        "training), those with long ones, or the numbers (question_family_index) that a JSON or YAML file lists.",
     )(command)
 
 
 def where(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say of devices, so that it replaces all that other settings, or a resumed run's, say of them.
+    """Return the settings of devices that the options imply; they replace those of a file or of a resumed run.
 
     Raises:
         click.UsageError: `--device` together with `--devices` or a placement.
