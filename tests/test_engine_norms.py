@@ -12,7 +12,7 @@ from torch import nn
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.execution_engine.modules import BinaryModule, UnaryModule
-from iep.execution_engine.norms import ExampleNorm, make_norm
+from iep.execution_engine.norms import ExampleNorm
 from iep.models.build import build
 from iep.vocab import END, START, index_tokens
 
@@ -104,12 +104,6 @@ def test_batch_norm_in_vanilla_order_without_sharing_is_one_example_at_a_time_to
         torch.testing.assert_close(statistics(batched)[key], value, rtol=1e-9, atol=1e-12, msg=key)
 
 
-def test_batch_norm_batched_normalises_over_other_sets():
-    one, batched = small_engine(module_norm="batch"), small_engine(module_norm="batch")
-    x_BCHW = features(3)
-    assert not torch.allclose(one.reference(x_BCHW, PROGRAMS_BL), batched(x_BCHW, batched.plan(PROGRAMS_BL)), rtol=0.01)
-
-
 @pytest.mark.parametrize("norm", ["batch", "example"])
 @given(programs_BL=programs)
 @settings(quick, max_examples=8)
@@ -177,21 +171,6 @@ def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
     assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
 
 
-def test_in_bfloat16_example_norm_keeps_precise_statistics():
-    torch.manual_seed(0)
-    engine = small_engine(torch.float32, module_norm="example")
-    precise = copy.deepcopy(engine)
-    x_BCHW = features(3).float()
-    expected = precise(x_BCHW, precise.plan(PROGRAMS_BL))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = engine(x_BCHW, engine.plan(PROGRAMS_BL))
-    logits.sum().backward()
-    torch.testing.assert_close(logits.float(), expected, rtol=0.1, atol=0.1)
-    for name, value in statistics(precise).items():
-        assert statistics(engine)[name].dtype == value.dtype
-        torch.testing.assert_close(statistics(engine)[name], value, rtol=0.05, atol=0.02)
-
-
 def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bits():
     torch.manual_seed(0)
     plain = ExampleNorm(3)
@@ -199,16 +178,9 @@ def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bit
     x_GCHW = 3 * torch.randn(7, 3, 4, 5) + 1
     plain(x_GCHW)
     with torch.autocast("cpu", torch.bfloat16):
-        lower(x_GCHW)
+        lower(x_GCHW).sum().backward()
     for name, value in statistics(plain).items():
         assert torch.equal(statistics(lower)[name], value)
-
-
-def test_left_to_itself_an_engine_with_norms_in_its_modules_does_not_share_in_training():
-    for norm, nodes in (("none", 2), ("batch", 4), ("example", 4)):
-        engine = small_engine(module_norm=norm)
-        assert engine.plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == nodes
-        assert engine.eval().plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == 2
 
 
 # Blocks
@@ -236,43 +208,9 @@ def test_blocks_compute_what_their_settings_say(residual, norm):
 # Stem and classifier
 
 
-def test_without_a_stem_modules_read_the_features():
-    engine = small_engine(stem="none")
-    x_BCHW = features(3)
-    assert not list(engine.stem.parameters())
-    expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, x_BCHW)
-    assert_all_close(results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, x_BCHW), expected)
-    assert engine.stem(x_BCHW).equal(x_BCHW)
-
-
 def test_a_classifier_drops_in_training_alone():
     engine = small_engine(classifier_dropout=0.5, classifier_hidden=(64,))
     x_BCHW, plan = features(3), engine.plan(PROGRAMS_BL)
     assert not engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
     engine.eval()
     assert engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
-        ({"stem": "none", "module_dim": 5}, "features of 3 channels for modules of 5"),
-        ({"stem": "none", "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
-        (
-            {"classifier_pool": 4, "classifier_pool_rest": False},
-            "a pooling window of 4 leaves nothing of a grid of 3x4",
-        ),
-        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one place, and the grid is 1x1"),
-    ],
-)
-def test_settings_that_make_no_engine_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        small_engine(**kwargs)
-
-
-def test_a_norm_has_the_names_and_numbers_of_batch_norm():
-    names = set(nn.BatchNorm2d(3).state_dict())
-    assert make_norm("none", 3) is None
-    for kind in ("batch", "example"):
-        assert set(make_norm(kind, 3).state_dict()) == names

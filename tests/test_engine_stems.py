@@ -63,11 +63,6 @@ def test_classifier_pools_what_is_left_of_an_odd_grid():
     assert not classifier(x_BCHW).equal(classifier(corner_BCHW))
 
 
-def test_a_classifier_without_hidden_layers_is_linear_after_its_pooling():
-    classifier = make_classifier((4, 4, 4), projection=3, hidden=(), num_answers=6, pool=4, **POOLED)
-    assert [type(layer).__name__ for layer in classifier] == ["Conv2d", "ReLU", "MaxPool2d", "Flatten", "Linear"]
-
-
 def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_picture():
     stem = make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"stride": 2, "pixels": 4})
     patches_BCHW = torch.rand(2, 192, 14, 14)
@@ -78,8 +73,3 @@ def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_pict
     touched = (stem[:2](changed) != stem[:2](patches_BCHW)).any(dim=1)
     assert touched.any()
     assert {(y // 2, x // 2) for _, y, x in touched.nonzero().tolist()} == {(3, 5)}
-
-
-def test_little_patches_must_divide_the_patches():
-    with pytest.raises(ValueError, match="stem_pixels is 3, expected a divisor of the patches' 8 pixels"):
-        make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"pixels": 3})
