@@ -221,7 +221,7 @@ def decode(file: dict[str, Any], question_T: Sequence[int]) -> list[int]:
 # The baselines
 
 
-def _mlp(options: dict[str, Any], inputs: int) -> Layers:
+def _mlp(options: dict[str, Any], inputs: int, answers: int) -> Layers:
     layers = [("dropout",)] if options["fc_dropout"] else []
     layers += [("norm", inputs)] if options["fc_use_batchnorm"] else []
     for hidden in options["fc_dims"]:
@@ -230,7 +230,7 @@ def _mlp(options: dict[str, Any], inputs: int) -> Layers:
         layers += [("dropout",)] if options["fc_dropout"] else []
         layers.append(("relu",))
         inputs = hidden
-    return [*layers, ("linear", inputs, len(VOCAB.answer))]
+    return [*layers, ("linear", inputs, answers)]
 
 
 def _cnn(options: dict[str, Any]) -> tuple[Layers, int]:
@@ -267,12 +267,17 @@ def baseline_file(kind: str, seed: int = 0, counted: bool = True, **options: Any
             affine(weights, f"{name}.Wv", random, wide, hidden, 1, 1)
             affine(weights, f"{name}.Wu", random, wide, hidden)
             affine(weights, f"{name}.Wp", random, 1, wide, 1, 1)
-    weights |= weights_of(_mlp(options, inputs), "classifier", random, counted)
+    weights |= weights_of(_mlp(options, inputs, len(VOCAB.answer)), "classifier", random, counted)
     return {"baseline_type": kind, "baseline_kwargs": {"vocab": vocab(), **options}, "baseline_state": weights}
 
 
-def baseline_logits(file: dict[str, Any], features_BCHW: Tensor, questions_BT: Sequence[Sequence[int]]) -> Tensor:
-    """(B, A) float64 logits, one example after the other."""
+def baseline_logits(
+    file: dict[str, Any],
+    features_BCHW: Tensor,
+    questions_BT: Sequence[Sequence[int]],
+    answers: int = len(VOCAB.answer),
+) -> Tensor:
+    """Return (B, A) float64 logits, one example after the other."""
     kind, options = file["baseline_type"], file["baseline_kwargs"]
     weights = {name: value.double() for name, value in file["baseline_state"].items()}
     see: Callable[[Tensor, Tensor], Tensor] = {
@@ -287,7 +292,7 @@ def baseline_logits(file: dict[str, Any], features_BCHW: Tensor, questions_BT: S
         layers, hidden = options["rnn_num_layers"], options["rnn_dim"]
         query = _last_state(weights, "rnn.embed", "rnn.rnn", layers, hidden, question_T)
         joined = see(image_CHW[None].double(), query)[None]
-        found.append(run_layers(_mlp(options, joined.shape[1]), weights, "classifier", joined))
+        found.append(run_layers(_mlp(options, joined.shape[1], answers), weights, "classifier", joined))
     return torch.cat(found)
 
 

@@ -140,15 +140,6 @@ def test_decoding_does_not_depend_on_padding_or_on_the_questions_beside():
         assert [unpadded(decode(model, torch.tensor([row]), 6))[0] for row in QUESTIONS] == together
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_beam_of_one_is_greedy(seed):
-    model, questions = never_special(make_decoder(seed, end_bias=1.0)), pad_rows(QUESTIONS)
-    programs, scores = beam(model, questions, beam_size=1, max_length=30)
-    assert torch.equal(programs, greedy(model, questions, max_length=30))
-    expected = [naive_log_prob(model, q, p) for q, p in zip(QUESTIONS, unpadded(programs), strict=True)]
-    torch.testing.assert_close(scores, torch.stack(expected).detach())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("beam_size", "max_length"), [(NUM_TOKENS, 4), (200, 6)])
 @pytest.mark.parametrize("end_bias", [0.0, -2.0, -4.0])
@@ -175,7 +166,7 @@ def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: 
     return max(ended, key=lambda pair: pair[1])
 
 
-@pytest.mark.parametrize("beam_size", [2, 3])
+@pytest.mark.parametrize("beam_size", [1, 2, 3])
 @pytest.mark.parametrize(("seed", "end_bias"), [(1, 0.0), (3, -2.0), (4, -4.0)])
 def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(beam_size, seed, end_bias):
     model = make_decoder(seed, end_bias)
@@ -264,18 +255,6 @@ def test_sampling_at_a_low_temperature_is_greedy():
     programs, log_probs = sample(model, questions, 6, temperature=1e-5)
     assert torch.equal(programs, greedy(model, questions, max_length=6))
     torch.testing.assert_close(log_probs, torch.zeros_like(log_probs))
-
-
-def test_sampling_follows_the_seed():
-    model, questions = make_decoder(), pad_rows(QUESTIONS * 10)
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return sample(model, questions, 6)[0]
-
-    first, again, other = drawn(1), drawn(1), drawn(2)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_sampling_encodes_each_question_once_and_scores_in_one_call():
