@@ -6,11 +6,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 from test_program_generator import DEVICES
-from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 from torch import Tensor, nn
 
 from iep.cli.train import main
-from iep.config import BASELINES, MODELS, Config
+from iep.config import MODELS, Config
 from iep.errors import InputError
 from iep.models.build import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
@@ -61,17 +61,6 @@ def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Confi
     return tiny_config(data, model, "weight_decay=0.1", "validate_every=1", *SETTINGS[model], *starts, *settings)
 
 
-def test_every_model_has_parts_that_make_it_up():
-    assert {model: parts_of(model) for model in MODELS} == {
-        "pg": ("encoder", "decoder"),
-        "ee": ("stem", "modules", "classifier"),
-        "joint": ("generator", "engine"),
-        "lstm": ("rnn", "classifier"),
-        "cnn-lstm": ("rnn", "cnn", "classifier"),
-        "cnn-lstm-sa": ("rnn", "cnn", "attention", "classifier"),
-    }
-
-
 def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
     made = {
@@ -107,23 +96,6 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
     others = set(parts_of(model)) - {part}
     assert all(any(belongs(key, model, other) for key in moved) for other in others)
     assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
-
-
-@pytest.mark.parametrize(
-    ("model", "rest"), [("cnn-lstm", "cnn,classifier"), ("cnn-lstm-sa", "cnn,attention,classifier"), ("pg", "decoder")]
-)
-def test_several_parts_frozen_leave_the_one_to_be_trained(data, parts, tmp_path: Path, model: str, rest: str):
-    train(config_of(data, parts, model, "iterations=1", "learning_rate=0"), tmp_path / "start", resume=False)
-    arguments = ["--model", model, "--data", data, "--out", tmp_path / "run", "--freeze", rest, *tiny(model)]
-    arguments += ["--baseline", tmp_path / "start"] if model in BASELINES else []
-    result = CliRunner().invoke(main, [str(part) for part in (*arguments, *SETTINGS[model])])
-    assert result.exit_code == 0, result.output
-    before, after = weights(newest(tmp_path / "start")), weights(newest(tmp_path / "run"))
-    moved = {key for key, value in after.items() if not torch.equal(before[key], value)}
-    learning = {key for key in after if belongs(key, model, "encoder" if model == "pg" else "rnn")}
-    assert moved
-    assert moved <= learning
-    assert load_checkpoint(newest(tmp_path / "run"))["config"]["freeze"] == rest.split(",")
 
 
 @pytest.mark.parametrize("frozen", ["stem", "modules", "classifier", "stem,modules"])
@@ -174,22 +146,6 @@ def test_a_frozen_lstm_drops_nothing_and_lets_gradients_through(device: str, par
     generator.loss(questions, programs.to(device)).backward()
     for key, parameter in generator.named_parameters():
         assert (parameter.grad is None) == key.startswith(part), key
-
-
-def test_a_frozen_network_stays_in_evaluation_mode_whole():
-    networks = networks_of("joint")
-    freeze(networks, ["engine"])
-    for network in networks.values():
-        train_mode(network, True)
-    assert not any(layer.training for layer in networks["engine"].modules())
-    assert all(layer.training for layer in networks["generator"].modules())
-
-
-def test_nothing_with_weights_left_is_refused():
-    networks = {"cnn_lstm": nn.ModuleDict({"rnn": nn.Linear(1, 1), "cnn": nn.ReLU(), "classifier": nn.Linear(1, 1)})}
-    networks["cnn_lstm"].rnn, networks["cnn_lstm"].classifier = (networks["cnn_lstm"][k] for k in ("rnn", "classifier"))
-    with pytest.raises(InputError, match="freeze: rnn, classifier have all the weights of the model"):
-        freeze(networks, ("rnn", "classifier"))
 
 
 # A resumed run has frozen what it froze

@@ -15,7 +15,7 @@ from torch import Tensor
 from iep.cli.train import main
 from iep.data.datasets import Batch
 from iep.models.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
-from iep.training.loop import Trainer, step_seed
+from iep.training.loop import Trainer
 from iep.training.run_training import train
 
 LENGTH = 5
@@ -85,15 +85,6 @@ def test_a_run_stopped_everywhere_gives_the_bits_of_an_unbroken_one(data, parts,
     assert run_parts(tmp_path / "stopped") == run_parts(tmp_path / "unbroken")
 
 
-def test_a_signal_lets_the_step_end_and_is_answered_before_the_next(data: Path, tmp_path: Path, stops):
-    stops.append(("step", 3))
-    result = go(tmp_path, data, "model=lstm", "validate_every=100")
-    assert result.exit_code == 143
-    assert newest(tmp_path).name == "step-3.pt"
-    held = load_checkpoint(newest(tmp_path))
-    assert (held["step"], held["validation_due"]) == (3, False)
-
-
 def test_a_stopped_validation_is_done_again_and_its_row_is_there_once(data: Path, tmp_path: Path, stops):
     stops.append(("validation", 2))
     assert go(tmp_path, data, "model=lstm").exit_code == 143
@@ -108,14 +99,6 @@ def test_a_stopped_validation_is_done_again_and_its_row_is_there_once(data: Path
     save_checkpoint(tmp_path / "step-2.pt", copy)
     assert go(tmp_path, data, "model=lstm").exit_code == 0
     assert run_parts(tmp_path) == whole
-
-
-def test_a_run_stopped_in_its_last_validation_is_not_complete(data: Path, tmp_path: Path, stops):
-    stops.append(("validation", LENGTH))
-    assert go(tmp_path, data, "model=lstm").exit_code == 143
-    result = go(tmp_path, data, "model=lstm")
-    assert f"iteration {LENGTH}: validation accuracy" in result.output
-    assert "nothing to do" in go(tmp_path, data, "model=lstm").output
 
 
 def test_a_run_stopped_once_its_last_checkpoint_is_saved_is_finished(data: Path, tmp_path: Path, monkeypatch):
@@ -139,21 +122,6 @@ def test_a_signal_before_the_first_step_leaves_no_checkpoint(data: Path, tmp_pat
     result = go(tmp_path / "run", data, "model=lstm")
     assert (result.exit_code, result.output) == (143, "Stopped by SIGTERM\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_every_step_of_training_seeds_chance_anew(data: Path, tmp_path: Path, monkeypatch):
-    drawn, train_step = {}, Trainer.train_step
-
-    def watched(self: Trainer, batch: Batch) -> Any:
-        torch.rand(len(drawn) + 1)  # whatever was drawn before does not matter
-        result = train_step(self, batch)
-        drawn[self.step] = torch.rand(1).item()
-        return result
-
-    monkeypatch.setattr(Trainer, "train_step", watched)
-    train(tiny_config(data, "lstm"), tmp_path / "a", resume=False)
-    expected = [torch.rand(1, generator=torch.Generator().manual_seed(step_seed(0, step))).item() for step in range(4)]
-    assert [drawn[step + 1] for step in range(4)] == expected
 
 
 # Checkpoints that stay

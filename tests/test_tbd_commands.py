@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from evaluate_cases import evaluate
 from tiny_data import TINY, assert_one_error, newest, tiny
 
-from iep.batching.schedulers import SCHEDULERS
 from iep.cli.train import main
 from iep.models.build import unpack
 from iep.models.checkpoint import load_checkpoint
@@ -63,18 +61,6 @@ def test_it_is_no_start_for_an_engine_of_the_default_modules_where_these_are_ask
         )
     assert iep_train(*start).exit_code == 0
     assert "modules: tbd" in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_every_scheduler_answers_as_every_other(data: Path, tbd: Path, tmp_path: Path):
-    answers = {}
-    for batching in SCHEDULERS:
-        for sharing in ("--sharing", "--no-sharing"):
-            out = tmp_path / f"{batching}{sharing}"
-            report, predictions, _ = evaluate(out, "--ee", tbd, "--data", data, "--batching", batching, sharing)
-            answers[out.name] = [row["predicted_answer"] for row in predictions]
-            assert report["programs"] == "ground-truth"
-    assert len(answers) == 12
-    assert len({tuple(each) for each in answers.values()}) == 1
 
 
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):
