@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from evaluate_cases import iep_eval
 from tiny_data import CHANNELS, GRID, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
+from train_cases import iep_train, weights
 
-from iep.cli.train import main as train_main
 from iep.errors import InputError
 from iep.models.build import NEW_WORDS_STD, add_words, build, check_features, check_vocab, load_network, unpack
 from iep.models.checkpoint import load_checkpoint
@@ -126,14 +125,6 @@ KNOWN = len(VOCAB.question)
 STILL = ("learning_rate=0", "iterations=1")
 
 
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(train_main, [str(argument) for argument in arguments])
-
-
-def weights(path: Path, name: str = "generator") -> dict[str, torch.Tensor]:
-    return load_checkpoint(path)["networks"][name]["weights"]
-
-
 @pytest.fixture(scope="module")
 def expanded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data set with the new words at the end of its vocabulary and in its questions."""
@@ -179,12 +170,12 @@ def test_training_that_starts_from_a_generator_learns_new_words(
     result = iep_train("--out", still, *arguments, *STILL)
     assert result.exit_code == 0, result.output
     assert re.findall(r"\S+: \d+ new question words", result.stdout) == [f"{run['pg']}: 3 new question words"]
-    before, after = weights(run["pg"]), weights(newest(still))
+    before, after = weights(run["pg"], "generator"), weights(newest(still), "generator")
     assert torch.equal(after["encoder_embed.weight"][:KNOWN], before["encoder_embed.weight"])
     assert after["encoder_embed.weight"].shape[0] == KNOWN + 3
     assert all(torch.equal(after[name], before[name]) for name in before if name != "encoder_embed.weight")
     assert iep_train("--out", learning, *arguments).exit_code == 0
-    learnt = weights(newest(learning))["encoder_embed.weight"]
+    learnt = weights(newest(learning), "generator")["encoder_embed.weight"]
     assert not torch.equal(learnt[KNOWN:], after["encoder_embed.weight"][KNOWN:])
     resumed = iep_train("--out", learning, "--resume", "iterations=5")
     assert (resumed.exit_code, "new question words" in resumed.output) == (0, False)

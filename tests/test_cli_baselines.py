@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from evaluate_cases import evaluate, iep_eval
 from tiny_data import (
     CHANNELS,
     GRID,
-    TINY,
     VAL,
     VOCAB,
     arrays,
@@ -20,17 +18,13 @@ from tiny_data import (
     tiny,
     write_h5,
 )
+from train_cases import iep_train
 
-from iep.cli.train import main as train_main
 from iep.config import BASELINES
 from iep.models.build import NETWORKS, load_baseline
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 LOOKING = ("cnn-lstm", "cnn-lstm-sa")
-
-
-def iep_train(*arguments: object, settings: tuple[str, ...] = TINY) -> Result:
-    return CliRunner().invoke(train_main, [str(argument) for argument in (*arguments, *settings)])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +33,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     root = tmp_path_factory.mktemp("baselines")
     for model in BASELINES:
         settings = (*tiny(model), "iterations=30", "validate_every=30", "num_val_samples=9")
-        result = iep_train("--model", model, "--data", data, "--out", root / model, settings=settings)
+        result = iep_train("--model", model, "--data", data, "--out", root / model, *settings)
         assert result.exit_code == 0, result.output
         assert f"trained {model} to iteration 30" in result.output
     return {model: newest(root / model) for model in BASELINES}
@@ -67,13 +61,13 @@ def test_answers_are_those_of_each_question_by_itself_with_its_own_image(data, t
 def test_training_starts_from_a_trained_one_and_takes_its_settings(data, trained, tmp_path: Path, model: str):
     name = NETWORKS[model][0]
     given = ("--model", model, "--data", data, "--baseline", trained[model], "--out", tmp_path / "run")
-    result = iep_train(*given, settings=("device=cpu", "workers=0", "iterations=1", "learning_rate=0"))
+    result = iep_train(*given, "device=cpu", "workers=0", "iterations=1", "learning_rate=0")
     assert result.exit_code == 0, result.output
     start, held = load_checkpoint(trained[model]), load_checkpoint(newest(tmp_path / "run"))
     for key, value in start["networks"][name]["weights"].items():
         assert torch.equal(held["networks"][name]["weights"][key], value), key
     assert held["config"][name] == start["config"][name]
-    other = iep_train(*given[:-1], tmp_path / "other", settings=(f"{name}.hidden_dim=11",))
+    other = iep_train(*given[:-1], tmp_path / "other", f"{name}.hidden_dim=11")
     assert_one_error(other, f"{trained[model]}: was trained with {name}.hidden_dim 10, cannot start with 11")
     assert not (tmp_path / "other").exists()
 
@@ -118,7 +112,7 @@ def test_a_run_of_an_earlier_version_is_resumed(data: Path, trained, tmp_path: P
     shutil.copytree(trained["lstm"].parent, tmp_path / "new")
 
     for out in ("old", "new"):
-        result = iep_train("--resume", "--out", tmp_path / out, "--data", data, settings=("iterations=33",))
+        result = iep_train("--resume", "--out", tmp_path / out, "--data", data, "iterations=33")
         assert result.exit_code == 0, result.output
         assert f"{tmp_path / out}: resumes with iterations 33 instead of 30\n" in result.output
     old, new = (load_checkpoint(tmp_path / out / "step-33.pt")["networks"]["lstm"] for out in ("old", "new"))

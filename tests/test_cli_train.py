@@ -12,7 +12,7 @@ import click
 import h5py
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from tiny_data import (
     TRAIN,
     VOCAB,
@@ -25,10 +25,10 @@ from tiny_data import (
     write_data,
     write_h5,
 )
+from train_cases import iep_train
 
 import iep
 from iep.cli.command import Command
-from iep.cli.train import main
 from iep.config import Config, read_config
 from iep.errors import InputError
 from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
@@ -42,10 +42,6 @@ from iep.training.run_training import TORCHRUN
 def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A copy of the LSTM's run, to go on with or to damage."""
     return Path(shutil.copytree(runs["lstm"], tmp_path / "run"))
-
-
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def step(out: Path) -> int:

@@ -222,11 +222,6 @@ def test_weights_begin_kaiming_normal():
         assert weight.abs().max().item() > 3.3 * (2 / fan_in) ** 0.5, "uniform weights end at 1.7 deviations"
 
 
-def test_programs_may_be_a_torch_tensor():
-    engine = small_engine("stem")
-    assert str(engine.plan(torch.from_numpy(PROGRAMS_BL)).plan) == str(engine.plan(PROGRAMS_BL).plan)
-
-
 def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
     programs_BL = np.random.default_rng(0).integers(0, len(TOKENS), (64, 30))
     for scene in ("module", "stem"):
@@ -259,14 +254,6 @@ def test_image_rows_may_be_of_any_whole_type():
         for sharing in (False, True):
             plan = engine.plan(PROGRAMS_BL, rows_B.astype(kind), sharing=sharing)
             torch.testing.assert_close(engine(features_NCHW, plan), expected)
-
-
-def test_images_that_no_question_is_about_are_left_alone():
-    engine = small_engine()
-    features_NCHW = features(4)
-    rows_B = np.array([3, 1, 1, 3])
-    logits = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
-    torch.testing.assert_close(logits, engine.reference(features_NCHW[rows_B], PROGRAMS_BL))
 
 
 def test_a_batch_without_examples_is_an_error():

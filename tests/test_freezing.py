@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from test_program_generator import DEVICES
 from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 from torch import Tensor, nn
+from train_cases import iep_train
 
-from iep.cli.train import main
 from iep.config import MODELS, Config
 from iep.errors import InputError
 from iep.models.build import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
@@ -163,7 +162,7 @@ def test_a_resumed_run_of_an_earlier_version_keeps_what_it_froze(data, parts, tm
         path.unlink()
     save_checkpoint(tmp_path / "run" / "step-2.pt", content)
     before = weights(newest(tmp_path / "run"))
-    result = CliRunner().invoke(main, ["--resume", "--out", str(tmp_path / "run"), "--data", str(data), "iterations=3"])
+    result = iep_train("--resume", "--out", tmp_path / "run", "--data", data, "iterations=3")
     assert result.exit_code == 0, result.output
     assert "resumes with iterations 3 instead of 2\n" in result.output
     after = weights(newest(tmp_path / "run"))
@@ -181,6 +180,6 @@ def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, t
 
 
 def test_help_names_the_parts_of_every_model():
-    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    text = " ".join(iep_train("--help").output.split())
     for model in MODELS:
         assert f"{model}: {', '.join(parts_of(model))}" in text

@@ -189,62 +189,59 @@ def test_what_may_be_loaded_is_allowed_for_the_file_alone(tmp_path: Path):
 
 
 def _changed(file: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
-    return file | {part: file[part] | changes}
-
-
-def _without(file: dict[str, Any], part: str, name: str) -> dict[str, Any]:
-    return file | {part: {key: value for key, value in file[part].items() if key != name}}
+    changed = file[part] | changes
+    return file | {part: {name: value for name, value in changed.items() if value is not None}}
 
 
 EE, PG = engine_file(**SMALL), generator_file()
 STATE, KWARGS = "execution_engine_state", "execution_engine_kwargs"
 SHORT = vocab()
 SHORT["answer_token_to_idx"] = dict(list(SHORT["answer_token_to_idx"].items())[:-1])
+KWARGS_OF_ENGINES = [
+    ({"module_depth": 3}, "unknown option 'module_depth'"),
+    ({"classifier_downsample": "maxpool3"}, "expected one of none, maxpool2, maxpool4"),
+    ({"module_dim": "4"}, "module_dim is '4', expected a whole number"),
+    ({"module_dim": 0}, "module_dim is 0, expected at least 1"),
+    ({"module_residual": 2}, "module_residual is 2, expected true or false"),
+    ({"classifier_dropout": 1.5}, "classifier_dropout is 1.5, expected at most 1"),
+    ({"feature_dim": (3, 4)}, "feature_dim is (3, 4), expected (a whole number, a whole"),
+    ({"vocab": SHORT}, "vocab has other answer tokens than the checkpoint's own vocab"),
+]
+KWARGS_OF_GENERATORS = [
+    ({"encoder_vocab_size": 7}, "encoder_vocab_size is 7, expected"),
+    ({"end_token": 5}, "end_token is 5, expected 2"),
+    ({"rnn_num_layers": 0}, "rnn_num_layers: num_layers is 0, expected"),
+]
+WEIGHTS = [
+    ({"scene.conv2.bias": None}, 'Missing key(s) in state_dict: "scene.conv2.bias"'),
+    ({"stem.0.bias": torch.zeros(9)}, "size mismatch for stem.0.bias"),
+    ({"<NULL>.conv1.bias": torch.zeros(9)}, "the weights of <NULL> are not of the same"),
+    ({"<START>.conv1.bias": None}, "the weights of <START> are not of the same shapes"),
+    ({"stem.0.bias": [1, 2]}, "stem.0.bias is of type list, expected Tensor"),
+    ({"extra": torch.ones(1)}, 'Unexpected key(s) in state_dict: "extra"'),
+]
+"""None takes a weight away."""
 MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
-    ("engine", _without(EE, STATE, "scene.conv2.bias"), 'Missing key(s) in state_dict: "scene.conv2.bias"'),
-    ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
-    ("engine", _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}), "size mismatch for stem.0.bias"),
-    (
-        "engine",
-        _changed(EE, STATE, **{"<NULL>.conv1.bias": torch.zeros(9)}),
-        "the weights of <NULL> are not of the same",
+    *(("engine", _changed(EE, KWARGS, **changes), problem) for changes, problem in KWARGS_OF_ENGINES),
+    *(("engine", _changed(EE, STATE, **changes), problem) for changes, problem in WEIGHTS),
+    *(
+        ("generator", _changed(PG, "program_generator_kwargs", **changes), problem)
+        for changes, problem in KWARGS_OF_GENERATORS
     ),
-    ("engine", _without(EE, STATE, "<START>.conv1.bias"), "the weights of <START> are not of the same shapes"),
-    ("engine", _changed(EE, STATE, **{"stem.0.bias": [1, 2]}), "stem.0.bias is of type list, expected Tensor"),
-    ("engine", _changed(EE, STATE, extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "extra"'),
-    ("engine", _changed(EE, KWARGS, module_depth=3), "unknown option 'module_depth'"),
-    ("engine", _changed(EE, KWARGS, classifier_downsample="maxpool3"), "expected one of none, maxpool2, maxpool4"),
-    ("engine", _changed(EE, KWARGS, module_dim="4"), "module_dim is '4', expected a whole number"),
-    ("engine", _changed(EE, KWARGS, module_dim=0), "module_dim is 0, expected at least 1"),
-    ("engine", _changed(EE, KWARGS, module_residual=2), "module_residual is 2, expected true or false"),
-    ("engine", _changed(EE, KWARGS, classifier_dropout=1.5), "classifier_dropout is 1.5, expected at most 1"),
-    ("engine", _changed(EE, KWARGS, feature_dim=(3, 4)), "feature_dim is (3, 4), expected (a whole number, a whole"),
-    ("engine", _changed(EE, KWARGS, vocab=SHORT), "vocab has other answer tokens than the checkpoint's own vocab"),
+    ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
     ("engine", _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT), "size mismatch for classifier"),
     ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
     ("engine", {}, "a checkpoint of the original toolkit without any network"),
     ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
-    ("generator", _changed(PG, "program_generator_kwargs", encoder_vocab_size=7), "encoder_vocab_size is 7, expected"),
-    ("generator", _changed(PG, "program_generator_kwargs", end_token=5), "end_token is 5, expected 2"),
-    (
-        "generator",
-        _changed(PG, "program_generator_kwargs", rnn_num_layers=0),
-        "rnn_num_layers: num_layers is 0, expected",
-    ),
-    (
-        "lstm",
-        baseline_file("LSTM") | {"baseline_type": "GRU"},
-        "baseline_type is 'GRU', expected one of LSTM, CNN+LSTM",
-    ),
+    ("lstm", baseline_file("LSTM") | {"baseline_type": "GRU"}, "baseline_type is 'GRU', expected one of LSTM, CNN"),
     ("lstm", baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"}, "holds a CNN+LSTM, expected"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES, ids=[problem for *_, problem in MISMATCHES])
 def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
-    path = write(tmp_path / "old.pt", content)
     with pytest.raises(InputError) as caught:
-        load_network(path, name, VOCAB, CPU)
+        load_network(write(tmp_path / "old.pt", content), name, VOCAB, CPU)
     message = str(caught.value)
     assert problem in message
     assert "\n" not in message

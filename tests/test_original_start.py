@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from ask_cases import IMAGE, answered
-from click.testing import CliRunner, Result
+from click.testing import Result
 from original_cases import baseline_file, decode, engine_file, engine_logits, generator_file, write
 from test_original_checkpoints import EVERYTHING, KINDS
 from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, newest
+from train_cases import iep_train, weights
 
-from iep.cli.train import main
 from iep.config import read_config
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches
@@ -24,29 +24,23 @@ SIDES = {"feature_dim": (CHANNELS, GRID, GRID)}
 PLAIN = ("workers=0", "batch_size=8", "iterations=1", "validate_every=1", "log_every=1", "device=cpu")
 
 
-def iep_train(model: str, data: Path, out: Path, *arguments: object) -> Result:
-    return CliRunner().invoke(
-        main, [str(part) for part in ("--model", model, "--data", data, "--out", out, *PLAIN, *arguments)]
-    )
-
-
-def weights(out: Path, name: str) -> dict[str, torch.Tensor]:
-    return load_checkpoint(newest(out))["networks"][name]["weights"]
+def started(model: str, data: Path, out: Path, *arguments: object) -> Result:
+    return iep_train("--model", model, "--data", data, "--out", out, *PLAIN, *arguments)
 
 
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["as published", "every option"])
 def test_an_engine_is_trained_further_and_resumed(options: dict[str, Any], data: Path, tmp_path: Path):
     file = engine_file(**SIDES, **options)
     begun, path = file["execution_engine_state"], write(tmp_path / "ee.pt", file)
-    result = iep_train("ee", data, tmp_path / "still", "--ee", path, "learning_rate=0")
+    result = started("ee", data, tmp_path / "still", "--ee", path, "learning_rate=0")
     assert result.exit_code == 0, result.output
     for name, value in weights(tmp_path / "still", "engine").items():
         if "running" not in name and "num_batches" not in name:
             assert torch.equal(value, begun[name]), name
-    result = iep_train("ee", data, tmp_path / "further", "--ee", path, "learning_rate=0.01")
+    result = started("ee", data, tmp_path / "further", "--ee", path, "learning_rate=0.01")
     assert result.exit_code == 0, result.output
     assert not torch.equal(weights(tmp_path / "further", "engine")["scene.conv1.weight"], begun["scene.conv1.weight"])
-    again = iep_train("ee", data, tmp_path / "further", "--resume", "iterations=2")
+    again = started("ee", data, tmp_path / "further", "--resume", "iterations=2")
     assert again.exit_code == 0, again.output
 
 
@@ -55,7 +49,7 @@ def test_a_baseline_is_trained_further(kind: str, data: Path, tmp_path: Path):
     sides = {} if kind == "LSTM" else {"cnn_feat_dim": (CHANNELS, GRID, GRID)}
     file = baseline_file(kind, **sides, fc_dims=[8, 5], fc_use_batchnorm=True, fc_dropout=0.5)
     path, model = write(tmp_path / "baseline.pt", file), kind.lower().replace("+", "-")
-    result = iep_train(model, data, tmp_path / "run", "--baseline", path, "learning_rate=0.01")
+    result = started(model, data, tmp_path / "run", "--baseline", path, "learning_rate=0.01")
     assert result.exit_code == 0, result.output
     loaded = weights(tmp_path / "run", model.replace("-", "_"))
     assert set(loaded) == set(file["baseline_state"])
@@ -64,7 +58,7 @@ def test_a_baseline_is_trained_further(kind: str, data: Path, tmp_path: Path):
 
 def test_a_generator_is_trained_further(data: Path, tmp_path: Path):
     file = generator_file(rnn_num_layers=1)
-    result = iep_train("pg", data, tmp_path / "run", "--pg", write(tmp_path / "pg.pt", file), "learning_rate=0.01")
+    result = started("pg", data, tmp_path / "run", "--pg", write(tmp_path / "pg.pt", file), "learning_rate=0.01")
     assert result.exit_code == 0, result.output
     found, begun = weights(tmp_path / "run", "generator"), file["program_generator_state"]
     assert set(found) == set(begun)
@@ -75,7 +69,7 @@ def test_joint_training_starts_from_a_joint_file_and_from_two(data: Path, tmp_pa
     both = write(tmp_path / "joint.pt", generator_file() | engine_file(**SIDES))
     pg, ee = write(tmp_path / "pg.pt", generator_file()), write(tmp_path / "ee.pt", engine_file(**SIDES))
     for out, parts in (("one", (both, both)), ("two", (pg, ee))):
-        result = iep_train("joint", data, tmp_path / out, "--pg", parts[0], "--ee", parts[1])
+        result = started("joint", data, tmp_path / out, "--pg", parts[0], "--ee", parts[1])
         assert result.exit_code == 0, result.output
     for name in ("generator", "engine"):
         one, two = weights(tmp_path / "one", name), weights(tmp_path / "two", name)
@@ -88,7 +82,7 @@ def test_module_batch_norm_is_per_example_unless_asked_otherwise(
 ):
     path = write(tmp_path / "ee.pt", engine_file(**SIDES, module_batchnorm=True))
     settings = [] if asked is None else [f"engine.module_norm={asked}"]
-    result = iep_train("ee", data, tmp_path / "run", "--ee", path, *settings)
+    result = started("ee", data, tmp_path / "run", "--ee", path, *settings)
     assert result.exit_code == 0, result.output
     assert ("normalises over all examples of a call" in result.output) == (norm == "batch")
     held = load_checkpoint(newest(tmp_path / "run"))
@@ -99,7 +93,7 @@ def test_vanilla_batching_with_batch_norm_trains_as_the_per_example_norm_does(da
     path = write(tmp_path / "ee.pt", engine_file(**SIDES, module_batchnorm=True))
     exact = ["engine.module_norm=batch", "--batching", "vanilla", "--no-sharing"]
     for out, settings in (("vanilla", exact), ("example", ["--batching", "vanilla"]), ("batched", [])):
-        result = iep_train("ee", data, tmp_path / out, "--ee", path, *settings)
+        result = started("ee", data, tmp_path / out, "--ee", path, *settings)
         assert result.exit_code == 0, result.output
     vanilla, example, batched = (weights(tmp_path / out, "engine") for out in ("vanilla", "example", "batched"))
     for name, value in vanilla.items():
@@ -138,7 +132,7 @@ def test_a_question_is_answered_by_an_original_checkpoint(tmp_path: Path):
 )
 def test_another_setting_than_the_files_is_refused(asked: list[str], key: str, held: object, data, tmp_path: Path):
     path = write(tmp_path / "ee.pt", engine_file(**SIDES))
-    result = iep_train("ee", data, tmp_path / "run", "--ee", path, *asked)
+    result = started("ee", data, tmp_path / "run", "--ee", path, *asked)
     wanted = asked[-1].rpartition("=")[2]
     assert_one_error(result, f"{path}: was trained with engine.{key} {held}, cannot start with {wanted}")
     assert not (tmp_path / "run").exists()
@@ -151,18 +145,18 @@ def test_a_default_that_is_asked_for_is_refused_where_the_file_has_another_setti
         (["engine.module_norm=none"], "engine.module_norm example, cannot start with none"),
         (["--config", tmp_path / "settings.yaml"], "engine.classifier_pool 1, cannot start with 2"),
     ):
-        result = iep_train("ee", data, tmp_path / "run", "--ee", path, *asked)
+        result = started("ee", data, tmp_path / "run", "--ee", path, *asked)
         assert_one_error(result, f"{path}: was trained with {problem}")
 
 
 def test_the_runs_config_says_what_an_original_engine_is_and_starts_it_again(data: Path, tmp_path: Path):
     path = write(tmp_path / "ee.pt", engine_file(**SIDES, stem_num_layers=3, module_residual=False))
-    assert iep_train("ee", data, tmp_path / "run", "--ee", path).exit_code == 0
+    assert started("ee", data, tmp_path / "run", "--ee", path).exit_code == 0
     said = read_config(tmp_path / "run" / "config.yaml").engine
     kwargs = load_checkpoint(newest(tmp_path / "run"))["networks"]["engine"]["kwargs"]
     assert {f.name: getattr(said, f.name) for f in fields(said)} == {
         f.name: tuple(kwargs[f.name]) if isinstance(kwargs[f.name], list) else kwargs[f.name] for f in fields(said)
     }
     assert (said.modules, said.stem_widths, said.module_residual) == ("iep", (4, 4), False)
-    result = iep_train("ee", data, tmp_path / "again", "--ee", path, "--config", tmp_path / "run" / "config.yaml")
+    result = started("ee", data, tmp_path / "again", "--ee", path, "--config", tmp_path / "run" / "config.yaml")
     assert result.exit_code == 0, result.output

@@ -99,12 +99,6 @@ def test_a_graph_has_a_node_for_every_module_that_looks_at_its_examples_own_stem
     assert graph.roots.tolist() == [4, 6]
 
 
-def test_arguments_of_two_keep_their_order():
-    graph = plan_of("less_than count scene query_size scene").graph
-    assert [TOKENS[op] for op in graph.op] == ["count", "query_size", "less_than"]
-    assert graph.args.tolist()[-1] == [2, 3]
-
-
 @pytest.mark.parametrize(
     ("text", "like"),
     [

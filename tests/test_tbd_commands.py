@@ -1,21 +1,15 @@
 """Engines of attention modules by command: trained, gone on with, evaluated, trained jointly."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from tiny_data import TINY, assert_one_error, newest, tiny
+from train_cases import iep_train, rows
 
-from iep.cli.train import main
 from iep.models.build import unpack
 from iep.models.checkpoint import load_checkpoint
-
-
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +21,6 @@ def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.exit_code == 0, done.output
     return out
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):

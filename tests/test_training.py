@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from killing import digest, run_parts
+from killing import MEASURED, digest, run_parts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny_config, write_data
 from torch import Tensor
+from train_cases import rows, weights
 
 from iep.config import read_config, to_dict
 from iep.data.datasets import Batch
@@ -24,17 +25,6 @@ from iep.training.run_training import train
 from iep.vocab import END
 
 CPU = torch.device("cpu")
-MEASURED = ("questions_per_second", "peak_memory_gb")
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.jsonl, but for speed and memory, which differ from run to run."""
-    recorded = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in MEASURED} for row in recorded]
-
-
-def weights(checkpoint: Path, network: str) -> dict[str, Tensor]:
-    return load_checkpoint(checkpoint)["networks"][network]["weights"]
 
 
 # Every model learns
@@ -75,25 +65,6 @@ def test_weights_stay_float32_whatever_the_networks_compute_in(data: Path, tmp_p
 
 
 # What moves and what does not
-
-
-@pytest.mark.parametrize("freeze", [None, "generator", "engine"])
-def test_joint_training_moves_both_parts_but_what_is_frozen(data: Path, parts: list[str], tmp_path: Path, freeze):
-    start = tmp_path / "ee"
-    train(tiny_config(data, "ee", "iterations=1", "engine.stem_norm=true"), start, resume=False)
-    config = tiny_config(data, "joint", *parts, f"ee={start}", "weight_decay=0.1", f"freeze={freeze or 'null'}")
-    train(config, tmp_path / "joint", resume=False)
-    paths = {"generator": Path(config.pg), "engine": start}
-    for name, path in paths.items():
-        before, after = weights(path, name), weights(newest(tmp_path / "joint"), name)
-        same = [torch.equal(before[key], after[key]) for key in before]
-        # Batch norm's running averages count too: a frozen part runs in evaluation mode.
-        assert all(same) if name == freeze else not all(same)
-
-
-def test_predicting_programs_leaves_their_generator_out_of_training(data: Path, parts: list[str], tmp_path: Path):
-    train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path, resume=False)
-    assert set(load_checkpoint(newest(tmp_path))["networks"]) == {"engine"}
 
 
 def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: Path):
