@@ -5,9 +5,11 @@ import itertools
 
 import numpy as np
 import pytest
+import test_engine
 import torch
-from batching_cases import matrix, quick, results, token_matrices
+from batching_cases import quick, results, token_matrices
 from hypothesis import given, settings
+from test_engine import BINARY, PROGRAMS_BL, TOKENS, UNARY, features
 from torch import nn
 from torch.nn import functional
 
@@ -16,27 +18,12 @@ from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.modules import BinaryModule, UnaryModule
 from iep.execution_engine.norms import ExampleNorm
 from iep.execution_engine.stems import make_stem
-from iep.models.build import build
-from iep.vocab import END, START, index_tokens
 
-TOKENS = index_tokens(["count", "exist", "scene", "union"])
-INDEX = {token: index for index, token in enumerate(TOKENS)}
-UNARY, BINARY = [INDEX["count"], INDEX["exist"]], [INDEX["union"]]
-programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=5, wide=6)
-PROGRAMS_BL = matrix(
-    [
-        [START, INDEX["union"], INDEX["count"], INDEX["scene"], INDEX["count"], INDEX["count"], INDEX["scene"], END],
-        [START, INDEX["count"], INDEX["scene"], END],
-        [START, INDEX["exist"], INDEX["count"], INDEX["scene"], END],
-    ]
-)
+programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=4, wide=6)
 
 
-def small_engine(dtype=torch.float64, **kwargs):
-    torch.manual_seed(0)
-    settings = {"feature_dim": 3, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": ()}
-    settings |= {"classifier_projection": 4, "classifier_hidden": (5,)}
-    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 4} | settings | kwargs).to(dtype)
+def small_engine(**kwargs):
+    engine = test_engine.small_engine(**kwargs)
     draw_norms(engine)
     return engine
 
@@ -53,10 +40,6 @@ def draw_norms(network):
 
 def statistics(network):
     return {name: value.clone() for name, value in network.named_buffers()}
-
-
-def features(count, channels=3):
-    return torch.randn(count, channels, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def assert_all_close(actual, expected):
@@ -126,7 +109,7 @@ def test_weights_of_one_norm_load_into_the_other():
     batch, example = small_engine(module_norm="batch"), small_engine(module_norm="example")
     nn.init.normal_(batch.get_submodule("count").bn2.weight)
     assert example.load_state_dict(batch.state_dict()).missing_keys == []
-    x_BCHW = features(3)
+    x_BCHW = features(len(PROGRAMS_BL))
     logits = [engine.eval()(x_BCHW, engine.plan(PROGRAMS_BL)) for engine in (batch, example)]
     assert torch.equal(*logits)
 
@@ -243,9 +226,9 @@ def test_the_conv_stem_strides_in_its_last_convolution(stride):
 @pytest.mark.parametrize("kind", ["conv", "pixels", "none"])
 def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind, stride):
     options = {"stem": kind, "stem_stride": stride, "stem_widths": (3, 5), "stem_norm": True, "feature_dim": 12}
-    none = {"stem": kind, "module_dim": 3}
+    none = {"stem": kind, "module_dim": 12, "feature_dim": 12}
     engine = small_engine(**(none if kind == "none" else options))
-    x_BCHW = features(3, 3 if kind == "none" else 12)
+    x_BCHW = torch.randn(len(PROGRAMS_BL), 12, 3, 4, dtype=torch.float64)
     expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, x_BCHW)
     assert_all_close(results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, x_BCHW), expected)
 
@@ -274,7 +257,7 @@ def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_pict
 
 def test_a_classifier_drops_in_training_alone():
     engine = small_engine(classifier_dropout=0.5, classifier_hidden=(64,))
-    x_BCHW, plan = features(3), engine.plan(PROGRAMS_BL)
+    x_BCHW, plan = features(len(PROGRAMS_BL)), engine.plan(PROGRAMS_BL)
     assert not engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
     engine.eval()
     assert engine(x_BCHW, plan).equal(engine(x_BCHW, plan))

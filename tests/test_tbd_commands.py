@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_data import TINY, assert_one_error, newest, tiny
+from tiny_data import assert_one_error, newest, tiny
 from train_cases import iep_train, rows
 
 from iep.models.build import unpack
@@ -43,16 +43,6 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert_one_error(other, "was trained with engine.modules tbd, cannot resume with engine.modules iep")
 
 
-def test_it_is_no_start_for_an_engine_of_the_default_modules_where_these_are_asked_for(data, tbd: Path, tmp_path: Path):
-    start = ["--ee", tbd, "--data", data, "--out", tmp_path / "run", "workers=0", "iterations=1"]
-    for asked in (["--modules", "iep"], ["engine.modules=iep"]):
-        assert_one_error(
-            iep_train(*start, *asked), f"{tbd}: was trained with engine.modules tbd, cannot start with iep"
-        )
-    assert iep_train(*start).exit_code == 0
-    assert "modules: tbd" in (tmp_path / "run" / "config.yaml").read_text()
-
-
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):
     """A generator of one step's training: hardly a program of its is well-formed."""
     started = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "pg", *tiny("pg"), "iterations=1")
@@ -77,24 +67,6 @@ def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: li
     assert "attentions of" in done.output
     ours, theirs = ([row["loss"] for row in rows(tmp_path / out) if "loss" in row] for out in ("one", "two"))
     assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--modules", "tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
-        (["--modules", "tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
-        (["attention_penalty=1"], "attention_penalty is 1.0, but the engine's modules iep make no attentions"),
-        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use"),
-        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_one_line(
-    data: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    done = iep_train("--data", data, "--out", tmp_path / "run", *TINY, *arguments)
-    assert_one_error(done, words)
-    assert not any((tmp_path / "run").glob("*.pt"))
 
 
 def test_a_penalty_pushes_attentions_down(data: Path, tmp_path: Path):
