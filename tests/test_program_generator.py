@@ -125,6 +125,12 @@ def test_lengths_count_up_to_the_last_real_token_and_trim_drops_the_rest():
     assert encoder.trim(tokens[:0]).shape == (0, 1)
 
 
+def test_dropout_does_nothing_in_one_layer_and_torch_does_not_warn_of_it(recwarn: pytest.WarningsRecorder):
+    models = [make_model(num_layers=1, dropout=dropout).train() for dropout in (0.0, 0.5)]
+    assert torch.equal(*(model(pad_rows(QUESTIONS), pad_rows(PROGRAMS)) for model in models))
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 0), (2, 3, 4)])
 def test_tokens_that_are_no_matrix_are_refused_with_their_shape(shape):
     with pytest.raises(ValueError, match=r"expected \(examples, tokens\)") as caught:

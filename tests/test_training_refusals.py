@@ -9,6 +9,7 @@ from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VAL, arrays, features, newe
 
 from iep.config import Config
 from iep.errors import InputError
+from iep.models.checkpoint import load_checkpoint
 from iep.training.run_training import train
 
 
@@ -120,6 +121,7 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         del datasets["programs"]
         write_h5(data / f"{split}_questions.h5", datasets)
     assert train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path / "ee", resume=False)
+    assert set(load_checkpoint(newest(tmp_path / "ee"))["networks"]) == {"engine"}
     assert train(tiny_config(data, "joint", *parts), tmp_path / "joint", resume=False)
     assert train(tiny_config(data, "cnn-lstm"), tmp_path / "cnn-lstm", resume=False)
 
