@@ -1,0 +1,254 @@
+"""The picture that `iep-ask --draw` writes."""
+
+import os
+import signal
+import time
+import warnings
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
+from batching_cases import quick
+from clevr_files import write_images
+from hypothesis import example, given, settings
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from PIL import Image
+from tiny_data import assert_one_error, files_no_larger_than
+
+from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
+from iep.programs import program_tree
+
+WIDE = (
+    "greater_than count union filter_size[small] scene filter_color[red] scene count intersect scene relate[left] scene"
+)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """An engine and an image."""
+    root = tmp_path_factory.mktemp("draw")
+    data = sample_data(root / "data")
+    return "--ee", trained(data, "ee", root / "ee", 3), "--image", IMAGE
+
+
+def texts(path: Path) -> str:
+    return " ".join(element.text or "" for element in ET.parse(path).iter(f"{SVG}text"))
+
+
+def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked, tmp_path):
+    path = tmp_path / "a.svg"
+    output = answered(*asked, "--program", WIDE, "--question", "Why $x$ < y, then?", "--draw", path, "--top", 4)
+    assert f"Wrote {path}" in output
+    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 1 + len(WIDE.split())
+    found = texts(path)
+    for name in (
+        "Why $x$ < y, then?",
+        "greater_than",
+        "intersect",
+        "[small]",
+        "'Why', '$x$', '<'",
+        "Colours: norm over",
+    ):
+        assert name in found
+    assert found.count("scene") == 4
+    assert found.count("%") == 4
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
+def test_a_picture_is_the_same_bytes_every_time(asked, tmp_path, kind):
+    one, other = tmp_path / f"one.{kind}", tmp_path / f"other.{kind}"
+    for path in (one, other):
+        answered(*asked, "--program", "count scene", "--draw", path)
+    assert one.read_bytes() == other.read_bytes()
+    assert len(one.read_bytes()) > 5000
+    if kind == "png":
+        with Image.open(one) as picture:
+            assert min(picture.size) > 300
+
+
+def test_the_gradient_shows_other_places_than_the_norm(asked, tmp_path):
+    for saliency in ("norm", "gradient"):
+        answered(*asked, "--program", WIDE, "--draw", tmp_path / f"{saliency}.svg", "--saliency", saliency)
+    panels = [
+        [element.attrib["{http://www.w3.org/1999/xlink}href"] for element in ET.parse(path).iter(f"{SVG}image")]
+        for path in (tmp_path / "norm.svg", tmp_path / "gradient.svg")
+    ]
+    assert panels[0][0] == panels[1][0]
+    assert panels[0][1] != panels[1][1]
+    assert "gradient of the answer's score" in texts(tmp_path / "gradient.svg")
+
+
+@pytest.mark.parametrize("size", [(1, 1), (128, 128), (700, 60), (60, 700)])
+def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_path, size):
+    (image,) = write_images(tmp_path, "val", 1, size)
+    long = " ".join(["equal_size", *["filter_size[small]"] * 25, "scene", *["union"] * 6, *["scene"] * 7])
+    answered(*asked[:3], image, "--program", long, "--draw", tmp_path / "long.png")
+    with Image.open(tmp_path / "long.png") as picture:
+        picture.load()
+        assert picture.height > 2000
+
+
+def test_of_many_unknown_words_some_are_named_and_the_rest_counted(asked, tmp_path):
+    question = " ".join(f"zz{number}" for number in range(150))
+    output = answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.svg")
+    answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.png")
+    assert output.count("is not in the vocabulary") == 10
+    assert "\n  and 140 more words are read as <UNK>\n" in output
+    assert "and 140 more" in texts(tmp_path / "a.svg")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.height < 2000
+
+
+def test_a_program_of_hundreds_of_functions_is_answered_and_not_drawn(asked, tmp_path):
+    tokens = ["scene"]
+    for _ in range(7):
+        tokens = ["union", *tokens, *tokens]  # not deep: numbers would grow too large
+    program = " ".join(["count", *tokens])
+    result = iep_ask(*asked, "--program", program, "--draw", tmp_path / "a.png")
+    assert result.stdout == answered(*asked, "--program", program)
+    assert_one_error(result, "a program of 256 functions is not drawn, expected 200 at most")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_text("before")
+    drawing = (*asked, "--program", "count scene", "--draw", path)
+    with files_no_larger_than(3000):
+        assert_one_error(iep_ask(*drawing), str(path))
+
+    def half(figure: Figure, target: Path, **options: object) -> None:
+        target.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    result = iep_ask(*drawing)
+    assert result.exit_code == 143
+    assert "Stopped by SIGTERM" in result.stderr
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "before"}
+
+
+def test_what_is_lit_is_bright_and_the_rest_is_the_image_in_grey():
+    image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
+    map_HW = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    pixels = lit(image, map_HW)
+    assert pixels.shape == (8, 8, 3)
+    assert np.ptp(pixels[0, 0]) < 0.01
+    assert np.ptp(pixels[7, 7]) > 0.2
+    assert pixels.min() >= 0
+    assert pixels.max() <= 1
+
+
+def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_path):
+    data = sample_data(tmp_path / "data")
+    ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
+    path = tmp_path / "a.svg"
+    answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
+    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 4
+    assert "attentions as they are" in texts(path)
+    answered(*asked, "--program", "count scene", "--draw", tmp_path / "b.svg")
+    assert "attentions as" not in texts(tmp_path / "b.svg")
+
+
+# Arrangement
+
+
+TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
+programs = st.lists(st.sampled_from(TOKENS), max_size=60)
+
+
+def width(text):
+    return 0.07 * len(text)
+
+
+def assert_apart(boxes):
+    slack = 1e-9
+    for place, one in enumerate(boxes):
+        for other in boxes[:place]:
+            across = min(one.right, other.right) - max(one.x, other.x)
+            down = min(one.bottom, other.bottom) - max(one.y, other.y)
+            assert across <= slack or down <= slack, (one, other)
+
+
+@given(programs, st.integers(1, 800), st.integers(1, 800), st.integers(0, 5), st.integers(1, 9), st.integers(1, 6))
+@example(["count"] * 60, 480, 320, 4, 3, 2)
+@example(["union"] * 60, 128, 128, 4, 3, 2)
+@settings(quick)
+def test_no_two_boxes_overlap_and_all_lie_in_the_picture(tokens, across, down, question, answers, notes):
+    tree = program_tree(tokens)
+    labels = [[node.token, "(filled in)"] for node in tree.nodes]
+    found = arrange(tree, labels, width, (across, down), question, answers, notes)
+    assert len(found.pictures) == len(found.labels) == len(tree.nodes)
+    assert_apart([box for box in found.boxes if box.width > 0 and box.height > 0])
+    for box in found.boxes:
+        assert min(box.x, box.y) >= -1e-9
+        assert box.right <= found.width + 1e-9
+        assert box.bottom <= found.height + 1e-9
+
+
+@given(programs)
+@settings(quick)
+def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
+    tree = program_tree(tokens)
+    columns = tree_columns([node.arguments for node in tree.nodes])
+    assert min(columns) == 0
+    for node, column in zip(tree.nodes, columns, strict=True):
+        places = [columns[argument] for argument in node.arguments]
+        assert places == sorted(places)
+        if places:
+            assert abs((places[0] + places[-1]) / 2 - column) < 1e-9
+
+
+@given(st.text(alphabet="ab ", max_size=80), st.floats(0.2, 3.0))
+@settings(quick)
+def test_wrapped_lines_fit_and_hold_every_letter(text, most):
+    lines = wrapped(text, most, width)
+    assert all(width(line) <= most for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert all(lines)
+
+
+# Fonts
+
+
+RARE, NOWHERE = "\u24b6", "\U0010abcd"
+"""A character that the usual font lacks and another of matplotlib's has; one for private use."""
+
+
+def test_the_usual_font_alone_is_for_what_it_has():
+    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
+
+
+def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it(tmp_path: Path):
+    fonts, missing = fonts_for(f"a {RARE}")
+    assert (fonts[0], missing) == (USUAL, "")
+    assert len(fonts) == 2
+    for weight in ("normal", "bold"):
+        with rc_context({"font.family": fonts}), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = Figure()
+            figure.text(0, 0, f"a {RARE}", weight=weight)
+            figure.savefig(tmp_path / f"{weight}.png")
+    figure = Figure()
+    figure.text(0, 0, f"a {RARE}")
+    with pytest.warns(UserWarning, match="Glyph .* missing from"):
+        figure.savefig(tmp_path / "usual.png")
+
+
+def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):
+    asked = (*asked, "--program", "exist scene")
+    result = iep_ask(*asked, "--question", f"Any {NOWHERE}?", "--draw", tmp_path / "a.png")
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes replace them" in result.stderr
+    assert "no installed font" not in iep_ask(*asked, "--question", "Any?", "--draw", tmp_path / "b.png").stderr
+    assert f"Wrote {tmp_path / 'c.svg'}" in answered(*asked, "--question", NOWHERE, "--draw", tmp_path / "c.svg")
+    with warnings.catch_warnings(record=True) as caught:
+        answered(*asked, "--question", "有多少东西？" * 20, "--draw", tmp_path / "d.png")
+    assert not [warning for warning in caught if "Glyph" in str(warning.message)]
