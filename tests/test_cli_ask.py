@@ -291,15 +291,6 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
         assert_one_error(without, f"{run}: needs an image; give --image FILE")
 
 
-def test_at_a_terminal_the_question_is_not_repeated(parts):
-    asker = make_asker(
-        image=IMAGE, ee=parts[3], pg=parts[1], beam_size=1, max_program_length=30, device="cpu", say=print
-    )
-    (answer,) = asker.ask([QUESTION])
-    with_it, without = describe(answer, 3), describe(answer, 3, with_question=False)
-    assert with_it == f"{QUESTION}\n{without}"
-
-
 # Questions that are typed or piped
 
 
@@ -465,3 +456,9 @@ def test_an_engine_of_unknown_features_is_taken_for_the_original_toolkits(resnet
     result = iep_ask("--ee", old, "--image", IMAGE, "--program", COUNT)
     assert "assumed to be resnet101 to stage 3, 224x224 pixels, default weights" in result.stderr
     assert_one_error(result, "the weights of resnet101 cannot be downloaded (no network here)")
+
+
+def test_at_a_terminal_the_question_is_not_repeated(parts):
+    settings = {"beam_size": 1, "max_program_length": 30, "device": "cpu", "say": print}
+    (answer,) = make_asker(image=IMAGE, ee=parts[3], pg=parts[1], **settings).ask([QUESTION])
+    assert describe(answer, 3) == f"{QUESTION}\n{describe(answer, 3, with_question=False)}"

@@ -68,14 +68,13 @@ def test_a_killed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, out):
     assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def interrupt(clevr: Path, out: Path, *options: str) -> Path:
-    """Leave a run that stopped at image 4, and restore the image; return the unfinished file."""
+def interrupt(clevr: Path, out: Path, *options: str) -> None:
+    """Leave a run that stopped at image 4, and restore the image."""
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
     run(clevr, "--out", out, *PATCHES, *options, code=1)
     image.write_bytes(sound)
-    return out / PARTIAL
 
 
 def append_to_image(clevr: Path, out: Path) -> None:
@@ -104,30 +103,22 @@ def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten
     assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
+def test_a_done_file_is_skipped_and_one_made_otherwise_replaced_only_if_told_to(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    path = out / FILE
-    before = path.read_bytes()
-    assert f"{path}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
-    for options, difference in (
-        (RESNET, "backbone patches, now it is resnet18"),
-        ((*PATCHES, "--dtype", "float16"), "dtype float32, now it is float16"),
-    ):
-        assert f"{path}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
-        assert path.read_bytes() == before
-    run(clevr, "--out", out, *PATCHES, "--dtype", "float16", "--overwrite")
-    assert features(path).dtype == np.float16
-
-
-def test_a_file_that_is_done_leaves_the_journal_of_the_one_that_is_to_replace_it(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    other = ("--dtype", "float16", "--overwrite")
-    partial = interrupt(clevr, out, *other)
-    journal = out / JOURNAL
-    before = journal.read_bytes(), partial.read_bytes()
+    before = (out / FILE).read_bytes()
+    assert f"{out / FILE}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
+    other = (*PATCHES, "--dtype", "float16")
+    for options, difference in ((RESNET, "backbone patches, now it is resnet18"), (other, "dtype float32, now it is")):
+        assert f"{out / FILE}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
+        assert (out / FILE).read_bytes() == before
+    # A run that is satisfied with the finished file leaves the journal of the one that is to replace it.
+    interrupt(clevr, out, "--dtype", "float16", "--overwrite")
+    unfinished = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert unfinished.keys() == {FILE, JOURNAL, PARTIAL}
     assert "already done" in run(clevr, "--out", out, *PATCHES)
-    assert (journal.read_bytes(), partial.read_bytes()) == before
-    run(clevr, "--out", out, *PATCHES, *other)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == unfinished
+    run(clevr, "--out", out, *other, "--overwrite")
+    assert features(out / FILE).dtype == np.float16
     assert [path.name for path in out.iterdir()] == [FILE]
 
 
