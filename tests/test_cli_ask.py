@@ -1,4 +1,5 @@
-"""`iep-ask` from the command line: answers, words, programs, prompt, and what is said about bad input."""
+"""`iep-ask` from the command line: answers, words, programs, questions that are typed or piped, features, and what is
+said about bad input."""
 
 import json
 import os
@@ -184,12 +185,8 @@ def test_refused_input_is_one_line(parts, tmp_path, arguments: str, code: int, w
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder.png").mkdir()
     names = {"pg": parts[1], "ee": parts[3], "run": f"--ee {parts[3]} --image {IMAGE}", "image": IMAGE}
-    names |= {
-        "count": f"'{COUNT}'",
-        "broken": tmp_path / "broken.png",
-        "folder": tmp_path / "folder",
-        "pipe": tmp_path / "pipe",
-    }
+    names["count"] = f"'{COUNT}'"
+    names |= {"broken": tmp_path / "broken.png", "folder": tmp_path / "folder", "pipe": tmp_path / "pipe"}
     assert_one_error(iep_ask(*shlex.split(arguments.format(**names))), words.format(**names), code=code)
 
 

@@ -398,9 +398,8 @@ def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(data, r
     for change in (lambda path: path.write_bytes(path.read_bytes() + b"x"), Path.unlink):
         change(other / "images" / "val" / "CLEVR_val_000001.png")
         (note,) = noted(other)
-        assert note.startswith(
-            f"{other / 'images' / 'val'}: not the images that {made / 'val_features.h5'} was made of"
-        )
+        made_of = f"not the images that {made / 'val_features.h5'} was made of"
+        assert note.startswith(f"{other / 'images' / 'val'}: {made_of}")
     write_images(tmp_path / "CLEVR", "val", 5)
     assert noted(tmp_path / "CLEVR", data, ["--baseline", run["lstm"]]) == []
 
@@ -441,11 +440,7 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
     [
         ([], "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT", 1),
         (["--baseline", "{lstm}", "--ee", "{ee}"], "--baseline answers alone", 1),
-        (
-            ["--ee", "{ee}", "--programs", "predicted"],
-            "--programs predicted needs a program generator: give --pg CKPT",
-            1,
-        ),
+        (["--ee", "{ee}", "--programs", "predicted"], "predicted needs a program generator: give --pg CKPT", 1),
         (["--pg", "{pg}", "--programs", "ground-truth"], "needs an execution engine: give --ee CKPT", 1),
         (["--baseline", "{lstm}", "--programs", "ground-truth"], "--baseline answers alone", 1),
         (["--pg", "{ee}"], "{ee}: holds an execution engine, expected a checkpoint with a program generator", 1),
@@ -459,11 +454,7 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
         (["--baseline", "{lstm}", "--batching", "best"], "'best' is not one of", 2),
         (["--pg", "{pg}", "--beam-size", "0"], "0 is not in the range x>=1", 2),
         (["--pg", "{pg}", "--max-program-length", "1"], "1 is not in the range 2<=x<=1000", 2),
-        (
-            ["--baseline", "{lstm}", "--beam-size", "5"],
-            "--beam-size and --max-program-length are for",
-            2,
-        ),
+        (["--baseline", "{lstm}", "--beam-size", "5"], "--beam-size and --max-program-length are for", 2),
         (["--ee", "{ee}", "--max-program-length", "9"], "are for a program generator: give --pg CKPT", 2),
         (["--baseline", "{lstm}", "--images", "CLEVR"], "are for the HTML report: give --report DIR too", 2),
         (["--baseline", "{lstm}", "--report-questions", "5"], "are for the HTML report: give --report DIR too", 2),

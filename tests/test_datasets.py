@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import h5py
@@ -114,16 +114,10 @@ def test_features_keep_the_files_dtype_until_they_are_moved_and_are_float32_then
     np.testing.assert_array_equal(by_question(moved), expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"chunks": (1, CHANNELS, GRID, GRID), "compression": "gzip"},
-        {"chunks": (2, 1, GRID, GRID)},
-        {"dtype": ">f4"},
-        {},
-    ],
-    ids=["compressed", "chunked", "big-endian", "plain"],
-)
+COMPRESSED, CHUNKED = {"chunks": (1, CHANNELS, GRID, GRID), "compression": "gzip"}, {"chunks": (2, 1, GRID, GRID)}
+
+
+@pytest.mark.parametrize("options", [COMPRESSED, CHUNKED, {"dtype": ">f4"}, {}])
 @pytest.mark.parametrize("userblock", [0, 512])
 def test_features_are_read_in_any_order_however_they_are_stored(tmp_path: Path, options: dict, userblock: int):
     with h5py.File(tmp_path / "features.h5", "w", userblock_size=userblock) as file:
@@ -305,14 +299,7 @@ def values_of(path: Path, vocab: Vocab) -> list[np.ndarray | None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "flips"),
-    [
-        ("train_questions.h5", 1),
-        ("train_questions.h5", 3),
-        ("train_features.h5", 1),
-        ("train_features.h5", 3),
-        ("structure", 1),
-    ],
+    ("name", "flips"), [*product(("train_questions.h5", "train_features.h5"), (1, 3)), ("structure", 1)]
 )
 def test_flipped_bits_are_named_or_harm_nothing(out: Path, name: str, flips: int):
     path, vocab = out / name.replace("structure", "train_features.h5"), Vocab.load(out / "vocab.json")

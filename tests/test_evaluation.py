@@ -1,4 +1,4 @@
-"""Scores against counts by hand; reports and predictions through their files."""
+"""Scores, groups of answers and commonest answers against counts by hand; reports and predictions in their files."""
 
 import json
 from collections import Counter

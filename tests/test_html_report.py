@@ -1,4 +1,5 @@
-"""What `iep-eval --report` puts into report.html: which questions, which pictures, which curves."""
+"""What `iep-eval --report` puts into report.html: which questions, with their programs side by side, which pictures,
+which curves."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Images -> features.h5: what the rows hold, and what is said about bad input."""
+"""Images -> features.h5: what the rows hold, how the file says it was made, and what is said about bad input."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Features files that are done, interrupted, killed or damaged, or that have no room: what another run does."""
+"""Features files that are done, interrupted, killed or damaged, that have no room, or that several processes write."""
 
 import os
 import random

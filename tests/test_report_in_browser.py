@@ -92,25 +92,18 @@ def test_accuracies_by_type_are_those_of_the_report_and_of_the_earlier_one(shown
     assert shown.texts("table.by-type thead th button") == [
         *("Type", "Questions", "Accuracy", "Programs exact", "commonest", "blind"),
     ]
-    columns = {
-        3: report["accuracy"],
-        4: report["program_exact_match"],
-        5: report["baselines"]["commonest"],
-        6: blind["accuracy"],
-    }
+    columns = (report["accuracy"], report["program_exact_match"], report["baselines"]["commonest"], blind["accuracy"])
     shown.page.locator("table.by-type thead button", has_text="Type").click()  # whole names
     names = shown.column("table.by-type", 1)
     assert set(names) == {"overall", *QUESTION_TYPES, "compare integer", "query", "compare"}
-    for number, scores in columns.items():
+    for number, scores in enumerate(columns, 3):
         cells = dict(zip(names, shown.column("table.by-type", number), strict=True))
-        assert cells["overall"] == percent(scores["overall"])
-        assert {name: cells[name] for name in QUESTION_TYPES} == {
-            name: percent(share) for name, share in scores["by_type"].items()
-        }
+        by_type = {"overall": scores["overall"], **scores["by_type"]}
+        assert {name: cells[name] for name in by_type} == {name: percent(share) for name, share in by_type.items()}
+        assert {*by_type} == {"overall", *QUESTION_TYPES}
     overall = shown.page.locator("table.by-type tbody tr", has_text="overall").locator(".fill.right")
-    assert overall.evaluate("bar => parseFloat(bar.style.width)") == pytest.approx(
-        100 * report["accuracy"]["overall"], abs=1e-3
-    )
+    width = overall.evaluate("bar => parseFloat(bar.style.width)")
+    assert width == pytest.approx(100 * report["accuracy"]["overall"], abs=1e-3)
 
 
 @pytest.mark.parametrize(("table", "key"), [("by-family", "family"), ("by-length", "length")])
@@ -366,9 +359,14 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width", [400, 1000, 1200, 1398, 1400, 1900])
 def test_the_page_fits_narrow_and_wide_windows_in_both_schemes(browser: Browser, made, width: int, scheme: str):
     with opened(browser, made[2], width, scheme) as shown:
+        if width >= 1000:
+            assert shown.page.locator(".scroll").count() == 4
+            assert shown.page.evaluate(OVERFLOWS) == []
+            family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
+            assert (family["y"] == length["y"]) == (width >= 1400)
         shown.open_programs()
         assert shown.page.evaluate("document.documentElement.scrollWidth") == width
         background = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -394,15 +392,6 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
         assert "evaluated" not in shown.found()
-
-
-@pytest.mark.parametrize("width", [1000, 1200, 1398, 1400, 1900])
-def test_tables_fit_their_boxes_and_stand_side_by_side_if_there_is_room(browser: Browser, made, width: int):
-    with opened(browser, made[2], width) as shown:
-        assert shown.page.locator(".scroll").count() == 4
-        assert shown.page.evaluate(OVERFLOWS) == []
-        family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
-        assert (family["y"] == length["y"]) == (width >= 1400)
 
 
 # Curves and numbers

@@ -1,4 +1,5 @@
-"""The symbolic executor beside a slow twin that knows only coordinates and Python sets."""
+"""The symbolic executor beside a slow twin that knows only coordinates and Python sets; and questions about synthetic
+scenes, which are well posed, not degenerate, balanced, and in CLEVR's words and functions."""
 
 import os
 import re
