@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Every model on the demo's data, trained with configs/mini and evaluated side by side by question type: the three
-# baselines, and execution engines of residual blocks and of attention modules on true and on predicted programs.
+# Train every model on the data of the demo with configs/mini, and evaluate all of them side by side by question type:
+# the three baselines, and execution engines of residual blocks and of attention modules on true and on predicted
+# programs.
 #
 #   scripts/compare_models.sh [OUT]   (default: runs/models)
 #
-# Two trainings run side by side; they and the evaluations have one thread each. Every step goes on from what stands in
-# OUT. At the end OUT/models.txt has the table and how long each training took, or what was left of it in the last run of
-# this script.
+# Two trainings run at a time; they and the evaluations use one thread each. Started again with the same OUT, the script
+# skips finished steps and resumes the others. OUT/models.txt contains the table and the duration of each training, or
+# of what remained of it when the script was last started.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-runs/models}

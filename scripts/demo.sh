@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The main job on a small CLEVR of its own: make images and questions, preprocess, train the program generator, the
+# The main job on a generated data set: make images and questions, preprocess them, train the program generator, the
 # execution engine and both jointly, beside two baselines, and print accuracies by question type.
 #
 #   scripts/demo.sh [OUT]        (default: runs/demo)
 #
-# Every step goes on from what stands in OUT; run again, it only evaluates.
+# Started again with the same OUT, the script skips finished steps and resumes the others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-runs/demo}

@@ -1,7 +1,7 @@
-# What the recipes train_clevr.sh, train_cogent.sh, train_humans.sh and train_short_long.sh share: sourced by them, not run.
+# Functions that train_clevr.sh, train_cogent.sh, train_humans.sh and train_short_long.sh share. They source this file.
 #
-# Their arguments are directories, in order, and KEY=VALUE settings, which every training step gets: what iep-train takes
-# so, no option of it. PREPROCESS holds options of iep-preprocess. For a small run on small data from iep-synth, say:
+# Their arguments are directories, in order, and KEY=VALUE settings of iep-train, which every training step receives.
+# PREPROCESS contains options of iep-preprocess. An example of a small run on small data from iep-synth:
 #
 #   PREPROCESS='--backbone patches' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
 set -euo pipefail
@@ -27,7 +27,7 @@ for argument in "$@"; do
 done
 read -ra PREPROCESS <<<"${PREPROCESS---backbone resnet101 --dtype float16}"
 
-# expect LEAST MOST: print how the script is called and stop, unless it was given so many directories.
+# expect LEAST MOST: print the usage and stop, unless the number of directories is in this range.
 expect() {
     if [ ${#PLACES[@]} -lt "$1" ] || [ ${#PLACES[@]} -gt "$2" ]; then
         usage >&2
@@ -35,7 +35,7 @@ expect() {
     fi
 }
 
-# train RUN --config FILE OPTION...: train into RUN, or resume what stands there. Settings of a network, such as
+# train RUN --config FILE OPTION...: train into RUN, or resume the run that is there. Settings of a network, such as
 # engine.module_dim=32, are for the steps that train it.
 train() {
     local run=$1 setting settings=() model
@@ -59,7 +59,7 @@ evaluate() {
     AGAINST+=(--against "$name" "$out")
 }
 
-# splits DATA SPLIT...: those of the splits that DATA has questions of; the public sets lack none, small ones may.
+# splits DATA SPLIT...: print those of the splits that DATA has questions of; small data sets may not have all.
 splits() {
     local data=$1 split
     shift

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The published recipe on CLEVR v1.0 (Johnson et al. 2017, section 4.1): a few programs for the program generator, its
-# predicted programs for the execution engine, then both jointly from answers alone.
+# The published recipe on CLEVR v1.0 (Johnson et al. 2017, section 4.1): train the program generator on a few programs,
+# the execution engine on its predicted programs, then both jointly from answers alone.
 #
 #   [PROGRAMS=9000|18000|700000] scripts/train_clevr.sh CLEVR_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/clevr)
 #
-# PROGRAMS is how many the generator sees, 18,000 unless given. With 700,000, all of them, the engine too is trained on true
-# programs, and nothing is left for joint training. CLEVR_v1.0 is the unpacked download; settings after it, such as
-# batch_size=32, hold for all steps. Every step goes on from what stands in OUT. One GPU of 16 GB is enough; the features
-# of all 100,000 images take 40 GB of disk in float16, as here (80 GB in float32).
+# PROGRAMS is the number of programs that the generator is trained on (default: 18000). With 700000, which is all of
+# them, the engine is trained on true programs as well, and joint training is skipped. CLEVR_v1.0 is the unpacked
+# download. Settings after the directories, such as batch_size=32, apply to all training steps. Started again with the
+# same OUT, the script skips finished steps and resumes the others. One GPU of 16 GB is sufficient; the features of all
+# 100,000 images take 40 GB of disk space in float16, which this script uses (80 GB in float32).
 source "$(dirname "$0")/recipe.sh"
 expect 1 2
 CLEVR=${PLACES[0]}

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# CLEVR-CoGenT, new combinations of shape and colour (Johnson et al. 2017, section 4.3): train on condition A, evaluate on A
-# and B, fine-tune on a little of B from answers alone, evaluate on A and on the rest of B.
+# CLEVR-CoGenT, new combinations of shape and colour (Johnson et al. 2017, section 4.3): train on condition A, evaluate
+# on A and B, fine-tune on a part of B from answers alone, evaluate on A and on the rest of B.
 #
 #   scripts/train_cogent.sh CLEVR_CoGenT_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/cogent)
 #
-# CLEVR_CoGenT_v1.0 is the unpacked download. B has no training split: the first QUESTIONS_OF_B (30000, about 3,000 images)
-# of valB are fine-tuned on, the others evaluated on, before and after. PROGRAMS (18000) of trainA are for the generator.
-# Every step goes on from what stands in OUT.
+# CLEVR_CoGenT_v1.0 is the unpacked download. B has no training split: the first QUESTIONS_OF_B questions of valB
+# (default: 30000, about 3,000 images) are used for fine-tuning, and the others for evaluation before and after it. The
+# generator is trained on PROGRAMS (default: 18000) programs of trainA. Started again with the same OUT, the script
+# skips finished steps and resumes the others.
 source "$(dirname "$0")/recipe.sh"
 expect 1 2
 CLEVR=${PLACES[0]}

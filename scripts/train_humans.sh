@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# CLEVR-Humans, questions that people asked (Johnson et al. 2017, section 4.5): a model trained on CLEVR learns their words.
-# The generator is fine-tuned by REINFORCE from answers alone, for there are no programs; the engine stays as it is.
+# CLEVR-Humans, questions that people asked (Johnson et al. 2017, section 4.5): a model trained on CLEVR learns new
+# words. The generator is fine-tuned by REINFORCE from answers alone, as there are no programs; the engine is frozen.
 #
 #   scripts/train_humans.sh CLEVR-Humans CLEVR_DATA PG EE [OUT] [KEY=VALUE]...        (OUT: data/humans)
 #
-# CLEVR-Humans is the unpacked download, CLEVR_DATA what iep-preprocess made of CLEVR (its vocabulary is expanded, its
-# features are linked), PG and EE the generator's and the engine's run: data/clevr/runs/18000/joint for both, after
-# train_clevr.sh. Before fine-tuning, words that CLEVR does not have are <UNK>; words in fewer than UNK_THRESHOLD (10)
-# places remain so. Every step goes on from what stands in OUT.
+# CLEVR-Humans is the unpacked download, and CLEVR_DATA the output of iep-preprocess for CLEVR, whose vocabulary is
+# extended and whose features are linked. PG and EE are the runs of the generator and the engine: after train_clevr.sh,
+# data/clevr/runs/18000/joint for both. Before fine-tuning, words that CLEVR does not have are <UNK>; words that occur
+# fewer than UNK_THRESHOLD (default: 10) times stay <UNK>. Started again with the same OUT, the script skips finished
+# steps and resumes the others.
 source "$(dirname "$0")/recipe.sh"
 expect 4 5
 HUMANS=${PLACES[0]}

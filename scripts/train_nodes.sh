@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One training run on several machines that share a file system, without a scheduler: start this on every one of them.
+# One training run on several machines that share a file system, without a scheduler. Start this script on each of them.
 #
-#   scripts/train_nodes.sh MACHINES FIRST[:PORT] [iep-train's options]
-#   scripts/train_nodes.sh 2 node01 --config configs/clevr/ee.yaml --data data/clevr --out runs/ee
+#   scripts/train_nodes.sh MACHINES FIRST[:PORT] [options of iep-train]
+#   scripts/train_nodes.sh 2 node01 --config clevr/ee --data data/clevr --out runs/ee
 #
-# MACHINES is their number, FIRST the name of one of them where all meet (port 29400 unless given). Each uses all its
-# GPUs, or one process where it has none; PROCESSES=N says otherwise. When a process fails or is killed, all go on from
-# the last checkpoint, up to RESTARTS (3) times; started again by hand, too.
+# MACHINES is the number of machines, and FIRST the host name of the one through which they connect (default port:
+# 29400). Each machine uses all its GPUs, or one process if it has none; PROCESSES=N overrides this. When a process
+# fails or is killed, all resume from the last checkpoint, at most RESTARTS (default: 3) times; so does a run that is
+# started again.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4,5p' "$0" | sed 's/^# */usage: /' >&2

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# New kinds of questions (Johnson et al. 2017, section 4.4): train generator and engine on the question families with short
-# programs, evaluate on short and long ones; then fine-tune jointly on the questions of both, without programs, and
-# evaluate again.
+# New kinds of questions (Johnson et al. 2017, section 4.4): train generator and engine on the question families with
+# short programs, evaluate on short and long ones; then fine-tune jointly on the questions of both, without programs,
+# and evaluate again.
 #
 #   scripts/train_short_long.sh CLEVR_v1.0 [OUT] [KEY=VALUE]...        (OUT: data/clevr)
 #
-# CLEVR_v1.0 is the unpacked download; what train_clevr.sh made of it in OUT is used. Short are the families whose programs
-# have fewer than 16 functions on average. PROGRAMS (25000) of short families are for the generator. Every step goes on
-# from what stands in OUT.
+# CLEVR_v1.0 is the unpacked download; what train_clevr.sh has preprocessed in OUT is used. Short families are those
+# whose programs have fewer than 16 functions on average. The generator is trained on PROGRAMS (default: 25000) programs
+# of short families. Started again with the same OUT, the script skips finished steps and resumes the others.
 source "$(dirname "$0")/recipe.sh"
 expect 1 2
 CLEVR=${PLACES[0]}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One training run on several machines under Slurm. Change what sbatch is told to what your cluster has, then
+# One training run on several machines under Slurm. Adapt the #SBATCH lines to your cluster, then run
 #
-#   sbatch scripts/train_slurm.sh --config configs/clevr/ee.yaml --data data/clevr --out runs/ee
+#   sbatch scripts/train_slurm.sh --config clevr/ee --data data/clevr --out runs/ee
 #
-# Two minutes before its time is over the job is told so: it finishes its step, saves, and is put into the queue again,
-# as it is when a machine fails or another job takes its place. It goes on from its last checkpoint every time.
+# Slurm sends a signal two minutes before the time limit: the run finishes its step, saves, and is queued again, as it
+# is when a machine fails or another job preempts it. It resumes from its last checkpoint each time.
 #SBATCH --job-name=iep
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
