@@ -194,14 +194,16 @@ def test_every_curve_lies_within_its_axes(points):
 # The file
 
 
-def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path):
-    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--report", tmp_path)
+@pytest.mark.parametrize(("split", "said"), [("val", "Wrong answers"), ("test", "the split has no answers")])
+def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path, split: str, said: str):
+    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--split", split, "--report", tmp_path)
     page = (tmp_path / PAGE).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert re.fullmatch(
         r"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-\S+'", policy
     )
     assert not re.search(r"(src|href)=\"(?!#)", page)
+    assert said in page
 
 
 def test_a_long_split_gives_a_small_file_beside_the_others_or_elsewhere(data, run, tmp_path: Path):
