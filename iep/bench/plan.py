@@ -21,7 +21,7 @@ from iep.batching.schedulers import lower_bound
 from iep.bench.loader import FEATURE_SHAPE
 from iep.bench.report import format_table, result_files
 from iep.bench.strategy import Strategy
-from iep.bench.workload import clevr_vocab, encode, programs_of
+from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import open_split
 from iep.errors import InputError, nearest
@@ -149,7 +149,7 @@ def show_plans(
     """
     check_options(placement, devices)
     files = result_files(out, "plan")
-    vocab = clevr_vocab() if data is None else Vocab.load(data / "vocab.json")
+    vocab = Vocab.clevr() if data is None else Vocab.load(data / "vocab.json")
     if programs:
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
