@@ -12,7 +12,7 @@ from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.json_report import Report, format_table, mean_accuracy, read_report, write_report
 from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
-from iep.evaluation.outcome import Outcome, question_text, words, write_outputs
+from iep.evaluation.outcome import Outcome, content_tokens, question_text, write_outputs
 from iep.evaluation.predict import Predictions
 from iep.programs import QUESTION_TYPES
 from iep.vocab import SPECIAL_TOKENS, Vocab
@@ -239,10 +239,10 @@ def test_predictions_leave_out_what_is_unknown():
     }
 
 
-def test_words_stop_at_end_or_at_the_padding():
-    assert words([1, 4, 10, 2, 5], PROGRAM_TOKENS) == ["count", "scene"]
-    assert words([1, 4, 10, 0, 0], PROGRAM_TOKENS) == ["count", "scene"]
-    assert words([0, 0], PROGRAM_TOKENS) == []
+def test_content_tokens_stop_at_end_or_at_the_padding():
+    assert content_tokens([1, 4, 10, 2, 5], PROGRAM_TOKENS) == ["count", "scene"]
+    assert content_tokens([1, 4, 10, 0, 0], PROGRAM_TOKENS) == ["count", "scene"]
+    assert content_tokens([0, 0], PROGRAM_TOKENS) == []
     assert question_text(np.array([1, 7, 8, 6, 9, 2]), VOCAB.question) == "How many; red?"
 
 
