@@ -28,7 +28,8 @@ def batching(default: str, *options: str) -> Callable:
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[Strategy]:
         return parsed("--batching", lambda: parse_strategies(value, options))
 
-    what = f"Comma list of schedulers, with + {', '.join(options)}; all: every scheduler, then {BEST} with these options added in turn."
+    added = f"each may be followed by +OPTION of {', '.join(options)}"
+    what = f"Comma list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
     return option("--batching", "strategies", callback=parse, default=default, help=what)
 
 
@@ -56,7 +57,7 @@ def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0)
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
-    option("--data", type=DATA, help="Directory that iep-preprocess wrote.  [default: generate data]"),
+    option("--data", type=DATA, help="Read data from this directory, which iep-preprocess wrote."),
     option("--split", default="val", help="Split of --data."),
 )
 

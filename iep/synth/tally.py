@@ -46,11 +46,8 @@ def most_common_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
 def guessing_accuracy(answers: Counter) -> float:
     """Return the accuracy of always giving the most common answer to the question's type; nan without questions."""
     total = answers.total()
-    return (
-        sum(share * count for _, share, count in most_common_shares(answers).values()) / total
-        if total
-        else float("nan")
-    )
+    right = sum(share * count for _, share, count in most_common_shares(answers).values())
+    return right / total if total else float("nan")
 
 
 def table(tally: Tally) -> str:
