@@ -1,4 +1,5 @@
-"""What `iep-bench tree-lstm`, `tree-fc` and `tagger` compare: networks whose shape is the sample's, run in every way.
+"""The comparison of `iep-bench tree-lstm`, `tree-fc` and `tagger`: every way to run networks whose shape depends on the
+sample.
 
 A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or by hand, in plain PyTorch
 with the same weights. The limit is to do the operations of the network's matrix products at the speed of the fastest

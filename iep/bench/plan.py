@@ -1,4 +1,4 @@
-"""What `iep-bench plan` shows: which functions of which programs run in which call, as text and as a picture.
+"""The output of `iep-bench plan`: which functions of which programs run in which call, as text and as a picture.
 
 A node is named by its example and by its token's position in the example's program, from 0: `2.0` is the root of
 example 2. A node that several tokens share has the name of the first. Runs no module.

@@ -114,7 +114,7 @@ def encode(programs: Sequence[Sequence[str]], vocab: Vocab) -> np.ndarray:
 
 
 def programs_of(questions: Questions) -> np.ndarray:
-    """Return the (Q, L) programs of a split's questions.
+    """Return the programs (Q, L) of a split's questions.
 
     Raises:
         InputError: it has none.

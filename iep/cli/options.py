@@ -92,7 +92,7 @@ class DeviceList(click.ParamType):
 BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
     "backbone": {
         "type": click.Choice((*RESNETS, "patches")),
-        "help": "What makes features of pixels; patches needs no weights.{only}",
+        "help": "Features to compute: those of a ResNet, or patches of pixels, which need no weights.{only}",
     },
     "stage": {
         "type": click.IntRange(1, 4),

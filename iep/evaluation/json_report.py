@@ -136,12 +136,9 @@ def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Rep
     return [*baselines.values(), *columns]
 
 
-def _members(family: str) -> tuple[str, ...]:
-    return tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
-
-
 def _family_rows(family: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [(family, _members(family)), *((f"  {name.split(': ')[1]}", (name,)) for name in _members(family))]
+    members = tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
+    return [(family, members), *((f"  {name.split(': ')[1]}", (name,)) for name in members)]
 
 
 ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
