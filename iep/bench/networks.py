@@ -345,7 +345,7 @@ def tagger_network(
 
 
 def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
-    """Return the samples of a file in random order, and what else `read` returns.
+    """Return the samples of a file in random order, and its vocabulary.
 
     Raises:
         InputError: the file cannot be read, or has fewer samples than the largest minibatch.
