@@ -81,8 +81,8 @@ def test_a_schedule_over_families_has_fewer_calls_at_every_size(tmp_path: Path):
         (["--batching", "vanilla+sharin"], "did you mean 'sharing'"),
         (["--batch-sizes", "0"], "0 is not in the range"),
         (["--batch-sizes", "1,a"], "'1,a', expected integers separated by commas, such as 1,16,64"),
-        (["--split", "val"], "--split is for --data"),
-        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image is not for --data"),
+        (["--split", "val"], "--split needs --data"),
+        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image cannot go together with --data"),
     ],
 )
 def test_wrong_flags_are_usage_errors(arguments: list[str], words: str):

@@ -97,9 +97,9 @@ def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
     given = {name for name in flags if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
     for name in names:
         if {name, beside} <= given:
-            raise click.UsageError(f"{flags[name]} is not for {flags[beside]}")
+            raise click.UsageError(f"{flags[name]} cannot go together with {flags[beside]}")
     if "split" in given and "data" not in given:
-        raise click.UsageError("--split is for --data")
+        raise click.UsageError("--split needs --data")
 
 
 @click.group(cls=Group)
