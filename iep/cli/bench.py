@@ -119,9 +119,7 @@ def main() -> None:
 @option("--config", "config_file", type=FILE, help="YAML file whose engine settings are used.")
 @option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @placement_options
-@option(
-    "--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Memory format of convolutions."
-)
+@option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
 @phases
 @seed
 @measured(10, 30.0)
@@ -143,18 +141,10 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 
 
 @main.command(cls=Command)
-@option(
-    "--program",
-    "programs",
-    multiple=True,
-    metavar="TOKENS",
-    help="A program in prefix order; may be given several times.",
-)
+@option("--program", "programs", multiple=True, metavar="TOKENS", help="Program in prefix order; repeatable.")
 @data
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
-@option(
-    "--questions-per-image", type=SIZE, default=1, help="Number of consecutive programs of --program about one image."
-)
+@option("--questions-per-image", type=SIZE, default=1, help="Number of programs of --program per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, FAMILIES)
 @option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Family of modules.")
 @option(
@@ -184,12 +174,7 @@ def plan(ctx: click.Context, **given: Any) -> None:
 @main.command(cls=RecordedCommand)
 @data
 @option("--images", type=SIZE, default=10_000, help="Generated images, 0.4 GB per thousand; removed at the end.")
-@choices(
-    "--features",
-    "sources",
-    ("cold", "warm", "memory"),
-    "Source of the features: disk, the system's cache, shared memory.",
-)
+@choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk, cache or shared memory.")
 @choices("--order", "orders", ("image", "random"), "image: all questions image by image; random: one of each image.")
 @option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Comma list of numbers of workers.")
 @option("--batch-size", type=SIZE, default=256, help="Questions per batch.")
@@ -205,12 +190,7 @@ def loader(ctx: click.Context, **given: Any) -> None:
 
 @main.command(cls=RecordedCommand)
 @option("--data", type=DATA, required=True, help="Directory that iep-preprocess wrote.")
-@option(
-    "--config",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    required=True,
-    help="Training configuration (YAML).",
-)
+@option("--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), required=True, help="YAML settings.")
 @option("--processes", type=SIZES, default="1,2", help="Comma list of numbers of processes.")
 @option("--iterations", type=click.IntRange(min=2), default=100, help="Training steps of each run.")
 @measured(3, 3600.0, "Runs of each number of processes.")
@@ -223,12 +203,7 @@ def processes(ctx: click.Context, **given: Any) -> None:
 
 @main.command("tree-lstm", cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees per minibatch.")
-@option(
-    "--cell",
-    type=click.Choice(["binary", "child-sum"]),
-    default="binary",
-    help="binary: constituency trees; child-sum: dependency trees.",
-)
+@option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM.")
 @option("--width", type=SIZE, help="Hidden size.  [default: 256; of child-sum 150]")
 @option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs.  [default: generate]")
 @network(words=16_000)
@@ -245,9 +220,7 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 
 
 @main.command("tree-fc", cls=RecordedCommand)
-@option(
-    "--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Leaves of a tree."
-)
+@option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Leaves per tree.")
 @option("--batch-size", type=SIZE, default=16, help="Trees per minibatch.")
 @option("--width", type=SIZE, default=512, help="Hidden size.")
 @network(words=1_000)
