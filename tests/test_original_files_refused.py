@@ -243,12 +243,6 @@ MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("engine", _without(EE, STATE, "scene.conv2.bias"), 'Missing key(s) in state_dict: "scene.conv2.bias"'),
     ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
     ("engine", _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}), "size mismatch for stem.0.bias"),
-    (
-        "engine",
-        _changed(EE, STATE, **{"<NULL>.conv1.bias": torch.zeros(9)}),
-        "the weights of <NULL> are not of the same",
-    ),
-    ("engine", _without(EE, STATE, "<START>.conv1.bias"), "the weights of <START> are not of the same shapes"),
     ("engine", _changed(EE, STATE, **{"stem.0.bias": [1, 2]}), "stem.0.bias is of type list, expected Tensor"),
     ("engine", _changed(EE, STATE, extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "extra"'),
     ("engine", _changed(EE, KWARGS, module_depth=3), "unknown option 'module_depth'"),

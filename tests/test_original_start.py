@@ -15,7 +15,7 @@ from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, newest, tiny
 
 from iep.cli.train import main
 from iep.config import read_config
-from iep.models.build import load_baseline, load_network
+from iep.models.build import load_network
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import Patches
 from iep.preprocess.compute_features import image_features
@@ -75,7 +75,7 @@ def test_a_baseline_with_each_option_is_trained_further(kind: str, options: dict
     path, model = write(tmp_path / "baseline.pt", file), kind.lower().replace("+", "-")
     result = iep_train(model, data, tmp_path / "run", "--baseline", path, "learning_rate=0.01")
     assert result.exit_code == 0, result.output
-    loaded = load_baseline(tmp_path / "run", VOCAB, CPU).state_dict()
+    loaded = load_network(tmp_path / "run", "baseline", VOCAB, CPU).state_dict()
     assert set(loaded) == set(file["baseline_state"])
     assert not torch.equal(loaded["rnn.embed.weight"], file["baseline_state"]["rnn.embed.weight"])
 

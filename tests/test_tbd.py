@@ -131,7 +131,7 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
         plan = engine.plan(programs_BL, rows_B, name, sharing, attentions=True)
 
         def run(x, plan=plan):
-            logits, attention = engine.look(x, plan)
+            logits, attention = engine.forward_with_attentions(x, plan)
             return torch.cat([logits.flatten(), 3 * attention[None]])
 
         assert_same(results(run, engine, features_NCHW), expected, 1e-9)
@@ -139,7 +139,7 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
 
 def test_attentions_are_not_summed_unless_the_plan_asks_for_them():
     engine = tbd_engine()
-    assert engine.look(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
+    assert engine.forward_with_attentions(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
 
 
 def test_modules_that_no_program_needs_get_no_gradient():
@@ -154,5 +154,5 @@ def test_modules_that_no_program_needs_get_no_gradient():
 def test_a_plan_survives_the_way_from_a_worker_process():
     engine = tbd_engine()
     plan = engine.plan(PROGRAMS_BL, attentions=True)
-    ours = engine.look(features(len(PROGRAMS_BL)), pickle.loads(pickle.dumps(plan)))
-    assert all(map(torch.equal, ours, engine.look(features(len(PROGRAMS_BL)), plan)))
+    ours = engine.forward_with_attentions(features(len(PROGRAMS_BL)), pickle.loads(pickle.dumps(plan)))
+    assert all(map(torch.equal, ours, engine.forward_with_attentions(features(len(PROGRAMS_BL)), plan)))
