@@ -139,6 +139,6 @@ def test_lines_are_counted_with_the_blank_ones(monkeypatch):
 
 def test_help_says_when_options_of_looking_count():
     told = " ".join(iep_ask("--help").stdout.split())
-    assert told.count("[default where the checkpoint does not say: ") == 5
+    assert told.count("[default if the checkpoint does not record it: ") == 5
     assert "[default: 224]" not in told
-    assert "for checkpoints that do not say it themselves" in told
+    assert "for checkpoints that do not record it" in told
