@@ -6,9 +6,10 @@ python scripts/draw_schedules.py
 from pathlib import Path
 
 from iep.bench.plan import draw_plans, walk
-from iep.bench.workload import clevr_vocab, encode
+from iep.bench.workload import encode
 from iep.execution_engine.program_plan import plan_programs
 from iep.runtime.pictures import save
+from iep.vocab import Vocab
 
 DOCS = Path(__file__).parents[1] / "docs"
 QUESTIONS = {
@@ -27,7 +28,7 @@ QUESTIONS = {
 
 def main() -> None:
     """Draw one schedule for the README, and two that can be compared for docs/architecture.md."""
-    vocab = clevr_vocab()
+    vocab = Vocab.clevr()
     programs_BL = encode([program.split() for program in QUESTIONS.values()], vocab)
     plans = {
         name: plan_programs(programs_BL, vocab.program, scene="stem", batching=name)

@@ -13,10 +13,11 @@ from tiny_data import VAL, assert_one_error
 
 from iep.bench.engine import Step
 from iep.bench.strategy import BEST, Strategy, parse_strategies
-from iep.bench.workload import clevr_vocab, generated
+from iep.bench.workload import generated
 from iep.config import BATCHING, EngineConfig
 from iep.models.build import build, network_kwargs
 from iep.programs import arity
+from iep.vocab import Vocab
 
 CPU = torch.device("cpu")
 
@@ -80,8 +81,8 @@ def test_a_schedule_over_families_has_fewer_calls_at_every_size(tmp_path: Path):
         (["--batching", "vanilla+sharin"], "did you mean 'sharing'"),
         (["--batch-sizes", "0"], "0 is not in the range"),
         (["--batch-sizes", "1,a"], "'1,a', expected integers separated by commas, such as 1,16,64"),
-        (["--split", "val"], "--split is for --data"),
-        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image is not for --data"),
+        (["--split", "val"], "--split needs --data"),
+        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image cannot go together with --data"),
     ],
 )
 def test_wrong_flags_are_usage_errors(arguments: list[str], words: str):
@@ -139,7 +140,7 @@ def test_strategies_are_parsed_from_their_names():
 @pytest.mark.parametrize("modules", ["iep", "tbd"])
 def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, modules: str):
     (strategy,) = parse_strategies(name)
-    vocab = clevr_vocab()
+    vocab = Vocab.clevr()
     config = EngineConfig(modules=modules, module_dim=2, stem_widths=())
     engine = build("engine", network_kwargs("engine", config, vocab, (3, 3, 3))).train(training)
     minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6, CPU)

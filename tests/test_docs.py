@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from iep.bench.workload import clevr_vocab, encode
+from iep.bench.workload import encode
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_graph import roles_of
 from iep.execution_engine.program_plan import plan_programs
+from iep.vocab import Vocab
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "data/README.md", "benchmarks/README.md")]
@@ -88,7 +89,7 @@ def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():
     text = (ROOT / "docs/architecture.md").read_text()
     programs = [program.split() for program in re.findall(r"^example \d: (.*)$", text, re.MULTILINE)]
     assert len(programs) == 4
-    vocab = clevr_vocab()
+    vocab = Vocab.clevr()
     modules = make_module_set("iep", dim=1, residual=True, norm="none", scene="stem")
     plan = plan_programs(encode(programs, vocab), vocab.program, roles_of(vocab.program, modules)).plan
     assert f"```\n{plan}\n```" in text

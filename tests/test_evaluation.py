@@ -18,7 +18,7 @@ from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.json_report import Report, format_table, mean_accuracy, read_report, write_report
 from iep.evaluation.metrics import Scores, answer_groups, count_types, exact_match, question_types, score
-from iep.evaluation.outcome import Outcome, write_outputs
+from iep.evaluation.outcome import Outcome, content_tokens, question_text, write_outputs
 from iep.evaluation.predict import Predictions
 from iep.programs import QUESTION_TYPES, arity, program_lengths
 from iep.synth.world import VALUES
@@ -224,6 +224,13 @@ def test_predictions_leave_out_what_is_unknown():
     first = next(outcome(families=None, programs=None, answers=None).rows())
     known = {"question_index", "image_index", "question", "type"}
     assert first.keys() == known | {"predicted_program", "predicted_answer", "probability", "runners_up"}
+
+
+def test_content_tokens_stop_at_end_or_at_the_padding():
+    assert content_tokens([1, 4, 10, 2, 5], PROGRAM_TOKENS) == ["count", "scene"]
+    assert content_tokens([1, 4, 10, 0, 0], PROGRAM_TOKENS) == ["count", "scene"]
+    assert content_tokens([0, 0], PROGRAM_TOKENS) == []
+    assert question_text(np.array([1, 7, 8, 6, 9, 2]), VOCAB.question) == "How many; red?"
 
 
 def test_predictions_that_fail_halfway_leave_the_old_file_as_it_was(tmp_path: Path):

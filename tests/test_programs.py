@@ -24,7 +24,6 @@ from iep.programs import (
     tree_lines,
     without,
 )
-from iep.synth.world import ANSWERS, FUNCTIONS
 from iep.vocab import NULL, SPECIAL_TOKENS, START, Vocab, index_tokens, tokenize
 
 UNARY = ("count", "exist", "unique", "filter_color[red]", "relate[left]", "same_size", "query_shape")
@@ -253,7 +252,8 @@ def test_what_is_not_used_is_told_with_all_below_it_and_scene_runs_instead():
 
 def test_the_vocabulary_of_clevr_has_every_function_answer_and_the_empty_word():
     vocab = Vocab.clevr()
-    assert (vocab.program, vocab.answer) == (index_tokens(FUNCTIONS), index_tokens(ANSWERS))
+    assert (vocab.program, vocab.answer) == (index_tokens(vocab.program), index_tokens(vocab.answer))
+    assert (len(vocab.program), len(vocab.answer)) == (4 + 40, 4 + 28)
     assert vocab.question == index_tokens(vocab.question)
     assert (len(vocab.question), vocab.question_index[""], vocab.question_index[";"]) == (93, 4, 5)
 

@@ -16,7 +16,7 @@ from iep.synth.executor import IllPosedError, execute, facts_of
 from iep.synth.presets import PRESETS
 from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
-from iep.synth.tally import Tally, commonest_shares, guessing_accuracy
+from iep.synth.tally import Tally, guessing_accuracy, most_common_shares
 from iep.synth.templates import FAMILIES, GROUPS
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import SPECIAL_TOKENS, Vocab, tokenize
@@ -236,7 +236,7 @@ def test_blind_guessing_gets_what_it_gets_on_clevr(
     for _, question in request.getfixturevalue(preset):
         tally.add(question.program, question.answer)
     assert 0.35 < guessing_accuracy(tally.answers) < 0.45  # about 42% on CLEVR
-    for kind, (_, share, count) in commonest_shares(tally.answers).items():
+    for kind, (_, share, count) in most_common_shares(tally.answers).items():
         limit = {"count": 0.42, "query: color": 0.20, "query: shape": 0.40}.get(kind, 0.60)
         if preset == "mini" and kind.startswith("compare: "):
             limit = 0.75  # two or three things seldom share a colour or a shape

@@ -9,13 +9,13 @@ from batching_cases import FULL_SIZE, PUBLISHED_LAYERS, assert_same, quick, resu
 from hypothesis import example, given, settings
 from tbd_cases import PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
-from iep.bench.workload import clevr_vocab
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.roles import ATTENTION, MAP, misfits, tree_run
 from iep.execution_engine.tbd import SameModule
 from iep.execution_engine.trace import run_tree
 from iep.models.build import build
 from iep.programs import program_tree, tokens_run, without
+from iep.vocab import Vocab
 
 IEP, TBD = (make_module_set(name, dim=3, residual=True, norm="none", scene="module") for name in ("iep", "tbd"))
 
@@ -80,7 +80,7 @@ def test_modules_compute_what_the_paper_says():
 
 
 def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tokens_have_none():
-    tokens = clevr_vocab().program
+    tokens = Vocab.clevr().program
     with torch.device("meta"):
         engine = default_engine(tokens, modules="tbd")
     kinds = {token: type(getattr(engine, token)).__name__ for token in engine.parts[1:-1]}

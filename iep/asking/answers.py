@@ -17,7 +17,7 @@ from torch import Tensor
 
 from iep.data.datasets import Batch
 from iep.errors import SIMILARITY, InputError, nearest
-from iep.evaluation.outcome import words
+from iep.evaluation.outcome import content_tokens
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.roles import ModuleSet, misfits, tree_run
 from iep.programs import ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
@@ -249,7 +249,7 @@ def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Pa
         content |= {"question": answer.question.text, "unknown_words": unknown}
     content["answers"] = [{"answer": name, "probability": round(value, 6)} for name, value in answer.ranked[:top]]
     if answer.tree is not None:
-        content |= {"program": words(answer.program, program_tokens), "run": tokens_run(answer.tree)}
+        content |= {"program": content_tokens(answer.program, program_tokens), "run": tokens_run(answer.tree)}
     if picture is not None:
         content["picture"] = str(picture)
     return content

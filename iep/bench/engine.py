@@ -1,8 +1,7 @@
-"""What `iep-bench engine` compares: the execution engine under every strategy, and its limit, as a whole and in parts.
+"""The comparison of `iep-bench engine`: the engine under every strategy, as a whole and in parts, and its limit.
 
-The parts are not cut out of a running step but run alone, on tensors of the shapes, dtypes and memory format that they
-have in the step, so that the engine needs no timers. Besides its modules, a step moves values between
-calls and computes the loss.
+Each part is run alone, on tensors of the shapes, dtypes and memory format that they have in a step, so that the engine
+needs no timers. Besides running modules, a step moves values between calls and computes the loss.
 
 Shapes: B questions, N stems, C H W features, A answers.
 """

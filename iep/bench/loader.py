@@ -1,9 +1,9 @@
-"""What `iep-bench loader` compares: how fast batches reach whoever trains, without any network.
+"""The comparison of `iep-bench loader`: how fast batches are loaded, without any network.
 
-A pass hands out every image's features once: in image order, the questions of an image together; or in random order,
+A pass loads every image's features once: in image order, the questions of an image together; or in random order,
 one question of each image, as training at CLEVR's size draws them. Features come from the disk (cold: the file's pages
 are dropped from memory first), from the system's cache, as the pass before left it (warm), or from shared memory.
-Nothing is planned or brought to a GPU.
+No plan is made, and nothing is copied to a GPU.
 """
 
 import os
@@ -25,7 +25,7 @@ from iep.data.question_file import Questions, Split, open_split
 from iep.vocab import Vocab
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH = (1024, 14, 14), 10, 46
-"""Of the data made; the features are of the size for which the engine's defaults are meant."""
+"""Sizes of the generated data; the engine's defaults are meant for features of this shape."""
 
 
 def loader_benchmark(
@@ -43,8 +43,8 @@ def loader_benchmark(
     """Return the comparison of every way of loading, with every number of workers.
 
     Args:
-        data: directory that `iep-preprocess` wrote; None to have the features of so many `images` made in `directory`,
-            or where temporary files are, and removed in the end.
+        data: directory that `iep-preprocess` wrote; None to generate features of `images` images in `directory`, or
+            in the directory for temporary files; they are removed at the end.
         batches: after which a pass ends, if not before.
 
     Raises:

@@ -20,7 +20,7 @@ from iep.workloads.experts import Experts
 
 ONE_BY_ONE, BATCHED, HAND = "token by token", "batched", "by hand: sort and loop"
 ENOUGH_TOKENS = 1024
-"""Where one token runs after the other no more are run; the time is scaled by their number."""
+"""The most tokens that are run one after the other; the time is scaled to the number of tokens."""
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(T, I) tokens, (T, K) experts, (T, K) gates -> (T, O) results."""
 

@@ -1,4 +1,5 @@
-"""What `iep-bench tree-lstm`, `tree-fc` and `tagger` compare: networks whose shape is the sample's, run in every way.
+"""The comparison of `iep-bench tree-lstm`, `tree-fc` and `tagger`: every way to run networks whose shape depends on the
+sample.
 
 A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or by hand, in plain PyTorch
 with the same weights. The limit is to do the operations of the network's matrix products at the speed of the fastest
@@ -344,7 +345,7 @@ def tagger_network(
 
 
 def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
-    """Return the samples of a file in random order, and what else `read` returns.
+    """Return the samples of a file in random order, and its vocabulary.
 
     Raises:
         InputError: the file cannot be read, or has fewer samples than the largest minibatch.

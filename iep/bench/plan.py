@@ -1,4 +1,4 @@
-"""What `iep-bench plan` shows: which functions of which programs run in which call, as text and as a picture.
+"""The output of `iep-bench plan`: which functions of which programs run in which call, as text and as a picture.
 
 A node is named by its example and by its token's position in the example's program, from 0: `2.0` is the root of
 example 2. A node that several tokens share has the name of the first. Runs no module.
@@ -19,12 +19,13 @@ from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
 from iep.bench.loader import FEATURE_SHAPE
-from iep.bench.report import format_table, result_files
+from iep.bench.report import result_files
 from iep.bench.strategy import Strategy
-from iep.bench.workload import clevr_vocab, encode, programs_of
+from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import open_split
 from iep.errors import InputError, nearest
+from iep.evaluation.json_report import align_rows
 from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, network_kwargs
@@ -149,7 +150,7 @@ def show_plans(
     """
     check_options(placement, devices)
     files = result_files(out, "plan")
-    vocab = clevr_vocab() if data is None else Vocab.load(data / "vocab.json")
+    vocab = Vocab.clevr() if data is None else Vocab.load(data / "vocab.json")
     if programs:
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image
@@ -178,7 +179,7 @@ def show_plans(
             [str(number), " ".join(call["functions"]), str(len(call["nodes"])), " ".join(call["nodes"])]
             for number, call in enumerate(found)
         ]
-        table = format_table([["call", "functions", "rows", "nodes"], *rows], left=range(1, 4))
+        table = align_rows([["call", "functions", "rows", "nodes"], *rows], left=range(1, 4))
         bound = f"no schedule by function has fewer than {lower_bound(plan.graph)} calls"
         ops = ", ".join(f"{op} is {plan.program_tokens[op]}" for op in np.unique(plan.graph.op))
         texts += [f"{title}; {bound}\n{table}", f"{plan.plan}\nops: {ops}"]

@@ -1,4 +1,4 @@
-"""What `iep-bench processes` compares: a training job by one process and by several on this machine.
+"""The comparison of `iep-bench processes`: training by one process and by several processes on this machine.
 
 Every round is a fresh `torchrun` of `iep-train` from the same seed, with the machine's cores divided among its
 processes. The first metrics of a run, while it warms up, do not count.

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import iep
 from iep.bench.compare import CPU, LIMIT, TOTAL, Case, Effort, Fact, Row, compare
+from iep.evaluation.json_report import align_rows
 from iep.runtime.files import check_writable, write_bytes, write_json
 from iep.runtime.pictures import save
 
@@ -100,7 +101,7 @@ def format_comparison(case: Case, rows: Sequence[Row], unit: str) -> str:
     lines = [_cells(row, unit) for row in rows]
     headings = list(dict.fromkeys(heading for line in lines for heading in line))
     columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
-    table = format_table([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
+    table = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
     notes = [f"{row.name} left out: {row.left_out}" for row in rows if row.left_out]
     return "\n".join([f"{title}, median of up to {rounds} rounds", table, *notes])
 
@@ -128,16 +129,6 @@ def short(value: Fact) -> str:
 
 def _described(setting: Mapping[str, Fact]) -> str:
     return ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting.items())
-
-
-def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return aligned columns, those of `left` flush left and the others flush right."""
-    columns = [
-        [cell.ljust(width) if number in left else cell.rjust(width) for cell in column]
-        for number, column in enumerate(zip(*rows, strict=True))
-        for width in [max(map(len, column))]
-    ]
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, unit: str, subtitle: str) -> None:

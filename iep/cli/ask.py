@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The image: PNG, JPEG, ... Only a baseline that reads no image does without.",
+    help="The image: PNG, JPEG, ... Required except by a baseline that reads no image.",
 )
 @click.option(
     "--question",

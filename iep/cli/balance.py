@@ -11,7 +11,7 @@ from iep.synth.tally import table, tally_file
 @click.command(cls=Command)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 def main(files: tuple[Path, ...]) -> None:
-    """Print the share of the commonest answer to each question type in CLEVR questions FILES."""
+    """Print the share of the most common answer to each question type in CLEVR questions FILES."""
     for path in files:
         click.echo(f"{path}\n{table(tally_file(path))}")
 

@@ -28,7 +28,8 @@ def batching(default: str, *options: str) -> Callable:
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[Strategy]:
         return parsed("--batching", lambda: parse_strategies(value, options))
 
-    what = f"Comma list of schedulers, with + {', '.join(options)}; all: every one, then {BEST} with more and more."
+    added = f"each may be followed by +OPTION of {', '.join(options)}"
+    what = f"Comma list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
     return option("--batching", "strategies", callback=parse, default=default, help=what)
 
 
@@ -42,28 +43,30 @@ def all_of(*added: Callable) -> Callable:
     return lambda command: all_of(*added[:-1])(added[-1](command)) if added else command
 
 
-def measured(repeat: int, max_seconds: float = 10.0, of: str = "Rounds of measuring.") -> Callable:
+def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds of measuring.") -> Callable:
     """Return the options of how long to measure, with how many threads, and where to write."""
-    enough = "After so many, what was measured three times is not measured again."
+    enough = "Seconds after which a row needs no more than three rounds."
     return all_of(
         option("--repeat", type=click.IntRange(min=1), default=repeat, help=of),
         option("--max-seconds", type=click.FloatRange(min=0), default=max_seconds, help=enough),
-        option("--threads", type=click.IntRange(1, 1024), help="Of PyTorch on a CPU.  [default: PyTorch's]"),
-        option("--out", type=DIRECTORY, help="Directory for the tables, all figures (JSON) and a picture."),
+        option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]"),
+        option("--out", type=DIRECTORY, help="Directory for the tables, all results (JSON) and a picture."),
     )
 
 
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0)
-phases = choices("--phase", "phases", PHASES, "What a step is: forward, loss and backward; or forward.")
+phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
-    option("--data", type=DATA, help="Directory that iep-preprocess wrote; else data is made."),
+    option("--data", type=DATA, help="Read data from this directory, which iep-preprocess wrote."),
     option("--split", default="val", help="Split of --data."),
 )
 
 
 def network(words: int) -> Callable:
     """Return the options that networks of trees and of sentences have in common."""
-    vocabulary = option("--words", type=click.IntRange(2, 10**9), default=words, help="Of the vocabulary made.")
+    vocabulary = option(
+        "--words", type=click.IntRange(2, 10**9), default=words, help="Size of the generated vocabulary."
+    )
     return all_of(vocabulary, batching(STRATEGIES, SHARING, DEFER), phases, seed, measured(7))
 
 
@@ -94,9 +97,9 @@ def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
     given = {name for name in flags if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
     for name in names:
         if {name, beside} <= given:
-            raise click.UsageError(f"{flags[name]} is not for {flags[beside]}")
+            raise click.UsageError(f"{flags[name]} cannot go together with {flags[beside]}")
     if "split" in given and "data" not in given:
-        raise click.UsageError("--split is for --data")
+        raise click.UsageError("--split needs --data")
 
 
 @click.group(cls=Group)
@@ -108,15 +111,15 @@ def main() -> None:
 
 
 @main.command(cls=RecordedCommand)
-@option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions a minibatch.")
+@option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions per minibatch.")
 @batching(ALL, *OPTIONS, *PRECISIONS)
 @data
-@option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Of the data made.")
-@option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Of the data made.")
-@option("--config", "config_file", type=FILE, help="YAML: its engine part.")
+@option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
+@option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
+@option("--config", "config_file", type=FILE, help="YAML file whose engine settings are used.")
 @option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @placement_options
-@option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Of convolutions.")
+@option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
 @phases
 @seed
 @measured(10, 30.0)
@@ -138,13 +141,18 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 
 
 @main.command(cls=Command)
-@option("--program", "programs", multiple=True, metavar="TOKENS", help="In prefix order; may be given several times.")
+@option("--program", "programs", multiple=True, metavar="TOKENS", help="Program in prefix order; repeatable.")
 @data
-@option("--num-samples", type=SIZE, default=8, help="The first N questions of --data.")
-@option("--questions-per-image", type=SIZE, default=1, help="So many programs of --program ask about one image.")
+@option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
+@option("--questions-per-image", type=SIZE, default=1, help="Number of programs of --program per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, FAMILIES)
-@option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Residual blocks, or attentions.")
-@option("--scene", type=click.Choice(["module", "stem"]), default=EngineConfig.scene, help="A module, or the stem.")
+@option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Family of modules.")
+@option(
+    "--scene",
+    type=click.Choice(["module", "stem"]),
+    default=EngineConfig.scene,
+    help="What computes the scene: a module, or the stem.",
+)
 @placement_options
 @option("--out", type=DIRECTORY, help="Directory for the text, the calls (JSON) and a picture.")
 @click.pass_context
@@ -165,45 +173,46 @@ def plan(ctx: click.Context, **given: Any) -> None:
 
 @main.command(cls=RecordedCommand)
 @data
-@option("--images", type=SIZE, default=10_000, help="Of the data made in --out: 0.4 GB a thousand, removed at the end.")
-@choices("--features", "sources", ("cold", "warm", "memory"), "On the disk, in the system's cache, in shared memory.")
-@choices("--order", "orders", ("image", "random"), "All questions image by image, or one of each image at random.")
-@option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Comma list.")
-@option("--batch-size", type=SIZE, default=256, help="Questions a batch.")
-@option("--batches", type=SIZE, default=200, help="After which a pass ends, if not before.")
+@option("--images", type=SIZE, default=10_000, help="Generated images, 0.4 GB per thousand; removed at the end.")
+@choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk, cache or shared memory.")
+@choices("--order", "orders", ("image", "random"), "image: all questions image by image; random: one of each image.")
+@option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Comma list of numbers of workers.")
+@option("--batch-size", type=SIZE, default=256, help="Questions per batch.")
+@option("--batches", type=SIZE, default=200, help="Most batches of a pass.")
 @seed
-@measured(3, 600.0, "Passes of each.")
+@measured(3, 600.0, "Passes of each row.")
 @click.pass_context
 def loader(ctx: click.Context, **given: Any) -> None:
-    """Time the data loader alone: questions and bytes a second, without any network."""
+    """Time the data loader alone, in questions and bytes per second, without a network."""
     exclude(ctx, "images")
     run(ctx, "loader", directory=given["out"], **given)
 
 
 @main.command(cls=RecordedCommand)
 @option("--data", type=DATA, required=True, help="Directory that iep-preprocess wrote.")
-@option("--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), required=True, help="YAML to train.")
-@option("--processes", type=SIZES, default="1,2", help="How many, on this machine; comma list.")
-@option("--iterations", type=click.IntRange(min=2), default=100, help="Of each run.")
-@measured(3, 3600.0, "Runs of each.")
+@option("--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), required=True, help="YAML settings.")
+@option("--processes", type=SIZES, default="1,2", help="Comma list of numbers of processes.")
+@option("--iterations", type=click.IntRange(min=2), default=100, help="Training steps of each run.")
+@measured(3, 3600.0, "Runs of each number of processes.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def processes(ctx: click.Context, **given: Any) -> None:
-    """Time training by one process and by several."""
+    """Time training by one process and by several processes."""
     run(ctx, "processes", **given)
 
 
 @main.command("tree-lstm", cls=RecordedCommand)
-@option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees a minibatch.")
-@option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Constituents or dependencies.")
+@option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees per minibatch.")
+@option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM.")
 @option("--width", type=SIZE, help="Hidden size.  [default: 256; of child-sum 150]")
-@option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs; else trees are made.")
+@option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs.  [default: generate]")
 @network(words=16_000)
 @click.pass_context
 def tree_lstm(ctx: click.Context, **given: Any) -> None:
-    """Time a Tree-LSTM per instance, batched, by hand (binary), and its limit.
+    """Time a Tree-LSTM per instance, batched, by hand (binary only), and the limit of the hardware.
 
-    The binary one, for sentiment, is written in vertex functions; the child-sum one, for relatedness, in a lazy scope.
+    The binary Tree-LSTM classifies sentiment and uses vertex functions. The child-sum Tree-LSTM predicts relatedness
+    and uses a lazy scope.
     """
     exclude(ctx, "words")
     given["width"] = given["width"] or {"binary": 256, "child-sum": 150}[given["cell"]]
@@ -211,41 +220,41 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 
 
 @main.command("tree-fc", cls=RecordedCommand)
-@option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Of a tree.")
-@option("--batch-size", type=SIZE, default=16, help="Trees a minibatch.")
+@option("--leaves", type=CommaList(click.IntRange(2, 10**9)), default="32,64,128,256,512,1024", help="Leaves per tree.")
+@option("--batch-size", type=SIZE, default=16, help="Trees per minibatch.")
 @option("--width", type=SIZE, default=512, help="Hidden size.")
 @network(words=1_000)
 @click.pass_context
 def tree_fc(ctx: click.Context, **given: Any) -> None:
-    """Time Tree-FC, complete binary trees, per instance, batched, by hand, and its limit."""
+    """Time Tree-FC on complete binary trees: per instance, batched, by hand, and the limit of the hardware."""
     run(ctx, "networks", **given)
 
 
 @main.command(cls=RecordedCommand)
-@option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences a minibatch.")
+@option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch.")
 @option("--characters/--no-characters", default=False, help="Spell rare words.")
 @option("--width", type=SIZE, default=256, help="Hidden size.")
-@option("--data", type=DATA, help="File of WikiNER's lines of word|POS|tag; else sentences are made.")
+@option("--data", type=DATA, help="File of WikiNER's lines of word|POS|tag.  [default: generate]")
 @network(words=16_000)
 @click.pass_context
 def tagger(ctx: click.Context, **given: Any) -> None:
-    """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and its limit."""
+    """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and the limit of the hardware."""
     exclude(ctx, "words")
     run(ctx, "networks", **given)
 
 
 @main.command(cls=RecordedCommand)
-@option("--experts", type=SIZES, default="1,10,100,1000", help="Of the layer.")
-@option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="A minibatch.")
-@option("--k", type=SIZE, default=1, help="Experts of a token.")
-@option("--width", type=TRIPLE, metavar="INPUTS HIDDEN OUTPUTS", default=(256, 256, 256), help="Of an expert.")
+@option("--experts", type=SIZES, default="1,10,100,1000", help="Experts of the layer.")
+@option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch.")
+@option("--k", type=SIZE, default=1, help="Experts per token.")
+@option("--width", type=TRIPLE, metavar="INPUTS HIDDEN OUTPUTS", default=(256, 256, 256), help="Sizes of an expert.")
 @option("--device", default="cpu", help="auto, cpu, cuda, cuda:1, ...")
 @phases
 @seed
 @measured(7)
 @click.pass_context
 def moe(ctx: click.Context, **given: Any) -> None:
-    """Time a layer of experts token by token, batched, by hand, and its limit, by experts and size of minibatch."""
+    """Time a layer of experts token by token, batched, by hand, and the limit of the hardware."""
     k, few = given["k"], min(given["experts"])
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")

@@ -111,14 +111,11 @@ def main(
 
             by_main(encode)
         if "features" in parts:
-            workers = _default_workers() if workers is None else workers
+            if workers is None:  # one per core, divided among the processes that torchrun started on this machine
+                processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+                workers = max(1, min(len(os.sched_getaffinity(0)), 8) // processes)
             how = {"dtype": dtype, "device": torch_device, "batch_size": batch_size, "workers": workers}
             preprocess_features(images, out, model, **how, overwrite=overwrite, say=say, verify=verify)
-
-
-def _default_workers() -> int:
-    """Return one per core, divided among the processes that torchrun started on this machine."""
-    return max(1, min(len(os.sched_getaffinity(0)), 8) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _inputs(

@@ -118,12 +118,17 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
         programs = percent(report.program_exact_match and report.program_exact_match.overall)
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
-    widths = [max(map(len, column)) for column in table]
-    lines = []
-    for label, *cells in zip(*table, strict=True):
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([label.ljust(widths[0]), *aligned]).rstrip())
-    return "\n".join(lines)
+    return align_rows([*zip(*table, strict=True)])
+
+
+def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Return a text table whose columns `left` are flush left and the others flush right."""
+    columns = [
+        [cell.ljust(width) if number in left else cell.rjust(width) for cell in column]
+        for number, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
@@ -136,12 +141,9 @@ def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Rep
     return [*baselines.values(), *columns]
 
 
-def _members(family: str) -> tuple[str, ...]:
-    return tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
-
-
 def _family_rows(family: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [(family, _members(family)), *((f"  {name.split(': ')[1]}", (name,)) for name in _members(family))]
+    members = tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
+    return [(family, members), *((f"  {name.split(': ')[1]}", (name,)) for name in members)]
 
 
 ROWS: tuple[tuple[str, tuple[str, ...] | None], ...] = (

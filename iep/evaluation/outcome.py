@@ -41,7 +41,7 @@ ANSWERS, ANSWERS_JSON = "answers.txt", "answers.json"
 OUTPUTS = (PREDICTIONS, REPORT, ANSWERS, ANSWERS_JSON)
 
 
-def words(indices: Sequence[int], tokens: Sequence[str]) -> list[str]:
+def content_tokens(indices: Sequence[int], tokens: Sequence[str]) -> list[str]:
     """Return the tokens between `<START>` and `<END>`, or the padding where there is no `<END>`."""
     indices = np.asarray(indices).tolist()
     if END in indices:
@@ -58,7 +58,7 @@ def question_text(indices: Sequence[int], tokens: Sequence[str]) -> str:
 
     Questions files hold tokens only; preprocessing drops `?` and `.`, and every question of CLEVR ends in `?`.
     """
-    text = " ".join(words(indices, tokens)).replace(" ;", ";").replace(" ,", ",")
+    text = " ".join(content_tokens(indices, tokens)).replace(" ;", ";").replace(" ,", ",")
     return f"{text}?" if text else ""
 
 
@@ -122,9 +122,9 @@ class Outcome:
             if questions.families is not None:
                 row["family"] = int(questions.families[n])
             if questions.programs is not None:
-                row["program"] = words(questions.programs[n], vocab.program)
+                row["program"] = content_tokens(questions.programs[n], vocab.program)
             if predictions.programs is not None:
-                row["predicted_program"] = words(predictions.programs[n], vocab.program)
+                row["predicted_program"] = content_tokens(predictions.programs[n], vocab.program)
             if questions.answers is not None:
                 row["answer"] = vocab.answer[questions.answers[n]]
             if predictions.answers is not None:

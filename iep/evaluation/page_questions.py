@@ -8,7 +8,7 @@ Shapes: N questions, R of them listed, L program tokens.
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -30,6 +30,13 @@ WIDTH = 320
 """The greatest width of a picture, in pixels."""
 QUALITY = 75
 """The quality of JPEG pictures, up to 95."""
+FILLED_IN, IGNORED = "filled in", "ignored"
+REMARKS = {
+    FILLED_IN: "the program has no function here; the engine uses the scene.",
+    IGNORED: "these functions follow a complete tree and do not run.",
+    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene's.",
+}
+"""The page's explanation of each kind of line that is not a plain function of the program."""
 
 
 class Pictures:
@@ -78,15 +85,6 @@ def data_uri(image: Image.Image) -> str:
     content = io.BytesIO()
     small.save(content, "JPEG", quality=QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode("ascii")
-
-
-FILLED_IN, IGNORED = "filled in", "ignored"
-REMARKS = {
-    FILLED_IN: "the program has no function here; the engine uses the scene.",
-    IGNORED: "these functions follow a complete tree and do not run.",
-    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene's.",
-}
-"""What the page says of the lines of a tree that are no plain functions of the program, by their kind."""
 
 
 class Line(NamedTuple):
@@ -145,7 +143,8 @@ def choose(outcome: Outcome, most: int) -> np.ndarray:
         sorts.append(_round_robin(pairs_N[order_N], order_N))
     kinds_N = outcome.types if outcome.questions.families is None else outcome.questions.families
     sorts.append(_round_robin(kinds_N, np.arange(count)))
-    chosen = islice(dict.fromkeys(_in_turn([candidates.tolist() for candidates in sorts])), most)
+    in_turn = chain.from_iterable(zip_longest(*(candidates.tolist() for candidates in sorts)))
+    chosen = islice(dict.fromkeys(row for row in in_turn if row is not None), most)
     return np.array(sorted(chosen), dtype=np.int64)
 
 
@@ -160,11 +159,6 @@ def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
     _, first, counts = np.unique(keys_N[by_key], return_index=True, return_counts=True)
     turn = np.arange(len(keys_N)) - np.repeat(first, counts)
     return rows_N[by_key[np.argsort(turn, kind="stable")]]
-
-
-def _in_turn(lists: list[list[int]]) -> Iterator[int]:
-    rounds = chain.from_iterable(zip_longest(*lists))
-    return (row for row in rounds if row is not None)
 
 
 def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:

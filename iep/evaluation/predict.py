@@ -160,10 +160,6 @@ def _in_order(gathered: Sequence[dict[str, list[Tensor]]], seconds: float) -> Pr
     def stacked(name: str) -> np.ndarray | None:
         return torch.cat(parts[name])[place].numpy() if parts[name] else None
 
-    parts["programs"] = _of_one_width(parts["programs"])
+    width = max((programs_BL.shape[1] for programs_BL in parts["programs"]), default=0)
+    parts["programs"] = [F.pad(each, (0, width - each.shape[1]), value=NULL) for each in parts["programs"]]
     return Predictions(stacked("programs"), stacked("answers"), stacked("probabilities"), seconds)
-
-
-def _of_one_width(programs: list[Tensor]) -> list[Tensor]:
-    width = max((programs_BL.shape[1] for programs_BL in programs), default=0)
-    return [F.pad(programs_BL, (0, width - programs_BL.shape[1]), value=NULL) for programs_BL in programs]

@@ -1,7 +1,7 @@
 """Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes.
 
 Notes for the terminal and the HTML report warn of results that are easily misread: types of predicted programs, a
-missing column of commonest answers, pictures of other images than those of the features, incomplete answers.
+missing column of most common answers, pictures of other images than those of the features, incomplete answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -100,11 +100,13 @@ def evaluate(
         baselines=baselines,
     )
     notes = _notes(settings, outcome, baselines, pictures)
-    _write_notes(notes)
+    for note in notes:
+        tqdm.write(note)
     try:
         if out is not None:
             write_outputs(out, outcome, report)
-            _write_notes(_answers_notes(out, outcome, split.total))
+            for note in _answers_notes(out, outcome, split.total):
+                tqdm.write(note)
         if page is not None:
             shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
             write_page(page, outcome, report, shown, pictures, notes)
@@ -112,11 +114,6 @@ def evaluate(
         if show is not None:
             show(report)
     return report
-
-
-def _write_notes(notes: list[str]) -> None:
-    for note in notes:
-        tqdm.write(note)
 
 
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
@@ -206,7 +203,7 @@ def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) 
 
 
 def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
-    """Return the scores of the commonest answer to each question type, counted on the training split, if known."""
+    """Return the scores of the most common answer to each question type, counted on the training split, if known."""
     split, vocab, questions, types = training_split(data), outcome.vocab, outcome.questions, outcome.types
     if questions.answers is None or questions.programs is None or split is None:
         return {}

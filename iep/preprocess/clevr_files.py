@@ -47,10 +47,8 @@ def question_files(clevr_dir: Path) -> dict[str, Path]:
 
 
 def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
-    def order(split: str) -> tuple[int, str]:
-        return next((i for i, kind in enumerate(_ORDER) if split.startswith(kind)), len(_ORDER)), split
-
-    return {split: by_split[split] for split in sorted(by_split, key=order)}
+    """Return the splits of each kind in `_ORDER`, then the others, each in alphabetical order."""
+    return dict(sorted(by_split.items(), key=lambda item: ([not item[0].startswith(kind) for kind in _ORDER], item[0])))
 
 
 def count_images(directory: Path) -> int:

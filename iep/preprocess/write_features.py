@@ -241,13 +241,10 @@ def _begin(partial: Path, journal: Path, spec: FeaturesSpec) -> _Begun:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
         free = shutil.disk_usage(partial.parent).free
-        need = f"needs {_num_bytes(spec) / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        need = f"needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
         raise InputError(f"{partial}: no room for the features: {need} ({error.strerror})") from None
     return begun
-
-
-def _num_bytes(spec: FeaturesSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _create_datasets(hdf5: h5py.File, spec: FeaturesSpec) -> _Begun:

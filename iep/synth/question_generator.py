@@ -102,7 +102,8 @@ def _wanted(family: Family, search: Search, tally: Counter) -> list[str]:
 
 def _find_query(family: Family, search: Search, answer: str) -> tuple | None:
     attribute = family.head.removeprefix("query_")
-    for target in _shuffled(bits(search.facts.having[attribute][answer]), search.rng):
+    targets = bits(search.facts.having[attribute][answer])
+    for target in search.rng.sample(targets, len(targets)):
         phrase = describe_one(search, target, family.links[0], mentions(family.silent))
         if phrase is not None:
             return (family.head, "unique", *phrase.tokens), (phrase,), ()
@@ -216,16 +217,8 @@ _FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
 }
 
 
-def _some(objects_D: np.ndarray) -> np.ndarray:
-    return objects_D != 0
-
-
 def _accepts(answer: str) -> Accept:
     """Return which sets give the wanted answer to `exist` or `count`."""
     if answer in YES_NO:
-        return _some if answer == "yes" else lambda objects_D: objects_D == 0
+        return lambda objects_D: (objects_D != 0) == (answer == "yes")
     return lambda objects_D: SIZES[objects_D] == int(answer)
-
-
-def _shuffled(items: list[int], rng: Random) -> list[int]:
-    return rng.sample(items, len(items))

@@ -19,6 +19,12 @@ from iep.synth.rays import Grid, Hits, box_around, frame_of, nearest_hits, plane
 from iep.synth.scenes import Camera, Scene, Thing
 from iep.synth.world import RGB
 
+SUPERSAMPLING = 2
+COARSE_WIDTH = 120  # columns of the picture on which visibility is judged, whatever the image's size
+BEVEL = 5  # normals are blended by the 2 ** BEVEL-th power of the distance from the middle; metal's by one less
+HAZE = 0.14  # share of light grey in the colour of rubber
+AMBIENT = 0.30
+
 
 @dataclass(frozen=True)
 class Light:
@@ -35,6 +41,47 @@ LIGHTS = (
     Light((0.97, 0.35, 0.9), 0.22, 0.22, True),
     Light((-0.73, 0.37, 0.8), 0.12, 0.0, False),
 )
+
+
+def render(scene: Scene, width: int, height: int) -> np.ndarray:
+    """Return the picture of a scene, (height, width, 3) uint8."""
+    lights = [(light, turned(light.towards, scene.light_turn)) for light in LIGHTS]
+    hits = nearest_hits(scene, width, height, SUPERSAMPLING)
+    image_HW = ground(scene, lights, width, height)
+    image_3HW = image_HW * np.array([1.0, 0.992, 0.98], np.float32)[:, None, None]
+    for index in range(len(scene.things)):
+        _paint(image_3HW, index, scene, lights, hits)
+    return np.clip(image_3HW * 255 + 0.5, 0, 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+def visible_share(scene: Scene, aspect: float) -> list[float]:
+    """Return each thing's share of the pixels of a coarse picture (width / height = `aspect`), 0 if it is hidden."""
+    width, height = COARSE_WIDTH, max(round(COARSE_WIDTH / aspect), 1)
+    hits = nearest_hits(scene, width, height, 1)
+    counts = np.bincount(hits.thing_HW.ravel() + 1, minlength=len(scene.things) + 1)
+    return [count / (width * height) for count in counts[1:].tolist()]
+
+
+def _paint(image_3HW: Grid, index: int, scene: Scene, lights: list[tuple[Light, Grid]], hits: Hits) -> None:
+    """Paint the visible samples of one thing over the ground, averaged per pixel."""
+    box = hits.boxes[index]
+    if box is None:
+        return
+    rows_P, columns_P = np.nonzero(hits.thing_HW[box] == index)
+    if len(rows_P) == 0:
+        return
+    depth_P = hits.depth_HW[box][rows_P, columns_P]
+    color_3P = shade(index, scene, lights, hits.u_W[box[1]][columns_P], hits.v_H[box[0]][rows_P], depth_P)
+    height = (box[0].stop - box[0].start) // SUPERSAMPLING
+    width = (box[1].stop - box[1].start) // SUPERSAMPLING
+    pixel_P = (rows_P // SUPERSAMPLING) * width + columns_P // SUPERSAMPLING
+    share = np.float32(1 / SUPERSAMPLING**2)
+    cover_HW = np.bincount(pixel_P, minlength=height * width).reshape(height, width).astype(np.float32) * share
+    target = tuple(slice(part.start // SUPERSAMPLING, part.stop // SUPERSAMPLING) for part in box)
+    ground_3HW = image_3HW[(slice(None), *target)]
+    for channel in range(3):
+        sum_HW = np.bincount(pixel_P, color_3P[channel], height * width).reshape(height, width).astype(np.float32)
+        ground_3HW[channel] += sum_HW * share - cover_HW * ground_3HW[channel]
 
 
 def turned(towards: tuple[float, float, float], turn: float) -> Grid:
@@ -141,11 +188,6 @@ def _may_shadow(other: Thing, thing: Thing, towards: Grid, softness: float) -> b
     return apart < 1.75 * (thing.extent + other.extent) + softness
 
 
-BEVEL = 5  # normals are blended by the 2 ** BEVEL-th power of the distance from the middle; metal's by one less
-HAZE = 0.14  # share of light grey in the colour of rubber
-AMBIENT = 0.30
-
-
 def shade(index: int, scene: Scene, lights: list[tuple[Light, Grid]], u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
     """Return the (3, P) colours of points of one thing, 0 to 1, and above for highlights."""
     thing, camera = scene.things[index], scene.camera
@@ -233,48 +275,3 @@ def _dot(a_3: Grid, b_3P: Grid) -> Grid:
 
 def _turn(frame_33: Grid, vector_3P: Grid) -> Grid:
     return np.stack([_dot(row_3, vector_3P) for row_3 in frame_33])
-
-
-SUPERSAMPLING = 2
-COARSE_WIDTH = 120  # columns of the picture on which visibility is judged, whatever the image's size
-
-
-def render(scene: Scene, width: int, height: int) -> np.ndarray:
-    """Return the picture of a scene, (height, width, 3) uint8."""
-    lights = [(light, turned(light.towards, scene.light_turn)) for light in LIGHTS]
-    hits = nearest_hits(scene, width, height, SUPERSAMPLING)
-    image_HW = ground(scene, lights, width, height)
-    image_3HW = image_HW * np.array([1.0, 0.992, 0.98], np.float32)[:, None, None]
-    for index in range(len(scene.things)):
-        _paint(image_3HW, index, scene, lights, hits)
-    return np.clip(image_3HW * 255 + 0.5, 0, 255).astype(np.uint8).transpose(1, 2, 0)
-
-
-def visible_share(scene: Scene, aspect: float) -> list[float]:
-    """Return each thing's share of the pixels of a coarse picture (width / height = `aspect`), 0 if it is hidden."""
-    width, height = COARSE_WIDTH, max(round(COARSE_WIDTH / aspect), 1)
-    hits = nearest_hits(scene, width, height, 1)
-    counts = np.bincount(hits.thing_HW.ravel() + 1, minlength=len(scene.things) + 1)
-    return [count / (width * height) for count in counts[1:].tolist()]
-
-
-def _paint(image_3HW: Grid, index: int, scene: Scene, lights: list[tuple[Light, Grid]], hits: Hits) -> None:
-    """Paint the visible samples of one thing over the ground, averaged per pixel."""
-    box = hits.boxes[index]
-    if box is None:
-        return
-    rows_P, columns_P = np.nonzero(hits.thing_HW[box] == index)
-    if len(rows_P) == 0:
-        return
-    depth_P = hits.depth_HW[box][rows_P, columns_P]
-    color_3P = shade(index, scene, lights, hits.u_W[box[1]][columns_P], hits.v_H[box[0]][rows_P], depth_P)
-    height = (box[0].stop - box[0].start) // SUPERSAMPLING
-    width = (box[1].stop - box[1].start) // SUPERSAMPLING
-    pixel_P = (rows_P // SUPERSAMPLING) * width + columns_P // SUPERSAMPLING
-    share = np.float32(1 / SUPERSAMPLING**2)
-    cover_HW = np.bincount(pixel_P, minlength=height * width).reshape(height, width).astype(np.float32) * share
-    target = tuple(slice(part.start // SUPERSAMPLING, part.stop // SUPERSAMPLING) for part in box)
-    ground_3HW = image_3HW[(slice(None), *target)]
-    for channel in range(3):
-        sum_HW = np.bincount(pixel_P, color_3P[channel], height * width).reshape(height, width).astype(np.float32)
-        ground_3HW[channel] += sum_HW * share - cover_HW * ground_3HW[channel]

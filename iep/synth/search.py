@@ -40,8 +40,11 @@ class Search:
 
 def search_on(facts: Facts, rng: Random) -> Search:
     """Return a search on a scene."""
-    fitting = _fitting(facts)
-    return Search(facts, fitting, np.array(fitting), rng)
+    fitting = [facts.everything]
+    for attribute in ATTRIBUTES:  # in the order of DESCRIPTIONS
+        masks = (facts.everything, *facts.having[attribute].values())
+        fitting = [objects & mask for objects in fitting for mask in masks]
+    return Search(facts, tuple(fitting), np.array(fitting), rng)
 
 
 def describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
@@ -145,12 +148,3 @@ def _single_links(search: Search, link: int | str, target: int | None, avoid: in
         inner = describe_one(search, start, hops - 1, silent, avoid)
         if inner is not None:
             yield token, objects, inner
-
-
-def _fitting(facts: Facts) -> tuple[int, ...]:
-    """Return the set of objects that fits each of `DESCRIPTIONS`, in their order."""
-    sets = [facts.everything]
-    for attribute in ATTRIBUTES:
-        having = facts.having[attribute]
-        sets = [objects & mask for objects in sets for mask in (facts.everything, *having.values())]
-    return tuple(sets)

@@ -1,4 +1,4 @@
-"""The accuracy of blind guessing: the share of the commonest answer to each question type, and their average.
+"""The accuracy of blind guessing: the share of the most common answer to each question type, and their average.
 
 Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; its accuracy on CLEVR is about 42%.
 `python -m iep.cli.balance QUESTIONS.json ...` prints the table of questions files with answers and programs.
@@ -31,8 +31,8 @@ class Tally:
         self.modules += other.modules
 
 
-def commonest_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
-    """Return for each question type its commonest answer, the share of that answer, and the number of questions."""
+def most_common_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
+    """Return for each question type its most common answer, the share of that answer, and the number of questions."""
     by_type: dict[str, Counter] = {}
     for (kind, answer), count in answers.items():
         by_type.setdefault(kind, Counter())[answer] += count
@@ -44,18 +44,17 @@ def commonest_shares(answers: Counter) -> dict[str, tuple[str, float, int]]:
 
 
 def guessing_accuracy(answers: Counter) -> float:
-    """Return the accuracy of always giving the commonest answer to the question's type; nan without questions."""
+    """Return the accuracy of always giving the most common answer to the question's type; nan without questions."""
     total = answers.total()
-    return (
-        sum(share * count for _, share, count in commonest_shares(answers).values()) / total if total else float("nan")
-    )
+    right = sum(share * count for _, share, count in most_common_shares(answers).values())
+    return right / total if total else float("nan")
 
 
 def table(tally: Tally) -> str:
     """Return the tally as a table in text."""
     total = tally.answers.total()
-    lines = [f"{'question type':<24}{'questions':>10}  commonest answer"]
-    for kind, (answer, share, count) in commonest_shares(tally.answers).items():
+    lines = [f"{'question type':<24}{'questions':>10}  most common answer"]
+    for kind, (answer, share, count) in most_common_shares(tally.answers).items():
         lines.append(f"{kind:<24}{count:>10}  {answer} {share:.1%}")
     lines.append(f"{'all':<24}{total:>10}  {guessing_accuracy(tally.answers):.1%} by guessing")
     lines.append(f"{tally.modules / max(total, 1):.2f} modules per question besides scene")

@@ -1,4 +1,4 @@
-"""The small world that CLEVR shows: its attributes, sizes, colours, relations, functions and answers, as constants.
+"""The small world that CLEVR shows: its attributes, sizes, colours and relations, as constants.
 
 Follows Johnson et al. 2017 (CLEVR: A Diagnostic Dataset), section 3.1, and its supplement; the two conditions of
 CLEVR-CoGenT restrict colours by shape. Nothing here draws, samples or asks.
@@ -13,14 +13,6 @@ VALUES = {
     "material": ("rubber", "metal"),
     "shape": ("cube", "sphere", "cylinder"),
 }
-
-FUNCTIONS = (
-    *("scene", "unique", "count", "exist", "union", "intersect", "less_than", "greater_than", "equal_integer"),
-    *(f"relate[{relation}]" for relation in RELATIONS),
-    *(f"filter_{attribute}[{value}]" for attribute in ATTRIBUTES for value in VALUES[attribute]),
-    *(f"{kind}_{attribute}" for kind in ("query", "same", "equal") for attribute in ATTRIBUTES),
-)
-ANSWERS = ("yes", "no", *map(str, range(11)), *(value for attribute in ATTRIBUTES for value in VALUES[attribute]))
 
 RADIUS = {"large": 0.7, "small": 0.35}
 CUBE_HALF_SIDE = 0.85  # of the radius, so that a cube looks about as large as a sphere of its size
