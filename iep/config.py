@@ -28,7 +28,7 @@ BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
 """Models of a single network that answers without programs."""
 MODELS = ("pg", "ee", "joint", *BASELINES)
 WITH_ENGINE = ("ee", "joint")
-SEEING = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
+READING_FEATURES = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
 """Models that read features."""
 MODULES = tuple(choices.MODULES)
 BATCHING = tuple(SCHEDULERS)
@@ -201,7 +201,7 @@ class Config:
     """Processes that read batches and plan them; 0 does it in the training process."""
     prefetch: int = setting(2, minimum=1)
     """Batches that each worker makes ahead."""
-    features_in_memory: bool = setting(False, models=SEEING)
+    features_in_memory: bool = setting(False, models=READING_FEATURES)
     """Read all features once, at the start, into memory that all processes of a machine share."""
 
     iterations: int = setting(20_000, minimum=1)

@@ -15,7 +15,7 @@ from iep.bench.engine import Step
 from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import clevr_vocab, generated
 from iep.config import BATCHING, EngineConfig
-from iep.models.build import build, engine_kwargs
+from iep.models.build import build, network_kwargs
 from iep.programs import arity
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_a_part_calls_the_modules_as_the_step_does(name: str, training: bool, mo
     (strategy,) = parse_strategies(name)
     vocab = clevr_vocab()
     config = EngineConfig(modules=modules, module_dim=2, stem_widths=())
-    engine = build("engine", engine_kwargs(config, vocab, (3, 3, 3))).train(training)
+    engine = build("engine", network_kwargs("engine", config, vocab, (3, 3, 3))).train(training)
     minibatch = generated(6, 3, (3, 3, 3), largest=6).minibatch(0, 6, CPU)
     step = Step(engine, strategy, minibatch, CPU)
     parts, limit = step.parts(), step.limit()

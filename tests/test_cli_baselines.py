@@ -21,7 +21,7 @@ from tiny_data import (
 from train_cases import iep_train
 
 from iep.config import BASELINES
-from iep.models.build import NETWORKS, load_baseline
+from iep.models.build import NETWORKS, load_network
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 
 LOOKING = ("cnn-lstm", "cnn-lstm-sa")
@@ -42,7 +42,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 @pytest.mark.parametrize("model", LOOKING)
 def test_answers_are_those_of_each_question_by_itself_with_its_own_image(data, trained, tmp_path: Path, model: str):
     report, rows, output = evaluate(tmp_path, "--baseline", trained[model], "--data", data, "--name", "this one")
-    network = load_baseline(trained[model], VOCAB, torch.device("cpu"))
+    network = load_network(trained[model], "baseline", VOCAB, torch.device("cpu"))
     given, images = arrays(VAL), torch.from_numpy(features(1))
     logits = [
         network(torch.from_numpy(question)[None].long(), images[image][None])

@@ -188,7 +188,7 @@ def test_a_damaged_best_checkpoint_is_named_by_resuming_and_by_evaluation(data: 
         content[place] ^= 1
     damaged.write_bytes(content)
     assert_one_error(iep_train("--resume", "--out", run, "iterations=6"), f"{damaged}: not a whole checkpoint file")
-    with pytest.raises(InputError, match=rf"{BEST}: not a whole .*; {run}/step-4.pt is good"):
+    with pytest.raises(InputError, match=rf"{BEST}: not a whole .*; the newest .*: to use it, name {run}/step-4.pt$"):
         load_checkpoint(run)
     damaged.unlink()
     assert iep_train("--resume", "--out", run, "iterations=6", "device=cpu").exit_code == 0

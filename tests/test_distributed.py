@@ -89,7 +89,7 @@ def _case(dtype: torch.dtype, kind: type[nn.Module] = nn.BatchNorm2d) -> tuple[t
 def _synchronized(dtype: torch.dtype, kind: type[nn.Module]) -> tuple[list[torch.Tensor], list[str], torch.Tensor]:
     network, part = _norm(dtype, kind), (slice(0, 5), slice(5, 7))[distributed.rank()]
     names = list(network.state_dict())
-    synchronize_norms(network, torch.distributed.new_group())
+    synchronize_norms(network)
     assert list(network.state_dict()) == names
     results = _normalized(network, *(values[part] for values in _case(dtype, kind)))
     return results, names, network.eval()(_case(dtype, kind)[0]).detach()

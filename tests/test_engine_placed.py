@@ -83,7 +83,10 @@ def test_in_bfloat16_all_devices_compute_in_it(devices, defer):
 def test_attentions_have_the_same_sum_on_several_devices():
     engine = tbd_cases.tbd_engine()
     placed = placed_copy(engine, ("cpu", "cpu", "cpu"))
-    look = [each.look(features(16), each.plan(tbd_cases.PROGRAMS_BL, attentions=True)) for each in (engine, placed)]
+    look = [
+        each.forward_with_attentions(features(16), each.plan(tbd_cases.PROGRAMS_BL, attentions=True))
+        for each in (engine, placed)
+    ]
     torch.testing.assert_close(look[0], look[1])
     assert look[0][1] > 0
 

@@ -11,7 +11,7 @@ from train_cases import iep_train
 
 from iep.config import MODELS, Config
 from iep.errors import InputError
-from iep.models.build import NETWORKS, baseline_kwargs, build, engine_kwargs, generator_kwargs
+from iep.models.build import NETWORKS, build, network_kwargs
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
 from iep.training.freezing import freeze, modules_of, parts_of, train_mode
 from iep.training.run_training import train
@@ -63,12 +63,12 @@ def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Confi
 def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
     made = {
-        "generator": lambda: generator_kwargs(config.generator, VOCAB),
-        "engine": lambda: engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)),
+        "generator": lambda: network_kwargs("generator", config.generator, VOCAB),
+        "engine": lambda: network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)),
     }
     shape = (CHANNELS, GRID, GRID)
     return {
-        name: build(name, made[name]() if name in made else baseline_kwargs(name, getattr(config, name), VOCAB, shape))
+        name: build(name, made[name]() if name in made else network_kwargs(name, getattr(config, name), VOCAB, shape))
         for name in NETWORKS[model]
     }
 

@@ -24,7 +24,7 @@ from original_cases import (
 from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, write_h5
 
 from iep.config import BATCHING, Config
-from iep.models.build import load_baseline, load_network
+from iep.models.build import load_network
 from iep.program_generator.decode import greedy
 from iep.vocab import END
 
@@ -186,7 +186,7 @@ def test_a_baseline_with_any_options_has_the_originals_logits(tmp_path_factory, 
     rows_B = OF_VAL["image_idxs"][:COUNT]
     questions_BT = OF_VAL["questions"][:COUNT]
     expected = baseline_logits(file, FEATURES_NCHW[rows_B], questions_BT.tolist())
-    baseline = load_baseline(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), VOCAB, CPU)
+    baseline = load_network(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), "baseline", VOCAB, CPU)
     with torch.inference_mode():
         assert_close(baseline(torch.from_numpy(questions_BT).long(), FEATURES_NCHW, rows_B), expected)
 

@@ -215,8 +215,6 @@ KWARGS_OF_GENERATORS = [
 WEIGHTS = [
     ({"scene.conv2.bias": None}, 'Missing key(s) in state_dict: "scene.conv2.bias"'),
     ({"stem.0.bias": torch.zeros(9)}, "size mismatch for stem.0.bias"),
-    ({"<NULL>.conv1.bias": torch.zeros(9)}, "the weights of <NULL> are not of the same"),
-    ({"<START>.conv1.bias": None}, "the weights of <START> are not of the same shapes"),
     ({"stem.0.bias": [1, 2]}, "stem.0.bias is of type list, expected Tensor"),
     ({"extra": torch.ones(1)}, 'Unexpected key(s) in state_dict: "extra"'),
 ]

@@ -25,7 +25,7 @@ from iep.execution_engine.placement import (
     round_robin,
     rows_copied,
 )
-from iep.models.build import build, engine_kwargs, place_engine
+from iep.models.build import build, network_kwargs, place_engine
 from iep.vocab import NULL, Vocab, index_tokens
 
 PARTS = ("stem", "<END>", "count", "union", "classifier")
@@ -34,7 +34,9 @@ TWO = ("cpu", "cuda:0")
 
 def make_engine(feature_shape=(3, 4, 4), config=None) -> ExecutionEngine:
     small = EngineConfig(module_dim=4, stem_widths=(), classifier_projection=4, classifier_hidden=(5,))
-    return build("engine", engine_kwargs(config or small, Vocab((), TOKENS, index_tokens(["yes"])), feature_shape))
+    return build(
+        "engine", network_kwargs("engine", config or small, Vocab((), TOKENS, index_tokens(["yes"])), feature_shape)
+    )
 
 
 def test_round_robin_gives_the_parts_to_the_devices_in_turn() -> None:

@@ -211,7 +211,7 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
         plan = engine.plan(programs_BL, rows_B, name, sharing, attentions=True)
 
         def run(x, plan=plan):
-            logits, attention = engine.look(x, plan)
+            logits, attention = engine.forward_with_attentions(x, plan)
             return torch.cat([logits.flatten(), 3 * attention[None]])
 
         assert_same(results(run, engine, features_NCHW), expected, 1e-9)
@@ -219,6 +219,6 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
 
 def test_attentions_are_summed_only_where_the_plan_asks_for_them_and_modules_make_them():
     engine = tbd_engine()
-    assert engine.look(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
+    assert engine.forward_with_attentions(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
     with pytest.raises(ValueError, match="modules return no attentions"):
         tbd_engine(modules="iep").plan(programs("count scene"), attentions=True)

@@ -17,7 +17,7 @@ from train_cases import rows, weights
 
 from iep.config import read_config, to_dict
 from iep.data.datasets import Batch
-from iep.models.build import build, engine_kwargs, load_network
+from iep.models.build import build, load_network, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer, learning_rate
@@ -71,7 +71,7 @@ def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: P
     config = tiny_config(data, "ee", "num_train_samples=1", "weight_decay=0.1")
     train(config, tmp_path, resume=False)
     torch.manual_seed(config.seed)
-    initial = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    initial = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
     after = weights(newest(tmp_path), "engine")
     used = {VOCAB.program[token] for token in arrays(1)["programs"][0] if token > END} | {"stem", "classifier"}
     assert {"exist", "scene"} < used < {name for name, _ in initial.named_children()}

@@ -22,7 +22,7 @@ from iep.data.features import Features
 from iep.data.ordering import deal
 from iep.data.question_file import read_questions
 from iep.errors import InputError
-from iep.models.build import build, engine_kwargs
+from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.signals import Stopped, handled
@@ -116,7 +116,7 @@ def _gradients(defer: bool, data: Path) -> list[torch.Tensor | None]:
     """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *NORM, "sharing=true", f"defer_weight_grads={defer}".lower())
-    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
@@ -124,7 +124,7 @@ def _gradients(defer: bool, data: Path) -> list[torch.Tensor | None]:
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
     batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
-    loss, _ = replicas.loss(batch)
+    loss, _ = task.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
     return [parameter.grad for parameter in engine.parameters()]
 

@@ -19,7 +19,7 @@ from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
-from iep.models.build import build, engine_kwargs
+from iep.models.build import build, network_kwargs
 from iep.runtime.distributed import rank, world_size
 from iep.training.joined_norms import JoinedStatistics
 from iep.training.parallel import Replicas
@@ -43,14 +43,15 @@ def _gradients(data: Path) -> dict[str, torch.Tensor | None]:
     """Of a minibatch, of which this process has a part, and the counts of rows that norms have seen."""
     torch.manual_seed(0)
     config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example", "sharing=null")
-    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
-    replicas = Replicas(EngineTask(config, {"engine": engine}), list(engine.parameters()))
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
+    task = EngineTask(config, {"engine": engine})
+    replicas = Replicas(task, list(engine.parameters()))
     questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
     dataset = ClevrDataset(questions, features, engine.planner(training=True))
     rows = np.arange(13)
     batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
-    loss, _ = replicas.loss(batch)
+    loss, _ = task.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
     seen = {name: count for name, count in engine.named_buffers() if name.endswith("num_batches_tracked")}
     return {name: parameter.grad for name, parameter in engine.named_parameters()} | seen

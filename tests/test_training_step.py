@@ -14,7 +14,7 @@ from torch import nn
 from iep.config import read_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import Split, open_split
-from iep.models.build import build, engine_kwargs, generator_kwargs
+from iep.models.build import build, network_kwargs
 from iep.program_generator.decode import sample
 from iep.training.freezing import freeze
 from iep.training.loop import Trainer, learning_rate
@@ -28,8 +28,8 @@ def small_joint(frozen: str | None = None, **settings: Any) -> JointTask:
     torch.manual_seed(0)
     given = [f"{name}={value}" for name, value in settings.items()]
     config = tiny_config(Path(), "joint", "batching=improved", "max_program_length=6", *given)
-    generator = build("generator", generator_kwargs(config.generator, VOCAB))
-    engine = build("engine", engine_kwargs(config.engine, VOCAB, (CHANNELS, GRID, GRID)))
+    generator = build("generator", network_kwargs("generator", config.generator, VOCAB))
+    engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)))
     task = JointTask(config, {"generator": generator, "engine": engine})
     freeze(task.networks, () if frozen is None else (frozen,))
     return task

@@ -14,7 +14,7 @@ from torch import nn
 from iep.asking.answers import Asker
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
-from iep.models.build import check_features, check_vocab, features_shape, load_baseline, looks, place, unpack
+from iep.models.build import FEATURE_SIDES, check_features, check_vocab, features_shape, load_network, place, unpack
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
 from iep.preprocess.compute_features import image_features
@@ -79,9 +79,9 @@ def make_asker(
         answering = place(unpack(held, "engine", path), on).eval()
         networks = {"engine": answering}
     else:
-        answering = load_baseline(path, vocab, on)
+        answering = load_network(path, "baseline", vocab, on)
         networks = {"baseline": answering}
-        if not looks(held["networks"]):
+        if not held["networks"].keys() & FEATURE_SIDES.keys():
             if given := [*options, *(["--weights"] if weights else [])]:
                 raise InputError(f"{path}: reads no image; {given[0]} does not apply")
             if image is not None:

@@ -30,7 +30,7 @@ from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, engine_kwargs, place, place_engine
+from iep.models.build import build, network_kwargs, place, place_engine
 from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
@@ -175,7 +175,9 @@ def engine_benchmark(
         workload = generated(max(largest, MIN_SAMPLES), questions_per_image, feature_shape, largest, seed)
     else:
         workload = read_workload(largest, data, split)
-    engine = place(build("engine", engine_kwargs(config, workload.vocab, workload.feature_shape)), first, memory_format)
+    engine = place(
+        build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), first, memory_format
+    )
     description = workload.description
     if placement != NONE:
         sample = Sample(workload.programs_QL, workload.image_idxs_Q, workload.description)

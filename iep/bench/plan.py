@@ -27,7 +27,7 @@ from iep.data.question_file import open_split
 from iep.errors import InputError, nearest
 from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, engine_kwargs
+from iep.models.build import build, network_kwargs
 from iep.programs import SCENE
 from iep.runtime.files import write_bytes, write_json
 from iep.runtime.pictures import save
@@ -157,7 +157,9 @@ def show_plans(
         questions = open_split(data, split, vocab, False, num_samples).questions
         programs_BL, image_idxs_B = programs_of(questions), questions.image_idxs
     with torch.device("meta"):
-        engine = build("engine", engine_kwargs(EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE))
+        engine = build(
+            "engine", network_kwargs("engine", EngineConfig(modules=modules, scene=scene), vocab, FEATURE_SHAPE)
+        )
     if placement != NONE:
         sample = Sample(programs_BL, image_idxs_B, "these programs")
         costs = costs_of(engine, sample)

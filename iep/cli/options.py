@@ -1,5 +1,4 @@
-"""What the options of several commands are made of, and those for which questions, where the engine's functions
-run, and what makes features."""
+"""The options that several commands share: types of values, questions, decoding, placement and the image backbone."""
 
 import re
 import shlex
@@ -45,12 +44,10 @@ class DirectoryPath(click.Path):
 
 
 class CommaList(click.ParamType):
-    """A comma list, each item converted by `item`; a tuple without repetitions."""
+    """A comma list, each item converted by `item`; a tuple, without repetitions unless `repeated`."""
 
-    name = "list"
-
-    def __init__(self, item: click.ParamType):
-        self.item = item
+    def __init__(self, item: click.ParamType, name: str = "list", repeated: bool = False):
+        self.item, self.name, self.repeated = item, name, repeated
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple:
         if isinstance(value, tuple):
@@ -58,7 +55,10 @@ class CommaList(click.ParamType):
         parts = [part.strip() for part in value.split(",")]
         if isinstance(self.item, click.IntRange) and not all(re.fullmatch("-?[0-9]+", part) for part in parts):
             self.fail(f"{value!r}, expected integers separated by commas, such as 1,16,64", param, ctx)
-        return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in parts))
+        if not all(parts):
+            self.fail(f"{value!r} is not a comma {self.name}", param, ctx)
+        items = [self.item.convert(part, param, ctx) for part in parts]
+        return tuple(items if self.repeated else dict.fromkeys(items))
 
 
 class RecordedCommand(Command):
@@ -70,47 +70,22 @@ class RecordedCommand(Command):
 
 
 def parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """What `parse` returns; what it refuses is a wrong flag."""
+    """Return what `parse` returns; its `InputError` becomes a usage error of the option."""
     try:
         return parse()
     except InputError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
 
 
-class DeviceList(click.ParamType):
-    """A comma list of devices; one may stand in it several times."""
-
-    name = "devices"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        names = value if isinstance(value, tuple) else tuple(name.strip() for name in value.split(","))
-        if not all(names):
-            self.fail(f"{value!r} is not a comma list of devices, such as cuda:0,cuda:1", param, ctx)
-        return names
-
-
-BACKBONE_OPTIONS: dict[str, dict[str, Any]] = {
-    "backbone": {
-        "type": click.Choice((*RESNETS, "patches")),
-        "help": "What makes features of pixels; patches needs no weights.{only}",
-    },
-    "stage": {
-        "type": click.IntRange(1, 4),
-        "help": f"ResNet: take the features at the end of this stage.  [{{default}}: {RESNET_STAGE}]",
-    },
-    "weights": {"help": "ResNet: default (ImageNet, downloaded), random, or a .pth file.  [{default}: default]"},
-    "seed": {"type": click.IntRange(0, 2**32 - 1), "help": "ResNet: seed of random weights.  [{default}: 0]"},
-    "image_size": {
-        "type": click.IntRange(32, 4096),
-        "help": f"ResNet: pixels to a side after resizing.  [{{default}}: {RESNET_IMAGE_SIZE}]",
-    },
-    "patch_size": {
-        "type": click.IntRange(1, 256),
-        "help": f"patches: pixels to a side of each of the 14x14.  [{{default}}: {PATCH_SIZE}]",
-    },
+BACKBONE_OPTIONS: dict[str, tuple[Any, object, str]] = {
+    "backbone": (click.Choice((*RESNETS, "patches")), None, "What makes features of pixels; patches needs no weights."),
+    "stage": (click.IntRange(1, 4), RESNET_STAGE, "ResNet: take the features at the end of this stage."),
+    "weights": (click.STRING, "default", "ResNet: default (ImageNet, downloaded), random, or a .pth file."),
+    "seed": (click.IntRange(0, 2**32 - 1), 0, "ResNet: seed of random weights."),
+    "image_size": (click.IntRange(32, 4096), RESNET_IMAGE_SIZE, "ResNet: pixels to a side after resizing."),
+    "patch_size": (click.IntRange(1, 256), PATCH_SIZE, "patches: pixels to a side of each of the 14x14."),
 }
-"""What `backbone_options` adds, by the name under which a command gets it; in `help`, `{default}` and `{only}` are its
-words for when the default counts and when the options do."""
+"""The type, default and help of each option of `backbone_options`, by the name under which a command gets it."""
 
 
 def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
@@ -120,25 +95,28 @@ def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
         default: the backbone where none is given; None to leave that unset too, for a command that asks a checkpoint
             first.
     """
-    only = " This and the options below, but for --weights, are for checkpoints that do not say it themselves."
-    words = {"default": "default where the checkpoint does not say", "only": only}
-    words = words if default is None else {"default": "default", "only": ""}
-    of_backbone = {"default": default, "show_default": default is not None}
+    when = "default" if default else "default where the checkpoint does not say"
 
     def add(command: Callable) -> Callable:
-        for name, settings in reversed(BACKBONE_OPTIONS.items()):
-            more = {"help": settings["help"].format(**words), **(of_backbone if name == "backbone" else {})}
-            command = click.option(f"--{name.replace('_', '-')}", **(settings | more))(command)
+        for name, (kind, value, text) in reversed(BACKBONE_OPTIONS.items()):
+            of_backbone = {"default": default, "show_default": bool(default)} if name == "backbone" else {}
+            if value is not None:
+                text += f"  [{when}: {value}]"
+            elif default is None:
+                text += (
+                    " This and the options below, but for --weights, are for checkpoints that do not say it themselves."
+                )
+            command = click.option(f"--{name.replace('_', '-')}", type=kind, help=text, **of_backbone)(command)
         return command
 
     return add
 
 
 def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
-    """The backbone that `backbone_options` say, those that are None being unset.
+    """Return the backbone that the values of `backbone_options` describe; None stands for an option that is unset.
 
     Raises:
-        click.UsageError: an option of patches for a ResNet, or the other way about.
+        click.UsageError: an option of patches is given for a ResNet, or the reverse.
     """
     from iep.preprocess.backbones import Patches, ResNet
 
@@ -171,7 +149,7 @@ def placement_options(command: Callable) -> Callable:
     """Add `--placement` and `--devices`, unset unless given, to a command."""
     command = click.option(
         "--devices",
-        type=DeviceList(),
+        type=CommaList(click.STRING, "list of devices", repeated=True),
         metavar="DEVICE,DEVICE...",
         help="Devices of --placement, such as cuda:0,cuda:1; all that is not placed is on the first.",
     )(command)
@@ -194,7 +172,7 @@ def families_option(command: Callable) -> Callable:
 
 
 def where(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options say of devices, so that it replaces all that other settings, or a resumed run's, say of them.
+    """Return the settings of devices that the options replace, of a config or of a resumed run.
 
     Raises:
         click.UsageError: `--device` together with `--devices` or a placement.

@@ -35,13 +35,16 @@ if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
 
 
+FILE = click.Path(path_type=Path)
+
+
 @click.command(cls=Command)
 @click.option(
     "--model",
     type=click.Choice(MODELS),
     help="What to train: program generator, execution engine, both jointly, or a baseline without programs.",
 )
-@click.option("--data", type=click.Path(path_type=Path), help="Directory that iep-preprocess wrote.")
+@click.option("--data", type=FILE, help="Directory that iep-preprocess wrote.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -51,16 +54,12 @@ if TYPE_CHECKING:
 @click.option(
     "--config",
     "config_file",
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="YAML file of settings, or the name of a config of this package, such as mini/pg.",
 )
-@click.option(
-    "--pg",
-    type=click.Path(path_type=Path),
-    help="Checkpoint or run of a program generator to start from or predict with.",
-)
-@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine to start from.")
-@click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline to start from.")
+@click.option("--pg", type=FILE, help="Checkpoint or run of a program generator to start from or predict with.")
+@click.option("--ee", type=FILE, help="Checkpoint or run of an execution engine to start from.")
+@click.option("--baseline", type=FILE, help="Checkpoint or run of a baseline to start from.")
 @click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
 @click.option(
     "--modules",

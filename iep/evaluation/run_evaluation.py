@@ -28,7 +28,7 @@ from iep.evaluation.page_questions import Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
-from iep.models.build import check_features, describe_other_features, load_baseline, load_network, place_engine
+from iep.models.build import check_features, describe_other_features, load_network, place_engine
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory
 from iep.runtime.distributed import gather, is_main
@@ -62,7 +62,7 @@ def evaluate(
     pictures = None if page is None else page.pictures(settings.split)
     vocab = Vocab.load(settings.data / "vocab.json")
     device = main_device(settings.placement, settings.devices, settings.device)
-    baseline = None if settings.baseline is None else load_baseline(settings.baseline, vocab, device)
+    baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
     split = _open_split(settings, vocab, sees)
     predictor = _load(settings, vocab, split, baseline)

@@ -203,9 +203,9 @@ class ExecutionEngine(nn.Module):
         Raises:
             ValueError: the plan is for another kind of engine or for another number of images, or it has no program.
         """
-        return self.look(features_NCHW, plan, defer_weight_grads)[0]
+        return self.forward_with_attentions(features_NCHW, plan, defer_weight_grads)[0]
 
-    def look(
+    def forward_with_attentions(
         self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `forward` returns, and the sum of the attentions, which is 0 if the plan was made without."""

@@ -9,7 +9,7 @@ Shapes: Q programs, L program tokens.
 """
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -263,28 +263,6 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
     return "\n".join(lines)
 
 
-def describe_copies(plans: Sequence[Plan], costs: Costs, number_bytes: int, what: str) -> str:
-    """Return what the forward pass of `what` copies, and the least time of the modules: means over placed plans.
-
-    Args:
-        number_bytes: bytes of one number.
-    """
-    kinds, shares, total = [], [], 0.0
-    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
-        rows = mean(rows_copied(plan, column) for plan in plans)
-        if rows or column == MAP:
-            kinds.append(f"{rows:.4g} {name} of {size * number_bytes:,} bytes")
-        total += rows * size * number_bytes
-    for plan in plans:
-        alone = sum(cost_of_call(call, costs.flops_of_op) for call in plan.calls if call.op >= 0)
-        shares.append(least_time(plan, costs.flops_of_op) / alone if alone else 1.0)
-    return (
-        f"  the forward pass of {what} copies {' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the "
-        "backward pass as many gradients\n"
-        f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
-    )
-
-
 def rows_copied(plan: Plan, column: int) -> int:
     """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
     results = (result for call in plan.calls if call.op < 0 for result in call.results)
@@ -316,25 +294,31 @@ def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
 def describe_engine(
     option: str, engine: nn.Module, costs: Costs, sample: Sample, planner: Callable, batch_size: int, precision: str
 ) -> str:
-    """Return the placement of an `ExecutionEngine`, and what it copies in minibatches of the sample's questions, which
-    `planner`, as `engine.planner` returns it, plans."""
+    """Return the placement of an `ExecutionEngine`, and what the forward pass copies and the least time of the modules:
+    means over minibatches of questions evenly spread over the sample, which `planner`, as `engine.planner` returns it,
+    plans."""
     text = describe_placement(option, engine.placement, costs.work)
     if not sample.is_known:
         return f"{text}\n  what is copied between devices depends on programs, which are not known yet"
-    batches = _minibatches(sample, batch_size)
-    plans = [planner(programs_BL, image_rows_B=rows_B).plan for programs_BL, rows_B in batches]
-    number_bytes = 2 if precision == "bfloat16" else 4
-    what = f"a minibatch of {min(batch_size, len(sample.programs_QL))} questions"
-    return f"{text}\n{describe_copies(plans, costs, number_bytes, what)}"
-
-
-def _minibatches(sample: Sample, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the programs and image rows of several minibatches, of questions evenly spread over the sample."""
     rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
-    count = max(1, len(rows) // batch_size)
+    count, plans = max(1, len(rows) // batch_size), []
     for number in range(count):
         batch = rows[number::count][:batch_size]
-        yield sample.programs_QL[batch], np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
+        image_rows_B = np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
+        plans.append(planner(sample.programs_QL[batch], image_rows_B=image_rows_B).plan)
+    number_bytes, kinds, total = 2 if precision == "bfloat16" else 4, [], 0.0
+    for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
+        copied = mean(rows_copied(plan, column) for plan in plans)
+        if copied or column == MAP:
+            kinds.append(f"{copied:.4g} {name} of {size * number_bytes:,} bytes")
+        total += copied * size * number_bytes
+    alone = [sum(cost_of_call(call, costs.flops_of_op) for call in plan.calls if call.op >= 0) for plan in plans]
+    shares = [least_time(plan, costs.flops_of_op) / one if one else 1 for plan, one in zip(plans, alone, strict=True)]
+    return (
+        f"{text}\n  the forward pass of a minibatch of {min(batch_size, len(sample.programs_QL))} questions copies "
+        f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward pass as many gradients\n"
+        f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
+    )
 
 
 def _spread(count: int, most: int) -> np.ndarray:

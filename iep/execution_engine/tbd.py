@@ -26,20 +26,6 @@ def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
     return nn.Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
 
 
-class AttentionModule(nn.Module):
-    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention: where in it red objects are, say."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.conv1, self.conv2 = _conv3x3(dim), _conv3x3(dim)
-        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
-
-    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
-        """Return the new attention."""
-        x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
-        return torch.sigmoid(self.conv3(functional.relu(self.conv2(x_GCHW))))
-
-
 class QueryModule(nn.Module):
     """Features (G, C, H, W) and an attention (G, 1, H, W) -> an encoding: what is in the attended part."""
 
@@ -51,6 +37,18 @@ class QueryModule(nn.Module):
         """Return the encoding."""
         x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
         return functional.relu(self.conv2(x_GCHW))
+
+
+class AttentionModule(QueryModule):
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention: where in it red objects are, say."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+
+    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+        """Return the new attention."""
+        return torch.sigmoid(self.conv3(super().forward(features_GCHW, attention_G1HW)))
 
 
 class RelateModule(nn.Module):

@@ -7,7 +7,7 @@ networks are called `generator`, `engine`, `lstm`, `cnn_lstm` and `cnn_lstm_sa`,
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
-from iep.config import Config, EngineConfig, GeneratorConfig, LstmConfig, to_dict
+from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -39,13 +39,10 @@ DESCRIPTIONS = {
     "lstm": "a question-only LSTM",
     "cnn_lstm": "a CNN+LSTM",
     "cnn_lstm_sa": "a CNN+LSTM+SA",
+    "baseline": "a baseline",
 }
-NETWORKS = {
-    "pg": ("generator",),
-    "ee": ("engine",),
-    "joint": ("generator", "engine"),
-    **{name.replace("_", "-"): (name,) for name in BASELINES},
-}
+NETWORKS = {model: tuple(name for name, models in SECTIONS.items() if model in models) for model in MODELS}
+"""The networks of each model."""
 FEATURE_SIDES = {
     "engine": ("feature_dim", "feature_height", "feature_width"),
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
@@ -62,43 +59,22 @@ NEW_WORDS_STD = 0.01
 Shape = tuple[int, int, int]
 
 
-def looks(names: Iterable[str]) -> bool:
-    """Return whether any of the networks reads features."""
-    return any(name in FEATURE_SIDES for name in names)
+def network_kwargs(name: str, settings: Any, vocab: Vocab, feature_shape: Shape | None = None) -> dict[str, Any]:
+    """Return the constructor arguments of the network `name`: its settings, and the sizes of the data that it takes.
 
-
-def generator_kwargs(config: GeneratorConfig, vocab: Vocab) -> dict[str, Any]:
-    """Return the constructor arguments of the program generator."""
-    return {
+    Args:
+        settings: those of the network, a section of a `Config`.
+        feature_shape: (C, H, W) of the features; None for a network that reads none.
+    """
+    sizes = {
         "num_question_tokens": len(vocab.question),
         "num_program_tokens": len(vocab.program),
-        **to_dict(config),
-    }
-
-
-def engine_kwargs(config: EngineConfig, vocab: Vocab, feature_shape: Shape) -> dict[str, Any]:
-    """Return the constructor arguments of the execution engine for features of shape (C, H, W)."""
-    return {
         "program_tokens": list(vocab.program),
         "num_answers": len(vocab.answer),
-        **_sides("engine", feature_shape),
-        **to_dict(config),
+        **dict(zip(FEATURE_SIDES["engine"], feature_shape or (), strict=False)),
     }
-
-
-def baseline_kwargs(name: str, config: LstmConfig, vocab: Vocab, feature_shape: Shape | None) -> dict[str, Any]:
-    """Return the constructor arguments of a baseline for features of shape (C, H, W), which the LSTM does not read."""
-    return {
-        "num_question_tokens": len(vocab.question),
-        "num_answers": len(vocab.answer),
-        **_sides(name, feature_shape),
-        **to_dict(config),
-    }
-
-
-def _sides(name: str, feature_shape: Shape | None) -> dict[str, int]:
-    """Return the sides of (C, H, W) that the constructor of the network `name` takes."""
-    return dict(zip(FEATURE_SIDES.get(name, ()), feature_shape or (), strict=False))
+    accepted = inspect.signature(CLASSES[name]).parameters
+    return {key: size for key, size in sizes.items() if key in accepted} | to_dict(settings)
 
 
 def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -147,12 +123,9 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
-        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with {DESCRIPTIONS[name]}")
-    kwargs, weights = packed[name]["kwargs"], packed[name]["weights"]
-    _check_fit(name, kwargs, weights, path)
-    network = build(name, kwargs)
-    _load(network, name, weights, path)
-    _check_numbers(network, name, path)
+        found = ", ".join(DESCRIPTIONS.get(each, each) for each in packed) or "no network"
+        raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
+    network = _load(name, packed[name]["kwargs"], packed[name]["weights"], path)
     network.recipe = checkpoint.get("features") or {}
     return network
 
@@ -169,50 +142,45 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _check_fit(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> None:
-    """Check that a checkpoint's settings fit its weights before a network of that size is allocated."""
+def _load(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
+    """Return a network with weights, which are compared with its settings before a network of that size is allocated.
+
+    With a weight or a running statistic that is not finite, every answer would be NaN or the first answer.
+    """
+    what = DESCRIPTIONS[name]
     for key, value in weights.items():
         if not (value.is_floating_point() or key.endswith(COUNTS)):
             dtype = str(value.dtype).removeprefix("torch.")
-            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} is {dtype}, expected floating point")
+            raise InputError(f"{path}: {key} of {what} is {dtype}, expected floating point")
     for key in LAYERS & kwargs.keys():
         count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
         if isinstance(count, int) and count > len(weights):
-            what = f"{count} layers of {DESCRIPTIONS[name]}, and there are {len(weights)} weights"
-            raise InputError(f"{path}: {key} makes {what}")
+            raise InputError(f"{path}: {key} makes {count} layers of {what}, and there are {len(weights)} weights")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to the sketch
         try:
             with torch.device("meta"), _Unfilled():
-                sketch = build(name, kwargs)
+                network = build(name, kwargs)
         except InputError as error:
             raise InputError(f"{path}: {_short(error)}") from None
         except Exception as error:  # arguments of a wrong type can fail in any way
-            raise InputError(f"{path}: {DESCRIPTIONS[name]} cannot be built: {_short(error)}") from None
-        _load(sketch, name, weights, path)
-
-
-def _load(network: nn.Module, name: str, weights: Mapping[str, Any], path: Path | str) -> None:
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        what = f"the weights do not make {DESCRIPTIONS[name]} of its settings"
-        raise InputError(f"{path}: {what} ({_short(error)})") from None
-
-
-def _short(error: Exception) -> str:
-    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
-
-
-def _check_numbers(network: nn.Module, name: str, path: Path | str) -> None:
-    """Check weights and running statistics: with an invalid one, every answer would be NaN or the first answer."""
+            raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
+        try:
+            network.load_state_dict(weights)  # compares names and shapes
+            network.to_empty(device="cpu").load_state_dict(weights)
+        except RuntimeError as error:
+            raise InputError(f"{path}: the weights do not make {what} of its settings ({_short(error)})") from None
     for key, value in network.state_dict().items():
         is_good, expected = value.isfinite(), "finite numbers"
         if is_good.all() and key.endswith(VARIANCES):
             is_good, expected = value >= 0, "no variance below 0"
         if not is_good.all():
-            found = value[~is_good][0].item()
-            raise InputError(f"{path}: {key} of {DESCRIPTIONS[name]} holds {found}, expected {expected}")
+            raise InputError(f"{path}: {key} of {what} holds {value[~is_good][0].item()}, expected {expected}")
+    return network
+
+
+def _short(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()), 300, placeholder=" ...")
 
 
 def load_network(
@@ -222,7 +190,7 @@ def load_network(
     device: torch.device,
     add_words: Callable[[nn.Module, int], None] | None = None,
 ) -> nn.Module:
-    """Return the network `name` of the checkpoint at `path`, in evaluation mode.
+    """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` stands for one of any kind.
 
     If `vocab` has question words after all those of the checkpoint, `add_words` (unless None) is called with the
     network and their number, to extend the network to `vocab`.
@@ -230,20 +198,16 @@ def load_network(
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
     """
-    return _from_checkpoint(load_checkpoint(Path(path), PARTS_OF_A_MODEL), path, name, vocab, device, add_words)
-
-
-def load_baseline(path: Path | str, vocab: Vocab, device: torch.device) -> nn.Module:
-    """Return the baseline of any kind in the checkpoint at `path`, in evaluation mode.
-
-    Raises:
-        InputError: as `load_network`, or the checkpoint holds no baseline.
-    """
     checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
-    name = next((name for name in checkpoint["networks"] if name in BASELINES), None)
-    if name is None:
-        raise InputError(f"{path}: holds {_describe(checkpoint)}, expected a checkpoint with a baseline")
-    return _from_checkpoint(checkpoint, path, name, vocab, device)
+    if name == "baseline":
+        name = next((held for held in checkpoint["networks"] if held in BASELINES), name)
+    network = unpack(checkpoint, name, path)
+    trained = Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
+    if add_words is not None and (count := count_new_words(trained, vocab)):
+        add_words(network, count)
+        trained = replace(trained, question=vocab.question)
+    check_vocab(trained, vocab, name, path)
+    return place(network, device).eval()
 
 
 def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
@@ -255,28 +219,6 @@ def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
     other.load_state_dict(engine.state_dict())
     other.recipe = engine.recipe
     return other
-
-
-def _from_checkpoint(
-    checkpoint: Mapping[str, Any],
-    path: Path | str,
-    name: str,
-    vocab: Vocab,
-    device: torch.device,
-    add_words: Callable[[nn.Module, int], None] | None = None,
-) -> nn.Module:
-    network = unpack(checkpoint, name, path)
-    trained = Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
-    if add_words is not None and (count := count_new_words(trained, vocab)):
-        add_words(network, count)
-        trained = replace(trained, question=vocab.question)
-    check_vocab(trained, vocab, name, path)
-    return place(network, device).eval()
-
-
-def _describe(checkpoint: Mapping[str, Any]) -> str:
-    """Return the networks of a loaded checkpoint in words."""
-    return ", ".join(DESCRIPTIONS.get(name, name) for name in checkpoint.get("networks", {})) or "no network"
 
 
 MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
@@ -381,13 +323,9 @@ def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:
     The embeddings (V, E) become (V + N, E). The old rows keep their bits, and the new ones are normal with a standard
     deviation of 0.01, drawn with `seed`. The network's `kwargs` are updated.
     """
-    words = _embedding(network, name)
+    words = network.get_submodule("encoder_embed" if name == "generator" else "rnn.embed")
     generator = torch.Generator().manual_seed(seed)
     new_NE = torch.randn(count, words.embedding_dim, generator=generator) * NEW_WORDS_STD
     words.weight = nn.Parameter(torch.cat([words.weight.detach(), new_NE.to(words.weight)]), words.weight.requires_grad)
     words.num_embeddings += count
     network.kwargs = network.kwargs | {"num_question_tokens": words.num_embeddings}
-
-
-def _embedding(network: nn.Module, name: str) -> nn.Embedding:
-    return network.get_submodule("encoder_embed" if name == "generator" else "rnn.embed")

@@ -13,7 +13,6 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,10 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
     """
     path = Path(path)
     if path.is_dir():
-        return _load_best(path, parts)
+        found = [each for each in (path / BEST, *step_checkpoints(path)) if each.exists()]
+        if not found:
+            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
+        return _load_first(found, parts, "to use it, name {good}").content
     with reading(path, WHAT):
         content = _read(path)
         if is_original(content):
@@ -196,57 +198,43 @@ def _check_archive(path: Path) -> int:
     return start[1] if start[:1] == pickle.PROTO and len(start) > 1 else 0
 
 
-def _load_best(out: Path, parts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the content of the best checkpoint of the run in `out`, or else its newest."""
-    found = [path for path in (out / BEST, *step_checkpoints(out)) if path.exists()]
-    if not found:
-        raise InputError(f"{out}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
-    try:
-        return load_checkpoint(found[0], parts)
-    except InputError as error:
-        good = next((path for path in found[1:] if _is_good(path, parts)), None)
-        raise InputError(f"{error}{'' if good is None else f'; {good} is good'}") from None
+def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: str) -> Saved:
+    """Return the first of a run's checkpoints `paths`.
 
-
-def _is_good(path: Path, parts: Mapping[str, Any] | None) -> bool:
-    with suppress(InputError):
-        return bool(load_checkpoint(path, parts))
-    return False
+    Raises:
+        InputError: it is damaged or lacks a part. Names the next one that is good, and gives the `advice` to it.
+    """
+    problem, bad = None, []
+    for path in paths:
+        try:
+            saved = Saved(path, load_checkpoint(path, parts))
+        except InputError as error:
+            problem, bad = problem or error, [*bad, path.name]
+            continue
+        if problem is None:
+            return saved
+        good = f"the newest good checkpoint is {path.name}, of iteration {saved.content.get('step')}"
+        raise InputError(f"{problem}; {good}: {advice.format(good=path, bad=' and '.join(bad))}")
+    raise InputError(f"{problem}; {paths[0].parent} has no good checkpoint")
 
 
 def load_newest(out: Path) -> Saved | None:
     """Return the newest checkpoint of the run in `out`, to resume from; None when it has none.
 
     Raises:
-        InputError: the newest is damaged, or no checkpoint of a run. Names the newest one that is good.
+        InputError: the newest is damaged, or no checkpoint of a run, and names the newest one that is good; or the best
+            one, which nothing may ever replace, is damaged.
     """
-    problem, bad = None, []
-    for path in checkpoints(out):
-        try:
-            content = load_checkpoint(path, PARTS_OF_A_RUN)
-        except InputError as error:
-            problem, bad = problem or error, [*bad, path.name]
-            continue
-        if problem is None:
-            _check_best(out)
-            return Saved(path, content)
-        raise InputError(
-            f"{problem}; the newest good checkpoint is {path.name}, of iteration {content['step']}: "
-            f"to resume from it, remove {' and '.join(bad)}"
-        )
-    if problem is not None:
-        raise InputError(f"{problem}; {out} has no good checkpoint") from None
-    return None
-
-
-def _check_best(out: Path) -> None:
-    """Check that the best checkpoint, if there is one, is what was written: nothing may ever replace it."""
+    if not (found := checkpoints(out)):
+        return None
+    newest = _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}")
     if (out / BEST).exists():
         try:
             with reading(out / BEST, WHAT):
                 _check_archive(out / BEST)
         except InputError as error:
             raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
+    return newest
 
 
 def remove_old(out: Path, keep: int) -> None:

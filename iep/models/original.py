@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from iep.config import (
@@ -68,13 +67,17 @@ _CNN_LSTM_SA = _LSTM | {
     "stacked_attn_dim": "attention_dim",
     "num_stacked_attn": "attention_steps",
 }
-_BASELINES = {
-    "LSTM": ("lstm", LstmConfig(), _LSTM, 0),
-    "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM, 3),
-    "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA, 1),
+_SIDES = ("feature_dim", "feature_height", "feature_width")
+_ANSWERS = ("num_question_tokens", "num_answers")
+_NETWORKS = {
+    "program_generator": ("generator", GeneratorConfig(), _GENERATOR, ("num_question_tokens", "num_program_tokens")),
+    "execution_engine": ("engine", EngineConfig(), _ENGINE, ("program_tokens", "num_answers", *_SIDES)),
+    "LSTM": ("lstm", LstmConfig(), _LSTM, _ANSWERS),
+    "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM, (*_ANSWERS, *_SIDES)),
+    "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA, (*_ANSWERS, *_SIDES[:1])),
 }
-"""By the original's name: the name here, the default settings, their names there, and how many sides of features (C, H,
-W) the network depends on."""
+"""By the original's name of a network or of a kind of baseline: the name here, the default settings, their names there,
+and the sizes of the data that the constructor takes."""
 _NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 """Codes of numpy's dtypes that are numbers."""
 
@@ -155,51 +158,46 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in weights.items():
             if not isinstance(value, Tensor):
                 raise InputError(f"{part}_state: {name} is of type {type(value).__name__}, expected Tensor")
-        values, source = dict(options), f"{part}_kwargs"
-        if part == "program_generator":
-            networks["generator"] = {"kwargs": _generator(values, source, vocab), "weights": dict(weights)}
-        elif part == "execution_engine":
-            weights = _without_idle_modules(weights, vocab)
-            networks["engine"] = {"kwargs": _engine(values, source, vocab), "weights": weights}
+        values, weights, source = dict(options), dict(weights), f"{part}_kwargs"
+        kind = content.get("baseline_type") if part == "baseline" else part
+        known = [each for each in _NETWORKS if (each in PARTS) == (part != "baseline")]
+        if kind not in known:
+            raise InputError(f"{source}: baseline_type is {kind!r}, expected one of {', '.join(known)}")
+        name, config, names, takes = _NETWORKS[kind]
+        if name == "generator":
+            sizes = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
+            for option, expected in {**sizes, "null_token": NULL, "start_token": START, "end_token": END}.items():
+                if (value := values.pop(option, expected)) != expected:
+                    raise InputError(f"{source}: {option} is {value!r}, expected {expected}, as in vocab")
         else:
-            kind = content.get("baseline_type")
-            if not isinstance(kind, str) or kind not in _BASELINES:
-                raise InputError(f"{source}: baseline_type is {kind!r}, expected one of {', '.join(_BASELINES)}")
-            name, config, names, sides = _BASELINES[kind]
-            _check_vocab(values, source, vocab, ("question", "answer"))
-            settings, others = _settings(config, values, names, source)
-            sizes = {"num_question_tokens": len(vocab.question), "num_answers": len(vocab.answer)}
-            kwargs = {**sizes, **_sides(others, sides), **settings}
-            networks[name] = {"kwargs": kwargs, "weights": dict(weights)}
+            _check_vocab(values, source, vocab, ("program" if name == "engine" else "question", "answer"))
+        settings, others = _settings(config, values, names, source)
+        sizes = {
+            "num_question_tokens": len(vocab.question),
+            "num_program_tokens": len(vocab.program),
+            "program_tokens": list(vocab.program),
+            "num_answers": len(vocab.answer),
+            **dict(zip(_SIDES, others.feature_dim, strict=True)),
+        }
+        kwargs = {size: sizes[size] for size in takes} | settings
+        if name == "engine":
+            kwargs |= _engine_settings(others, kwargs["module_dim"])
+            idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # like any other's, and never run
+            weights = {key: value for key, value in weights.items() if not key.startswith(idle)}
+        networks[name] = {"kwargs": kwargs, "weights": weights}
     if not networks:
         raise InputError("a checkpoint of the original toolkit without any network")
     return {"networks": networks, "vocab": vocab.to_json()}
 
 
-def _generator(values: dict[str, Any], source: str, vocab: Vocab) -> dict[str, Any]:
-    """Return the constructor's arguments of the program generator."""
-    sizes = {"encoder_vocab_size": len(vocab.question), "decoder_vocab_size": len(vocab.program)}
-    for name, expected in {**sizes, "null_token": NULL, "start_token": START, "end_token": END}.items():
-        if (value := values.pop(name, expected)) != expected:
-            raise InputError(f"{source}: {name} is {value!r}, expected {expected}, as in vocab")
-    settings, _ = _settings(GeneratorConfig(), values, _GENERATOR, source)
-    return {"num_question_tokens": len(vocab.question), "num_program_tokens": len(vocab.program), **settings}
-
-
-def _engine(values: dict[str, Any], source: str, vocab: Vocab) -> dict[str, Any]:
-    """Return the constructor's arguments of the execution engine."""
-    _check_vocab(values, source, vocab, ("program", "answer"))
-    settings, others = _settings(EngineConfig(), values, _ENGINE, source)
+def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
+    """Return the settings of the engine that have another meaning there, and those that are fixed there."""
     return {
-        "program_tokens": list(vocab.program),
-        "num_answers": len(vocab.answer),
-        **_sides(others, 3),
-        **settings,
         # Its examples run one at a time, and so does its batch norm.
         "module_norm": "example" if others.module_batchnorm else "none",
         "scene": "module",
         "stem": "conv" if others.stem_num_layers else "none",
-        "stem_widths": [settings["module_dim"]] * max(0, others.stem_num_layers - 1),
+        "stem_widths": [module_dim] * max(0, others.stem_num_layers - 1),
         "stem_bias": True,
         "classifier_pool": _POOLS[others.classifier_downsample],
         "classifier_pool_rest": False,
@@ -239,28 +237,3 @@ def _check_vocab(values: dict[str, Any], source: str, vocab: Vocab, kinds: Seque
     for kind in kinds:
         if getattr(held, kind) != getattr(vocab, kind):
             raise InputError(f"{source}: vocab has other {kind} tokens than the checkpoint's own vocab")
-
-
-def _sides(others: _Others, count: int) -> dict[str, int]:
-    """Return the first `count` sides of the features (C, H, W) as constructor's arguments."""
-    return dict(zip(("feature_dim", "feature_height", "feature_width")[:count], others.feature_dim, strict=False))
-
-
-def _without_idle_modules(weights: Mapping[str, Tensor], vocab: Vocab) -> dict[str, Tensor]:
-    """Return the weights but for those of `<NULL>` and `<START>`, which have a module like any other's and never run.
-
-    Raises:
-        InputError: these are not like those of `<END>`: the file is damaged, or not of such an engine.
-    """
-
-    def of(index: int) -> dict[str, torch.Size]:
-        start = f"{vocab.program[index]}."
-        return {name.removeprefix(start): value.shape for name, value in weights.items() if name.startswith(start)}
-
-    expected = of(END)
-    for index in (NULL, START):
-        if of(index) != expected:
-            what = f"the weights of {vocab.program[index]} are not of the same shapes as those of <END>"
-            raise InputError(f"execution_engine_state: {what}")
-    idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))
-    return {name: value for name, value in weights.items() if not name.startswith(idle)}

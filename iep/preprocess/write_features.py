@@ -35,7 +35,8 @@ from iep.runtime.distributed import (
     end_with,
     first_trouble,
     is_main,
-    on_one_machine,
+    local_world_size,
+    world_size,
 )
 from iep.runtime.files import os_errors_name, remove_temporaries, row_checksums, sync_directory, write_json
 from iep.runtime.locks import held
@@ -185,7 +186,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         try:
             yield rows
         except BaseException:
-            if on_one_machine():  # otherwise what the others have put on disk is known only where all meet
+            if local_world_size() == world_size():  # on several machines only a meeting tells what is on their disks
                 with suppress(OSError):
                     rows.flush()
             raise

@@ -1,7 +1,7 @@
 """The processes of one job: their ranks, what they exchange, and how an error of one ends all, reported once.
 
 Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands run inside
-`joined()` and exchange small objects on the CPU (gloo); gradients are left to torch's DistributedDataParallel. The
+`joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` sums gradients. The
 functions below `Trouble` must be called by every process at the same points; with one process they only raise.
 """
 
@@ -51,7 +51,8 @@ def joined() -> Iterator[None]:
     try:
         yield
     except InputError:
-        _let_the_first_speak()
+        if not is_main():
+            time.sleep(3)  # the first process most often reports the same, and torchrun ends this one meanwhile
         raise
     except RuntimeError as error:
         if not _is_lost_peer(error):
@@ -98,12 +99,6 @@ def _token(store: dist.Store, number: int, size: int) -> str:
             raise RuntimeError(f"processes {sorted(waiting)} of {size} have not come in {PATIENCE_SECONDS} seconds")
         time.sleep(0.02)
     return mine
-
-
-def _let_the_first_speak() -> None:
-    """Most often the first process has the same to say as this one. Then torchrun ends this one meanwhile."""
-    if not is_main():
-        time.sleep(3)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
@@ -248,8 +243,3 @@ def by_main(make: Callable[[], T]) -> T:
     made, error = attempt(make) if is_main() else (None, None)
     raise_any(error)
     return broadcast(made)
-
-
-def on_one_machine() -> bool:
-    """Return whether all processes of the job use the same disk cache."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world_size()

@@ -1,8 +1,8 @@
 """`--freeze`: parts of a model that training leaves as they are, by name.
 
-A frozen part keeps its weights, and does in training what it does in evaluation: no dropout, and batch norm by running
-statistics, which stay too. Where a model has two networks its parts are these, otherwise groups of its network's
-children. Whose loss counts no more is the task's business (`tasks.py`).
+A frozen part keeps its weights, and computes in training what it computes in evaluation: it has no dropout, and its
+batch norm uses the running statistics, which do not change. The parts of a model with two networks are these networks;
+otherwise they are groups of its network's children. `tasks.py` leaves out the loss of a frozen network.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,16 +25,16 @@ CHILDREN: dict[str, dict[str, tuple[str, ...] | None]] = {
 
 
 def parts_of(model: str) -> tuple[str, ...]:
-    """What `--freeze` may name of a model."""
+    """Return the names of the parts of a model, which `--freeze` takes."""
     networks = NETWORKS[model]
     return networks if len(networks) > 1 else tuple(CHILDREN[networks[0]])
 
 
 def check_freeze(model: str, names: Sequence[str]) -> None:
-    """See that all names are of parts of `model`, and that some part is left.
+    """Check that `names` are names of parts of `model`, and that some part is left to train.
 
     Raises:
-        InputError: a name is not, or none is.
+        InputError: a name is unknown, or no part is left.
     """
     parts = parts_of(model)
     for name in names:
@@ -47,10 +47,10 @@ def check_freeze(model: str, names: Sequence[str]) -> None:
 
 
 def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-    """Leave the named parts of a model, of all its `networks`, out of training.
+    """Exclude the named parts of a model, which has these `networks`, from training.
 
     Raises:
-        InputError: no part that is left has weights.
+        InputError: no other part has weights.
     """
     for name in names:
         for module in modules_of(networks, name):
@@ -62,7 +62,7 @@ def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
 
 
 def modules_of(networks: Mapping[str, nn.Module], part: str) -> list[nn.Module]:
-    """The modules that make up a part."""
+    """Return the modules of a part."""
     if part in networks:
         return [networks[part]]
     ((name, network),) = networks.items()
@@ -75,15 +75,15 @@ def modules_of(networks: Mapping[str, nn.Module], part: str) -> list[nn.Module]:
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Is any of its weights trained?"""
+    """Return whether any weight of the module is trained."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def train_mode(network: nn.Module, on: bool) -> None:
-    """Put the network into training mode or out of it, what is frozen always out of it.
+    """Set the training mode of a network, in which its frozen parts stay in evaluation mode.
 
-    But for LSTMs behind which something is trained: on a GPU a gradient can go back through them in training mode
-    alone. Without dropout they do the same in both.
+    Frozen LSTMs are an exception if another part is trained: on a GPU, gradients through an LSTM can be computed in
+    training mode only. They have no dropout, and so compute the same in both modes.
     """
     network.train(on and is_trained(network))
     if not network.training:

@@ -1,13 +1,11 @@
-"""Batch norm in training: over all processes' examples as one batch, and in an engine's modules.
+"""Batch norm in training with several processes, and in an engine's modules.
 
-A network that all processes call once a step gets `SyncNorm`s, which normalise by the batch of all processes together,
-so that several train as one would (Ioffe & Szegedy 2015). torch's own SyncBatchNorm does the same on GPUs alone.
-Weights, running statistics and their names are those of `BatchNorm1d` and `BatchNorm2d`.
+A network that all processes call once a step gets `SyncNorm`s, which normalise over the batches of all processes
+together, so that several train as one would (Ioffe & Szegedy 2015). PyTorch's own SyncBatchNorm runs on GPUs only.
 
-An engine's module is called by some processes and not by others, and by each as often as its schedule says, so that its
-norms cannot be synchronised so. `ExampleNorm` looks at each row by itself and needs no more than its running statistics
-joined; batch norm over a call's rows is refused in several processes, and said to be another thing than one example at
-a time.
+The norms of an engine's modules cannot be synchronised in this way, because each process calls a module as often as its
+own schedule says. `ExampleNorm` normalises each row by itself, so that only its running statistics have to be joined.
+Batch norm over a call's rows is an error in several processes, and gives a warning in one where calls are batched.
 
 Shapes: B examples of this process, C channels, H W places; P processes, N norms, S running statistics of all norms side
 by side.
@@ -17,11 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
@@ -30,88 +25,66 @@ from iep.runtime.distributed import rank, total, world_size
 from iep.training.freezing import is_trained
 
 
-def synchronize_norms(network: nn.Module, group: dist.ProcessGroup) -> None:
-    """Put a `SyncNorm` over `group` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its
-    weights."""
+def synchronize_norms(network: nn.Module) -> None:
+    """Put a `SyncNorm` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its weights."""
     for name, child in network.named_children():
         if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d):
-            setattr(network, name, SyncNorm(child, group))
+            setattr(network, name, SyncNorm(child))
         else:
-            synchronize_norms(child, group)
+            synchronize_norms(child)
 
 
 class SyncNorm(nn.BatchNorm2d):
-    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes while training."""
+    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes in training."""
 
-    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d, group: dist.ProcessGroup):
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d):
         """Take the settings and the very parameters and buffers of `norm`, which is affine and keeps statistics."""
         super().__init__(norm.num_features, norm.eps, norm.momentum, device="meta")
         self._parameters, self._buffers = norm._parameters, norm._buffers
         self.training = norm.training
-        self.group = group
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Normalise; every process must, at the same time."""
+        """Return the normalised values; in training, all processes must call this together."""
         if x_BCHW.dim() == 2:
             return self(x_BCHW[:, :, None, None])[:, :, 0, 0]
         if not self.training:
             return super().forward(x_BCHW)
-        y_BCHW, mean_C, variance_C, count = _Normalize.apply(x_BCHW, self.weight, self.bias, self.eps, self.group)
+        variance_C, mean_C = torch.var_mean(x_BCHW.to(self.weight.dtype), dim=(0, 2, 3), correction=0)
+        # Sums in float64, in which a mean far from zero leaves the variance its digits.
+        variance_C, mean_C = variance_C.double(), mean_C.double()
+        sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2])
+        counts_C, sums_C, squares_C = _Total.apply(sums * (x_BCHW.numel() // self.num_features))
+        mean_C = sums_C / counts_C
+        variance_C = (squares_C / counts_C - mean_C**2).clamp(min=0)
         with torch.no_grad():
             self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean_C, self.momentum)
-            self.running_var.lerp_(variance_C * (count / (count - 1)), self.momentum)
-        return y_BCHW
+            self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), self.momentum)
+            unbiased_C = variance_C * (counts_C / (counts_C - 1))
+            self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), self.momentum)
+        scale_C = self.weight * (variance_C + self.eps).rsqrt()
+        mean_C11, scale_C11 = (part.to(self.weight.dtype)[:, None, None] for part in (mean_C, scale_C))
+        return ((x_BCHW - mean_C11) * scale_C11 + self.bias[:, None, None]).to(x_BCHW.dtype)
 
 
-class _Normalize(Function):
-    """The normalised values, and over all processes the mean, the variance and the number of values of a channel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BCHW: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
-        """Normalise (B, C, H, W) by the mean and the biased variance, (C,) each, over all processes' batches."""
-        variance_C, mean_C = (
-            part.double() for part in torch.var_mean(x_BCHW.to(weight_C.dtype), dim=(0, 2, 3), correction=0)
-        )
-        values = x_BCHW.numel() // x_BCHW.shape[1]
-        # Sums in float64, in which a mean far from zero leaves the variance its digits.
-        sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2]) * values
-        dist.all_reduce(sums, group=group)
-        count, mean_C = sums[0, 0].item(), sums[1] / sums[0]
-        variance_C = (sums[2] / sums[0] - mean_C**2).clamp(min=0)
-        mean_C, variance_C = mean_C.to(weight_C.dtype), variance_C.to(weight_C.dtype)
-        ctx.save_for_backward(x_BCHW, weight_C, mean_C, (variance_C + eps).rsqrt())
-        ctx.count, ctx.group = count, group
-        ctx.mark_non_differentiable(mean_C, variance_C)
-        return functional.batch_norm(x_BCHW, mean_C, variance_C, weight_C, bias_C, eps=eps), mean_C, variance_C, count
+class _Total(Function):
+    """The sum over all processes, through which each of them gets the gradients of all."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BCHW: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x_BCHW, weight_C, mean_C, scale_C = ctx.saved_tensors
-        precise_BCHW = gradient_BCHW.to(weight_C.dtype)
-        bias_gradient_C = precise_BCHW.sum(dim=(0, 2, 3))
-        weight_gradient_C = ((precise_BCHW * x_BCHW).sum(dim=(0, 2, 3)) - bias_gradient_C * mean_C) * scale_C
-        sums = torch.stack([bias_gradient_C, weight_gradient_C])
-        dist.all_reduce(sums, group=ctx.group)
-        # (dy - mean(dy) - x_hat mean(dy x_hat)) w / std, as one multiple of dy, one of x and a constant a channel.
-        factor_C = weight_C * scale_C
-        slope_C = -factor_C * scale_C * sums[1] / ctx.count
-        constant_C = -factor_C * sums[0] / ctx.count - slope_C * mean_C
-        factor, slope, constant = (part[:, None, None] for part in (factor_C, slope_C, constant_C))
-        x_gradient_BCHW = (precise_BCHW * factor).add_(x_BCHW * slope).add_(constant)
-        return x_gradient_BCHW.to(x_BCHW.dtype), weight_gradient_C, bias_gradient_C, None, None
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return total(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return total(gradient)
 
 
 def parts_that_all_call(network: nn.Module) -> Iterator[nn.Module]:
-    """What every process calls once a step: a network, or of an engine its stem and classifier."""
+    """Yield the parts that every process calls once a step: a whole network, or an engine's stem and classifier."""
     yield from (network.stem, network.classifier) if isinstance(network, ExecutionEngine) else (network,)
 
 
 def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing: bool | None) -> str | None:
-    """One line of warning where an engine's batch norm is batched, else None.
+    """Return a line of warning if an engine's batch norm is over several examples, or None.
 
     Raises:
         InputError: an engine with batch norm in its modules is trained in several processes.
@@ -133,17 +106,19 @@ def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing:
 
 
 class JoinedStatistics:
-    """The running statistics of `ExampleNorm`s, kept equal in all processes: those of one process that has seen the
-    rows of all, the first process's first."""
+    """The running statistics of `ExampleNorm`s, kept equal in all processes.
+
+    They are those of one process that has seen the rows of all processes, in the order of the ranks.
+    """
 
     def __init__(self, networks: Sequence[nn.Module]):
-        """The norms of `networks`, which are equal in all processes now."""
+        """`networks` have the norms, and are equal in all processes at this time."""
         self._norms = [norm for network in networks for norm in _module_norms(network, ExampleNorm)]
         self._remember()
 
     @torch.no_grad()
     def join(self) -> None:
-        """After a step: put what all processes' rows have made of them in each one's place; all must ask."""
+        """Join the statistics after a step; all processes must call this together."""
         if not self._norms:
             return
         rows_PN = torch.zeros(world_size(), len(self._norms), dtype=torch.float64)
@@ -153,7 +128,7 @@ class JoinedStatistics:
         sizes_N = torch.tensor([2 * norm.num_features for norm in self._norms])
 
         def kept(rows_N: Tensor) -> Tensor:
-            """(S,) the share of a statistic that is left after so many rows of its norm."""
+            """Return (S,) the share of a statistic that is left after so many rows of its norm."""
             return (keeps_N**rows_N).repeat_interleave(sizes_N)
 
         added_S = self._statistics() - self._before * kept(rows_PN[rank()])
@@ -170,18 +145,18 @@ class JoinedStatistics:
             self._before, self._rows_before = self._statistics(), self._rows()
 
     def _statistics(self) -> Tensor:
-        """(S,) of each norm, its means and its variances."""
+        """Return (S,) the means and then the variances of each norm."""
         return (
             torch.cat([part for norm in self._norms for part in (norm.running_mean, norm.running_var)]).double().cpu()
         )
 
     def _rows(self) -> Tensor:
-        """(N,) how many rows each norm has seen."""
+        """Return (N,) the number of rows that each norm has seen."""
         return torch.stack([norm.num_batches_tracked for norm in self._norms]).double().cpu()
 
 
 def _module_norms(network: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
-    """The norms of exactly that kind in an engine's modules; none in another network."""
+    """Return the norms of exactly this kind in an engine's modules; none for another network."""
     if not isinstance(network, ExecutionEngine):
         return []
     modules = [getattr(network, part) for part in network.parts[1:-1]]

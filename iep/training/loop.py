@@ -155,7 +155,7 @@ class Trainer:
             group["lr"] = learning_rate(self.config, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
-            loss, metrics = self.replicas.loss(batch)
+            loss, metrics = self.task.loss(batch)
         agreed = self.replicas.agree(batch, loss.item())
         if not math.isfinite(agreed.loss):
             self._refuse(batch, agreed.loss)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from iep.config import (
     CONFIG,
     PLACES,
+    READING_FEATURES,
     SECTIONS,
     Config,
     absolute,
@@ -40,15 +41,12 @@ from iep.models.build import (
     NETWORKS,
     PARTS_WITH_WORDS,
     add_words,
-    baseline_kwargs,
     build,
     check_features,
     check_vocab,
     describe_other_features,
-    engine_kwargs,
-    generator_kwargs,
     load_network,
-    looks,
+    network_kwargs,
     place,
     place_engine,
     unpack,
@@ -167,8 +165,6 @@ def train_from(
     opened = _open(start, config, out, asked)
     if opened is None:
         return None
-    if start is not None and (changed := changes(start, config)) and is_main():
-        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     trainer = _build(start, config, out, asked, opened)
     _fit(trainer, opened, file_settings)
     return trainer
@@ -185,14 +181,21 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_used(config, asked)
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
-    if start is not None:
-        changes(start, config)
-    elif checkpoints(out):
+    changed = [] if start is None else changes(start, config)
+    if start is None and checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     families = listed(config.families)
-    _check_families(start, config, families)
+    if start is not None and config.families == start.content["config"].get("families"):
+        before = start.content.get("families", families)  # earlier versions did not record them
+        if before != families:
+            raise InputError(
+                f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
+                "undo that to resume, or give --families another file"
+            )
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
         return None
+    if changed and is_main():
+        tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     check_options(config.placement, config.devices, config.device)
     device = main_device(config.placement, config.devices, config.device)
     vocab = Vocab.load(Path(config.data) / "vocab.json")
@@ -204,7 +207,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     """Open the splits to train and to validate on; None instead of `val` where no split is named and it is missing."""
-    data, sees = Path(config.data), looks(NETWORKS[config.model])
+    data, sees = Path(config.data), config.model in READING_FEATURES
     choose = None
     if config.families is not None:
         choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
@@ -214,18 +217,6 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
         return training, None
     samples, skip = config.num_val_samples, config.skip_val_samples
     return training, open_split(data, config.val_split, vocab, sees, samples, in_memory, choose, skip)
-
-
-def _check_families(start: Saved | None, config: Config, families: str | None) -> None:
-    """Check that the file of question families lists those that the run was trained on: the file may have changed."""
-    if start is None or families is None or config.families != start.content["config"].get("families"):
-        return
-    before = start.content.get("families", families)  # earlier versions did not record them
-    if before != families:
-        raise InputError(
-            f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
-            "undo that to resume, or give --families another file"
-        )
 
 
 # Build
@@ -260,7 +251,8 @@ def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> 
             check_vocab(Vocab.from_json(start.content["vocab"], str(start.path)), vocab, name, start.path)
             network = unpack(start.content, name, start.path)
     elif path is None:
-        network = build(name, _new_kwargs(name, config, opened))
+        shape = None if training.features is None else training.features.shape[1:]
+        network = build(name, network_kwargs(name, getattr(config, name), vocab, shape))
     else:
         learn = None if name == "engine" else partial(_learn_words, config, name, path)
         network = load_network(path, name, vocab, torch.device("cpu"), learn)
@@ -273,16 +265,6 @@ def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> 
         if is_main() and (warning := describe_other_features(network, training.features)) is not None:
             tqdm.write(warning)
     return place(network, opened.device)
-
-
-def _new_kwargs(name: str, config: Config, opened: Opened) -> dict[str, Any]:
-    """Return the constructor arguments of a new network."""
-    if name == "generator":
-        return generator_kwargs(config.generator, opened.vocab)
-    shape = None if opened.training.features is None else opened.training.features.shape[1:]
-    if name == "engine":
-        return engine_kwargs(config.engine, opened.vocab, shape)
-    return baseline_kwargs(name, getattr(config, name), opened.vocab, shape)
 
 
 def _start_of(name: str, config: Config) -> str | None:

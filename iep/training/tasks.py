@@ -133,24 +133,24 @@ class EngineTask(Task):
             raise InputError(f"{what}; --programs predicted runs its programs")
 
     def logits(self, batch: Batch) -> Tensor:
-        return self._look(batch)[0]
+        return self._forward(batch)[0]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the penalty of attentions, and the share of right answers."""
-        return self.engine_loss(*self._look(batch), batch.answers)
+        return self.engine_loss(*self._forward(batch), batch.answers)
 
-    def _look(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self.predictor is None:
-            return self.engine.look(batch.features, batch.plan, self.config.defer_weight_grads)
-        return self.look(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
+            return self.engine.forward_with_attentions(batch.features, batch.plan, self.config.defer_weight_grads)
+        return self.forward_programs(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
 
-    def look(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, A) answer logits of programs that the batch does not hold a plan of, and the sum of their
         attentions where these are penalised and the engine is trained."""
         config = self.config
         attentions = self.engine.training and config.attention_penalty > 0
         plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
-        return self.engine.look(batch.features, plan, config.defer_weight_grads)
+        return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
 
     def engine_loss(self, logits_BA: Tensor, attention: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
         """Return the mean cross entropy of an answer plus the penalty of attentions (Mascharka et al. 2018, section
@@ -194,7 +194,7 @@ class JointTask(EngineTask):
         programs_BL, log_probs_B = sample(
             self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
         )
-        logits_BA, attention = self.look(batch, programs_BL)
+        logits_BA, attention = self.forward_programs(batch, programs_BL)
         engine_loss, metrics = self.engine_loss(logits_BA, attention, batch.answers)
         rewards_B = (logits_BA.detach().argmax(1) == batch.answers).float()
         right, questions = total(torch.tensor([rewards_B.sum().item(), len(rewards_B)], dtype=torch.float64)).tolist()
