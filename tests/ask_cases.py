@@ -34,40 +34,17 @@ def done(command: object, *arguments: object) -> None:
 
 
 def sample_data(out: Path, *flags: object) -> Path:
-    """`data/sample` preprocessed."""
-    done(
-        preprocess,
-        SAMPLE,
-        "--out",
-        out,
-        "--device",
-        "cpu",
-        "--workers",
-        0,
-        "--split",
-        "train",
-        "--split",
-        "val",
-        *flags,
-    )
+    """`data/sample` preprocessed, its features patches of pixels unless `flags` say otherwise."""
+    flags = flags or ("--backbone", "patches", "--patch-size", 2, "--dtype", "float16")
+    splits = ("--split", "train", "--split", "val")
+    done(preprocess, SAMPLE, "--out", out, "--device", "cpu", "--workers", 0, *splits, *flags)
     return out
 
 
 def trained(data: Path, model: str, out: Path, iterations: int, *settings: object) -> Path:
     """A run of a tiny model."""
-    done(
-        train,
-        "--model",
-        model,
-        "--data",
-        data,
-        "--out",
-        out,
-        *tiny(model),
-        *LONGER,
-        f"iterations={iterations}",
-        *settings,
-    )
+    sizes = (*tiny(model), *LONGER, f"iterations={iterations}")
+    done(train, "--model", model, "--data", data, "--out", out, *sizes, *settings)
     return out
 
 

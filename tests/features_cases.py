@@ -1,15 +1,31 @@
-"""What the tests of features files share: the command, and what it wrote."""
+"""What the tests of features files share: the command, what it wrote, and a backbone that is watched."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 from click.testing import CliRunner
 
 from iep.cli.preprocess import main
+from iep.preprocess.backbones import Patches
 
 PATCHES = ("--backbone", "patches", "--patch-size", 2)
 RESNET = ("--backbone", "resnet18", "--image-size", 64)
+FILE, PARTIAL, JOURNAL = "val_features.h5", "val_features.h5.partial", "val_features.h5.progress"
+
+
+@dataclass(frozen=True)
+class WatchedPatches(Patches):
+    """Patches of pixels that call `before` at the start of each batch, the first of which only tells the shape."""
+
+    before: Callable[[], object] = tuple
+
+    def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        extract = super().extractor(device)
+        return lambda pixels_BCHW: (self.before(), extract(pixels_BCHW))[1]
 
 
 def run(*arguments, code=0) -> str:

@@ -1,33 +1,38 @@
-"""`iep-ask` from the command line: answers, words, programs, prompt, and what is said about bad input."""
+"""`iep-ask` from the command line: answers, words, programs, questions that are typed or piped, features, and what is
+said about bad input."""
 
 import json
 import os
+import pty
 import shlex
+import shutil
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from ask_cases import COUNT, IMAGE, answered, answers_of, changed, iep_ask, sample_data, trained
 from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
-from iep.asking import loading
 from iep.asking.answers import describe, nearest_word
 from iep.asking.loading import make_asker
+from iep.cli.ask import typed_questions
 from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import load_checkpoint
+from iep.preprocess.backbones import randomize
+from iep.preprocess.recipe import file_digest
 
-QUESTION = "How many small things are there?"
+QUESTION, OTHER = "How many small things are there?", "Are there any blue cubes?"
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sample_data(
-        tmp_path_factory.mktemp("sample"), "--backbone", "patches", "--patch-size", 2, "--dtype", "float16"
-    )
+    return sample_data(tmp_path_factory.mktemp("sample"))
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +43,12 @@ def parts(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[objec
     return "--pg", pg, "--ee", ee, "--image", IMAGE
 
 
-def test_answers_and_programs_are_those_of_iep_eval(parts, sample, tmp_path):
-    _, pg, _, ee, _, _ = parts
-    _, rows, _ = evaluate(tmp_path / "eval", "--pg", pg, "--ee", ee, "--data", sample, "--workers", 0)
+@pytest.mark.parametrize("beam", [(), ("--beam-size", 3)])
+def test_answers_and_programs_are_those_of_iep_eval(parts, sample, tmp_path, beam):
+    _, rows, _ = evaluate(tmp_path / "eval", *parts[:4], "--data", sample, "--workers", 0, *beam)
     rows = [row for row in rows if row["image_index"] == 2]
     questions = [argument for row in rows for argument in ("--question", row["question"])]
-    asked = [json.loads(line) for line in answered(*parts, *questions, "--json").splitlines()]
+    asked = [json.loads(line) for line in answered(*parts, *questions, "--json", *beam).splitlines()]
     assert len(asked) == len(rows) == 20
     assert len({tuple(row["predicted_program"]) for row in rows}) > 3
     for row, found in zip(rows, asked, strict=True):
@@ -55,85 +60,56 @@ def test_answers_and_programs_are_those_of_iep_eval(parts, sample, tmp_path):
         assert found["unknown_words"] == []
 
 
-def test_beam_search_finds_the_programs_of_iep_evals(parts, sample, tmp_path):
-    _, pg, _, ee, _, _ = parts
-    _, rows, _ = evaluate(tmp_path, "--pg", pg, "--ee", ee, "--data", sample, "--workers", 0, "--beam-size", 3)
-    row = next(row for row in rows if row["image_index"] == 2)
-    (found,) = answered(*parts, "--question", row["question"], "--json", "--beam-size", 3).splitlines()
-    assert json.loads(found)["answers"][0]["probability"] == pytest.approx(row["probability"], abs=2e-6)
-
-
 def test_an_answer_is_shown_with_runners_up_and_its_program_as_a_tree(parts):
-    lines = answered("--ee", parts[3], "--image", IMAGE, "--program", COUNT, "--question", QUESTION).splitlines()
+    asked = ("--ee", newest(parts[3]), "--image", IMAGE, "--program", COUNT)
+    lines = answered(*asked, "--question", QUESTION).splitlines()
     assert lines[0] == QUESTION
     shares = [float(word.strip("%,)")) for word in lines[1].split() if "%" in word]
     assert len(shares) == 3
     assert shares == sorted(shares, reverse=True)
     assert lines[2:5] == ["  count", "  └─ filter_size[small]", "     └─ scene"]
-
-
-def test_top_says_how_many_answers_are_shown(parts):
-    (line,) = answered(*parts, "--question", QUESTION, "--top", 5, "--json").splitlines()
+    assert "then" not in answered(*asked, "--top", 1)
+    (line,) = answered(*asked, "--top", 5, "--json").splitlines()
     assert len(json.loads(line)["answers"]) == 5
-    shown = answered("--ee", parts[3], "--image", IMAGE, "--program", COUNT, "--top", 1)
-    assert "then" not in shown
 
 
-def test_questions_asked_together_are_answered_as_one_by_one(parts):
-    questions = [QUESTION, "What color is the large sphere?", "Are there any blue cubes?"]
-    together = answered(*parts, *(argument for text in questions for argument in ("--question", text)))
-    alone = "".join(answered(*parts, "--question", text) for text in questions)
-    assert together == alone
-    assert len(answers_of(together)) == 3
-
-
-def test_the_images_features_are_computed_once_for_all_questions(parts, monkeypatch):
-    seen = []
-
-    def counted(*arguments: object, look=loading.image_features) -> torch.Tensor:
-        seen.append(arguments)
-        return look(*arguments)
-
-    monkeypatch.setattr(loading, "image_features", counted)
-    answered(*parts, typed=f"{QUESTION}\n{QUESTION}\nAre there any blue cubes?\n")
-    assert len(seen) == 1
+def test_questions_asked_together_are_answered_as_one_by_one(parts, tmp_path):
+    parts = (*parts[:5], *write_images(tmp_path, "val", 1, size=(37, 91)))  # an image of any size and kind
+    together = answered(*parts, *("--question", QUESTION), *("--question", f"  {OTHER} "))
+    assert together == "".join(answered(*parts, "--question", text) for text in (QUESTION, OTHER))
+    assert len(answers_of(together)) == 2
+    assert answered(*parts, typed="") == ""
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n  \n"])
 @pytest.mark.parametrize("between", ["\n", "\n\n \t\n"])
 def test_without_a_question_they_are_read_line_by_line_until_the_end_but_for_blank_lines(parts, between, end):
-    questions = ("--question", QUESTION, "--question", "Are there any blue cubes?")
-    assert answered(*parts, typed=f"{QUESTION}{between}Are there any blue cubes?{end}") == answered(*parts, *questions)
+    questions = ("--question", QUESTION, "--question", OTHER)
+    assert answered(*parts, typed=f"{QUESTION}{between}{OTHER}{end}") == answered(*parts, *questions)
 
 
-def test_no_question_at_all_is_no_error(parts):
-    assert answered(*parts, typed="") == ""
-
-
-def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_unk(parts, tmp_path):
-    output = answered(*parts, "--question", "how many smal zzz zzz are there?")
-    assert "'smal' is not in the vocabulary and is read as <UNK>; the nearest known word is 'small'" in output
+def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_unk(parts):
+    output = answered(*parts, "--question", "What Color of smal zzz zzz is it?")
+    for word, near in (("smal", "small"), ("Color", "color")):
+        assert f"'{word}' is not in the vocabulary and is read as <UNK>; the nearest known word is '{near}'" in output
     assert output.count("'zzz' is not in the vocabulary and is read as <UNK>\n") == 1
-    asked = answered(
-        *parts, "--question", "How many <UNK> qqq things?", "--question", "How many xxx yyy things?", "--json"
-    )
-    first, second = (json.loads(line) for line in asked.splitlines())
+    unknown = ("--question", "How many <UNK> qqq things?", "--question", "How many xxx yyy things?")
+    first, second = (json.loads(line) for line in answered(*parts, *unknown, "--json").splitlines())
     assert first["unknown_words"] == ["<UNK>", "qqq"]
     assert first["answers"] == second["answers"]
 
 
-def test_a_word_that_differs_in_case_alone_is_suggested_first(parts):
-    output = answered(*parts, "--question", "What Color is it?")
-    assert "'Color' is not in the vocabulary and is read as <UNK>; the nearest known word is 'color'" in output
-    assert nearest_word("what", ["", "hat", "whats", "What"]) == "What"
-    assert nearest_word("spehre", ["Sphere", "sphere"]) == "sphere"
-    assert nearest_word("Spehre", ["Sphere", "sphere"]) == "Sphere"
-    assert nearest_word("xylophone", ["The", "the"]) is None
-
-
-def test_spaces_around_and_between_words_do_not_matter(parts):
-    spaced, plain = (answered(*parts, "--question", text, "--json") for text in (f"  {QUESTION} ", QUESTION))
-    assert spaced == plain
+@pytest.mark.parametrize(
+    ("word", "known", "nearest"),
+    [
+        ("what", ["", "hat", "whats", "What"], "What"),
+        ("spehre", ["Sphere", "sphere"], "sphere"),
+        ("Spehre", ["Sphere", "sphere"], "Sphere"),
+        ("xylophone", ["The", "the"], None),
+    ],
+)
+def test_the_nearest_word_is_one_in_another_case_or_near_in_the_same_case(word, known, nearest):
+    assert nearest_word(word, known) == nearest
 
 
 @pytest.mark.parametrize(
@@ -209,12 +185,8 @@ def test_refused_input_is_one_line(parts, tmp_path, arguments: str, code: int, w
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder.png").mkdir()
     names = {"pg": parts[1], "ee": parts[3], "run": f"--ee {parts[3]} --image {IMAGE}", "image": IMAGE}
-    names |= {
-        "count": f"'{COUNT}'",
-        "broken": tmp_path / "broken.png",
-        "folder": tmp_path / "folder",
-        "pipe": tmp_path / "pipe",
-    }
+    names["count"] = f"'{COUNT}'"
+    names |= {"broken": tmp_path / "broken.png", "folder": tmp_path / "folder", "pipe": tmp_path / "pipe"}
     assert_one_error(iep_ask(*shlex.split(arguments.format(**names))), words.format(**names), code=code)
 
 
@@ -239,11 +211,6 @@ def test_a_terminal_without_utf8_gets_plain_text(parts, option):
         assert output.splitlines()[-4:-1] == ["  count", "  `- filter_size[small]", "     `- scene"]
 
 
-def test_an_image_of_any_size_and_kind_can_be_asked_about(parts, tmp_path):
-    (path,) = write_images(tmp_path, "val", 1, size=(37, 91))
-    assert len(answers_of(answered(*parts[:5], path, "--question", QUESTION))) == 1
-
-
 def test_checkpoints_that_do_not_fit_together_are_refused(parts, runs, tmp_path):
     _, _, _, ee, *image = parts
     expected = f"{runs['pg']}: trained with another vocabulary: program token 12 is"
@@ -251,42 +218,33 @@ def test_checkpoints_that_do_not_fit_together_are_refused(parts, runs, tmp_path)
 
 
 def test_question_words_are_the_generators_and_answers_the_engines(parts, tmp_path):
-    _, pg, _, ee, *image = parts
-    vocab = load_checkpoint(ee)["vocab"]
+    vocab = load_checkpoint(parts[3])["vocab"]
     fewer = {**vocab, "question_token_to_idx": dict(list(vocab["question_token_to_idx"].items())[:10])}
-    other = changed(ee, tmp_path / "ee.pt", vocab=fewer)
-    plain = answered(*parts, "--question", QUESTION)
-    assert answered("--pg", pg, "--ee", other, *image, "--question", QUESTION) == plain
+    other = changed(parts[3], tmp_path / "ee.pt", vocab=fewer)
+    question = ("--image", IMAGE, "--question", QUESTION)
+    assert answered(*parts[:2], "--ee", other, *question) == answered(*parts[:4], *question)
 
 
 def test_a_checkpoint_without_a_recipe_is_taken_for_patches_where_its_shape_says_so(parts, tmp_path):
     old = changed(parts[3], tmp_path / "old.pt", features=None)
-    result = iep_ask("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION)
+    asked = ("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION)
+    result = iep_ask(*asked)
     assert result.exit_code == 0, result.output
-    assert (
-        f"{old}: does not record how its features were made; they are assumed to be 14x14 patches of 2x2 pixels"
-        in result.stderr
-    )
-    given = iep_ask(*("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION, "--patch-size", 2))
-    assert given.exit_code == 2
-    flags = ("--backbone", "patches", "--patch-size", 2)
-    told = iep_ask("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION, *flags)
-    assert told.stderr == ""
-    assert told.stdout == result.stdout
-
-
-def test_features_of_another_shape_than_the_engines_are_refused(parts, tmp_path):
-    old = changed(parts[3], tmp_path / "old.pt", features=None)
-    flags = ("--backbone", "patches", "--patch-size", 4)
-    result = iep_ask("--pg", parts[1], "--ee", old, "--image", IMAGE, "--question", QUESTION, *flags)
-    assert_one_error(result, "(48, 14, 14) an image, but the engine is made for (12, 14, 14)", str(IMAGE))
+    assumed = "does not record how its features were made; they are assumed to be 14x14 patches of 2x2 pixels"
+    assert f"{old}: {assumed}" in result.stderr
+    assert iep_ask(*asked, "--patch-size", 2).exit_code == 2
+    told = iep_ask(*asked, "--backbone", "patches", "--patch-size", 2)
+    assert (told.stderr, told.stdout) == ("", result.stdout)
+    wrong = iep_ask(*asked, "--backbone", "patches", "--patch-size", 4)
+    assert_one_error(wrong, "(48, 14, 14) an image, but the engine is made for (12, 14, 14)", str(IMAGE))
+    recorded = iep_ask(*parts, "--question", QUESTION, "--backbone", "resnet18")
+    assert_one_error(recorded, "records how its features were made (by patches); --backbone does not apply")
 
 
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
         ({"backbone": "vgg16"}, "by the backbone 'vgg16', which this version does not know"),
-        ({"backbone": "patches", "patch_size": "large"}, "patch_size large, expected a whole number"),
         ({"backbone": "patches", "patch_size": 2, "dtype": "int8"}, "dtype int8, expected float32 or float16"),
         ([1], "features is of type list, expected dict"),
     ],
@@ -297,11 +255,6 @@ def test_a_recipe_that_cannot_be_followed_is_refused(parts, tmp_path, recipe, ex
     assert_one_error(result, str(other), expected)
 
 
-def test_a_recipe_leaves_nothing_for_options_to_say(parts):
-    result = iep_ask(*parts, "--question", QUESTION, "--backbone", "resnet18")
-    assert_one_error(result, "records how its features were made (by patches); --backbone does not apply")
-
-
 def test_patches_do_without_torchvision(parts):
     program = "import sys; from iep.cli.ask import main; main(sys.argv[1:], standalone_mode=False); "
     program += "print('torchvision' in sys.modules)"
@@ -309,12 +262,6 @@ def test_patches_do_without_torchvision(parts):
     output = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
     assert output.stdout.splitlines()[-1] == "False"
     assert QUESTION in output.stdout
-
-
-def test_a_run_and_its_checkpoint_answer_alike(parts):
-    assert answered("--ee", newest(parts[3]), "--image", IMAGE, "--program", COUNT) == answered(
-        "--ee", parts[3], "--image", IMAGE, "--program", COUNT
-    )
 
 
 @pytest.mark.parametrize("model", ["lstm", "cnn-lstm", "cnn-lstm-sa"])
@@ -330,29 +277,185 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
         assert json.loads(line)["answers"][0]["answer"] == row["predicted_answer"]
         assert json.loads(line)["answers"][0]["probability"] == pytest.approx(row["probability"], abs=2e-6)
         assert "program" not in json.loads(line)
-    shown = answered("--baseline", run, "--image", IMAGE, "--question", QUESTION)
+    asked = ("--baseline", run, "--question", QUESTION)
+    shown, without = answered(*asked, "--image", IMAGE), iep_ask(*asked)
     assert len(shown.strip().splitlines()) == 2
+    if model == "lstm":
+        assert (without.exit_code, without.stderr, without.stdout) == (0, "", shown)
+        for flags in (("--backbone", "resnet18"), ("--weights", "random")):
+            assert_one_error(iep_ask(*asked, *flags), f"{run}: reads no image; {flags[0]} does not apply")
+    else:
+        assert_one_error(without, f"{run}: needs an image; give --image FILE")
 
 
-def test_a_baseline_that_reads_no_image_needs_none_and_takes_no_option_for_features(sample, tmp_path):
-    run = trained(sample, "lstm", tmp_path / "run", 1)
-    without = iep_ask("--baseline", run, "--question", QUESTION)
-    assert (without.exit_code, without.stderr) == (0, "")
-    assert without.stdout == answered("--baseline", run, "--question", QUESTION, "--image", IMAGE)
-    for flags in (("--backbone", "resnet18"), ("--weights", "random")):
-        result = iep_ask("--baseline", run, "--question", QUESTION, *flags)
-        assert_one_error(result, f"{run}: reads no image; {flags[0]} does not apply")
+# Questions that are typed or piped
 
 
-def test_a_baseline_that_reads_images_needs_one(sample, tmp_path):
-    run = trained(sample, "cnn-lstm", tmp_path / "run", 1)
-    assert_one_error(iep_ask("--baseline", run, "--question", "a"), f"{run}: needs an image; give --image FILE")
+@pytest.fixture
+def command(parts) -> list[str]:
+    """`iep-ask` as a process."""
+    arguments = (*parts, "--device", "cpu")
+    return [sys.executable, "-m", "iep.cli.ask", *map(str, arguments)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [(b"?", "the question '?' has no word"), (b"\xff\xfe How", "the question is not UTF-8 text")]
+)
+def test_a_bad_line_among_piped_ones_is_named_and_the_others_are_answered(parts, bad, said):
+    typed = b"\n".join([QUESTION.encode(), b"", bad, OTHER.encode()])
+    result = iep_ask(*parts, typed=typed)
+    good = answered(*parts, "--question", QUESTION, "--question", OTHER)
+    assert result.stdout == good
+    assert result.stderr == f"Error: standard input, line 3: {said}\n"
+    assert result.exit_code == 1
+
+
+def test_a_picture_that_cannot_be_drawn_is_named_by_its_line(parts, tmp_path):
+    (tmp_path / "a-1.png").symlink_to(shutil.copy(IMAGE, tmp_path / "image.png"))
+    asked = (*parts[:4], "--image", tmp_path / "image.png", "--draw", tmp_path / "a.png")
+    result = iep_ask(*asked, typed=f"{QUESTION}\n{OTHER}\n")
+    assert result.exit_code == 1
+    assert "Error: standard input, line 1:" in result.stderr
+    assert "--image reads this file" in result.stderr
+    assert len(answers_of(result.stdout)) == 2
+    assert (tmp_path / "image.png").read_bytes() == IMAGE.read_bytes()
+    assert (tmp_path / "a-2.png").exists()
+
+
+def test_at_a_terminal_a_bad_line_is_told_and_the_next_is_asked_for(command):
+    ours, its = pty.openpty()
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=subprocess.PIPE)
+    os.write(ours, b"?\n\xff?\n" + OTHER.encode() + b"\n\n")
+    _, errors = process.communicate(timeout=120)
+    output = os.read(ours, 100_000).decode(errors="replace")
+    os.close(ours)
+    os.close(its)
+    assert process.returncode == 0
+    assert errors.decode().splitlines() == [
+        "Error: the question '?' has no word",
+        "Error: the question is not UTF-8 text",
+    ]
+    assert "%  (then " in output
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_word(command):
+    for arguments in (("--question", QUESTION), ("--question", QUESTION, "--json")):
+        ours, its = os.pipe()
+        os.close(ours)
+        process = subprocess.run([*command, *arguments], stdout=its, stderr=subprocess.PIPE, timeout=120)
+        os.close(its)
+        assert process.stderr == b""
+        assert process.returncode == 1
+
+
+def test_an_image_or_a_network_is_not_drawn_over(parts, tmp_path):
+    image, ee, link = (tmp_path / name for name in ("image-2.png", "ee.png", "link.png"))
+    shutil.copy(IMAGE, image)
+    shutil.copy(parts[3] / "best.pt", ee)
+    link.symlink_to(image)
+    asked = ("--ee", ee, "--image", image, "--program", COUNT, "--draw")
+    for target, option in ((image, "--image"), (link, "--image"), (ee, "--ee")):
+        before = target.read_bytes()
+        assert_one_error(iep_ask(*asked, target), f"{target}: {option} reads this file")
+        assert target.read_bytes() == before
+    several = iep_ask(*asked, tmp_path / "image.png", "--program", COUNT)
+    assert_one_error(several, f"{image}: --image reads this file")
+    assert {path.name for path in tmp_path.iterdir()} == {"image-2.png", "ee.png", "link.png"}
+    assert "Wrote" in answered(*asked, tmp_path / "other.png")
+
+
+def stdin(text: str) -> TextIOWrapper:
+    return TextIOWrapper(BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize(("typed", "expected"), [(["a?", "b?"], ["a?", "b?"]), (["a?", " ", "b?"], ["a?"]), ([], [])])
+def test_at_a_terminal_questions_are_prompted_for_until_its_end_or_an_empty_line(monkeypatch, capsys, typed, expected):
+    lines = iter(typed)
+    prompts = []
+
+    def line(prompt: str) -> str:
+        prompts.append(prompt)
+        for text in lines:
+            return text
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr("sys.stdin", stdin(""))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert [question for _, question in typed_questions(True)] == expected
+    assert prompts == ["question: "] * (len(expected) + 1)
+
+
+def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", stdin("a?\nb?\n\n"))
+    assert [text.strip() for _, text in typed_questions(True)] == ["a?", "b?"]
+    assert capsys.readouterr() == ("", "question: " * 3)
+
+
+def test_help_says_when_options_of_looking_count():
+    told = " ".join(iep_ask("--help").stdout.split())
+    assert told.count("[default if the checkpoint does not record it: ") == 5
+    assert "[default: 224]" not in told
+    assert "for checkpoints that do not record it" in told
+
+
+# Features of a ResNet
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An engine trained on features of a ResNet with random weights, and its data."""
+    root = tmp_path_factory.mktemp("resnet")
+    flags = ("--backbone", "resnet18", "--stage", 2, "--image-size", 64, "--weights", "random", "--seed", 5)
+    data = sample_data(root / "data", *flags)
+    return trained(data, "ee", root / "ee", 5), data
+
+
+def test_a_resnet_with_random_weights_is_made_again_of_its_seed(resnet, tmp_path):
+    ee, data = resnet
+    _, rows, _ = evaluate(tmp_path, "--ee", ee, "--data", data, "--workers", 0)
+    row = next(row for row in rows if row["image_index"] == 2)
+    output = answered("--ee", ee, "--image", IMAGE, "--program", " ".join(row["program"]), "--json")
+    found = json.loads(output)["answers"][0]
+    assert found["answer"] == row["predicted_answer"]
+    assert found["probability"] == pytest.approx(row["probability"], rel=1e-3)
+
+
+def test_weights_of_a_file_are_asked_for_and_must_be_that_file(resnet, tmp_path):
+    ee, _ = resnet
+    torch.manual_seed(5)
+    model = torchvision.models.resnet18(weights=None)
+    randomize(model)
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    torch.save({}, tmp_path / "b.pth")
+    asked = ("--image", IMAGE, "--program", COUNT, "--ee")
+    expected, given = answered(*asked, ee), ("--weights", tmp_path / "a.pth")
+    recipe = load_checkpoint(ee)["features"]
+    digest = f"file {file_digest(tmp_path / 'a.pth')}"
+    of_file = changed(ee, tmp_path / "file.pt", features=recipe | {"weights": digest})
+    assert_one_error(iep_ask(*asked, of_file), "give --weights FILE")
+    assert_one_error(iep_ask(*asked, of_file, "--weights", tmp_path / "b.pth"), "made with weights file")
+    assert answered(*asked, of_file, *given) == expected
+    pretrained = changed(ee, tmp_path / "ee.pt", features=recipe | {"weights": "torchvision IMAGENET1K_V1"})
+    result = iep_ask(*asked, pretrained, *given)
+    assert result.exit_code == 0, result.output
+    assert f"made with torchvision IMAGENET1K_V1; {tmp_path / 'a.pth'} is used in its place" in result.stderr
+    assert result.stdout == expected
+
+
+def test_an_engine_of_unknown_features_is_taken_for_the_original_toolkits(resnet, tmp_path, monkeypatch):
+    def offline(*arguments: object, **options: object) -> None:
+        raise OSError("no network here")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
+    old = changed(resnet[0], tmp_path / "old.pt", features=None)
+    result = iep_ask("--ee", old, "--image", IMAGE, "--program", COUNT)
+    assert "assumed to be resnet101 to stage 3, 224x224 pixels, default weights" in result.stderr
+    assert_one_error(result, "the weights of resnet101 cannot be downloaded (no network here)")
 
 
 def test_at_a_terminal_the_question_is_not_repeated(parts):
-    asker = make_asker(
-        image=IMAGE, ee=parts[3], pg=parts[1], beam_size=1, max_program_length=30, device="cpu", say=print
-    )
-    (answer,) = asker.ask([QUESTION])
-    with_it, without = describe(answer, 3), describe(answer, 3, with_question=False)
-    assert with_it == f"{QUESTION}\n{without}"
+    settings = {"beam_size": 1, "max_program_length": 30, "device": "cpu", "say": print}
+    (answer,) = make_asker(image=IMAGE, ee=parts[3], pg=parts[1], **settings).ask([QUESTION])
+    assert describe(answer, 3) == f"{QUESTION}\n{describe(answer, 3, with_question=False)}"

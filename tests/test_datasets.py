@@ -4,14 +4,18 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, features, write_data, write_h5
+from clevr_files import write_clevr
+from click.testing import CliRunner
+from tiny_data import CHANNELS, GRID, IMAGES, TRAIN, VOCAB, arrays, assert_one_error, features, write_data, write_h5
 
+from iep.cli.preprocess import main
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.data.features import Features
 from iep.data.loader import Loading
@@ -20,7 +24,7 @@ from iep.data.question_file import read_questions, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_graph import roles_of
-from iep.execution_engine.program_plan import ProgramPlan, plan_programs
+from iep.execution_engine.program_plan import plan_programs
 from iep.vocab import Vocab
 
 ROLES = roles_of(VOCAB.program, make_module_set("iep", dim=1, residual=True, norm="none", scene="module"))
@@ -43,22 +47,15 @@ def by_question(batch: Batch) -> torch.Tensor:
     return batch.features[batch.image_rows]
 
 
-def assert_same_plans(ours: ProgramPlan, theirs: ProgramPlan) -> None:
-    for name in ("op", "args", "example", "roots"):
-        np.testing.assert_array_equal(getattr(ours.graph, name), getattr(theirs.graph, name))
-    assert [group.op for group in ours.schedule] == [group.op for group in theirs.schedule]
-    for our_group, their_group in zip(ours.schedule, theirs.schedule, strict=True):
-        np.testing.assert_array_equal(our_group.nodes, their_group.nodes)
-    assert str(ours.plan) == str(theirs.plan)
-
-
 def assert_same_batches(ours: list[Batch], theirs: list[Batch]) -> None:
     assert len(ours) == len(theirs)
     for our, their in zip(ours, theirs, strict=True):
         for name in ("index", "questions", "programs", "answers", "features"):
             assert torch.equal(getattr(our, name), getattr(their, name)), name
         np.testing.assert_array_equal(our.image_rows, their.image_rows)
-        assert_same_plans(our.plan, their.plan)
+        for name in ("op", "args", "example", "roots"):
+            np.testing.assert_array_equal(getattr(our.plan.graph, name), getattr(their.plan.graph, name))
+        assert str(our.plan.plan) == str(their.plan.plan)
 
 
 # What a batch holds
@@ -74,15 +71,13 @@ def test_a_batch_holds_the_questions_asked_for_with_their_images_features(data: 
     np.testing.assert_array_equal(by_question(batch), maps[written["image_idxs"][[7, 3, 20]]])
     assert {t.dtype for t in (batch.questions, batch.programs, batch.answers)} == {torch.int64}
     assert batch.plan is None
+    every = open_train(data, make_plan=plan).batch((np.arange(TRAIN), None))
+    assert len(every.features) == len(set(written["image_idxs"].tolist())) < TRAIN
+    assert_same_batches([every.to(torch.device("cpu"))], [every])
     questions_path, features_path = split_files(data, "test")
     test = ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path)).batch((np.arange(2), None))
     assert (test.programs, test.answers) == (None, None)
     assert by_question(test).shape == (2, CHANNELS, GRID, GRID)
-
-
-def test_moving_a_batch_keeps_what_it_holds(data: Path):
-    batch = open_train(data, make_plan=plan).batch((np.arange(3), None))
-    assert_same_batches([batch.to(torch.device("cpu"))], [batch])
 
 
 def test_questions_selected_stay_aligned_and_remember_their_file(data: Path):
@@ -95,14 +90,9 @@ def test_questions_selected_stay_aligned_and_remember_their_file(data: Path):
     assert len(questions.select(slice(None))) == TRAIN
 
 
-def test_questions_without_numbers_of_their_own_take_their_positions(damaged: Path):
-    datasets = arrays(4)
-    del datasets["orig_idxs"]
-    assert read_questions(write_h5(damaged / "q.h5", datasets), VOCAB).orig_idxs.tolist() == [0, 1, 2, 3]
-
-
 def test_questions_encoded_with_another_vocabulary_of_the_same_size_are_refused(damaged: Path):
-    path = write_h5(damaged / "q.h5", arrays(4))
+    path = write_h5(damaged / "q.h5", {name: values for name, values in arrays(4).items() if name != "orig_idxs"})
+    assert read_questions(path, VOCAB).orig_idxs.tolist() == [0, 1, 2, 3], "without numbers of their own, positions"
     with h5py.File(path, "r+") as file:
         file.attrs["vocab_digest"] = VOCAB.digest
     assert len(read_questions(path, VOCAB)) == 4
@@ -124,16 +114,10 @@ def test_features_keep_the_files_dtype_until_they_are_moved_and_are_float32_then
     np.testing.assert_array_equal(by_question(moved), expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"chunks": (1, CHANNELS, GRID, GRID), "compression": "gzip"},
-        {"chunks": (2, 1, GRID, GRID)},
-        {"dtype": ">f4"},
-        {},
-    ],
-    ids=["compressed", "chunked", "big-endian", "plain"],
-)
+COMPRESSED, CHUNKED = {"chunks": (1, CHANNELS, GRID, GRID), "compression": "gzip"}, {"chunks": (2, 1, GRID, GRID)}
+
+
+@pytest.mark.parametrize("options", [COMPRESSED, CHUNKED, {"dtype": ">f4"}, {}])
 @pytest.mark.parametrize("userblock", [0, 512])
 def test_features_are_read_in_any_order_however_they_are_stored(tmp_path: Path, options: dict, userblock: int):
     with h5py.File(tmp_path / "features.h5", "w", userblock_size=userblock) as file:
@@ -143,12 +127,6 @@ def test_features_are_read_in_any_order_however_they_are_stored(tmp_path: Path, 
         read = stored.read(np.array(rows))
         assert read.dtype == torch.float32
         np.testing.assert_array_equal(read, features(0)[rows])
-
-
-def test_an_image_of_several_questions_is_in_a_batch_once(data: Path):
-    dataset = open_train(data)
-    batch = dataset.batch((np.arange(TRAIN), None))
-    assert len(batch.features) == len(set(dataset.questions.image_idxs.tolist())) < TRAIN
 
 
 # Loading
@@ -191,35 +169,28 @@ def test_sequential_batches_hold_every_example_once_in_order(data: Path, batch_s
 # Damaged files
 
 
-def cut(share: float) -> Callable[[Path], None]:
-    return lambda path: os.truncate(path, int(share * path.stat().st_size))
-
-
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """What removes a file, and makes something else of its name."""
-    return lambda path: (path.unlink(), make(path))
-
-
 def token(name: str, row: int, value: int) -> dict[str, np.ndarray]:
     values = arrays(TRAIN)[name]
     values.reshape(TRAIN, -1)[row, -1] = value
     return {name: values}
 
 
+def cut(share: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(share * path.stat().st_size))
+
+
 NOT_WHOLE = "not a whole HDF5 file"
 UNREADABLE = [
     *((cut(share), NOT_WHOLE) for share in (0.0, 0.001, 0.3, 0.9)),
-    (instead(lambda path: path.write_text("{}")), NOT_WHOLE),
-    (instead(lambda path: None), "no such file, expected a whole HDF5 file of iep-preprocess"),
-    (instead(Path.mkdir), "is a directory"),
-    (instead(os.mkfifo), "is not a regular file"),
+    (lambda path: path.write_text("{}"), NOT_WHOLE),
+    (Path.unlink, "no such file, expected a whole HDF5 file of iep-preprocess"),
+    (lambda path: (path.unlink(), path.mkdir()), "is a directory"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 QUESTIONS: list[tuple[dict, str]] = [
     ({"questions": None}, "has no dataset 'questions'"),
-    ({"questions": None, "questions/a": np.zeros(3)}, "has no dataset 'questions'"),
     ({"answers": None, "answers/a": np.zeros(3)}, "has no dataset 'answers'"),
     ({"image_idxs": None}, "has no dataset 'image_idxs'"),
-    ({"questions": np.zeros(TRAIN, "i4")}, "questions is (39,) int32, expected integers (39, 2 or more)"),
     ({"questions": np.zeros((TRAIN, 1), "i4")}, "questions is (39, 1) int32, expected integers (39, 2 or more)"),
     ({"programs": np.zeros((TRAIN, 0), "i4")}, "programs is (39, 0) int32, expected integers (39, 2 or more)"),
     ({"questions": np.array(3)}, "questions is () int64, expected integers"),
@@ -227,7 +198,6 @@ QUESTIONS: list[tuple[dict, str]] = [
     ({"image_idxs": np.zeros((TRAIN, 2), "i4")}, "image_idxs is (39, 2) int32, expected integers (39,)"),
     ({"programs": np.zeros((TRAIN - 1, 9), "i4")}, "programs is (38, 9) int32, expected integers (39, 2 or more)"),
     ({"answers": np.zeros(TRAIN + 1, "i4")}, "answers is (40,) int32, expected integers (39,)"),
-    ({"answers": np.zeros(TRAIN, "f8")}, "answers is (39,) float64"),
     (token("questions", 17, 4000), "questions, row 17: index 4000 is not in the vocabulary of 45 tokens"),
     (token("programs", 5, 27), "programs, row 5: index 27 is not in the vocabulary of 27 tokens"),
     (token("answers", 30, -1), "answers, row 30: index -1 is not in the vocabulary of 17 tokens"),
@@ -235,7 +205,6 @@ QUESTIONS: list[tuple[dict, str]] = [
 ]
 FEATURES: list[tuple[dict, str]] = [
     ({"feature": features(0)}, "has no dataset 'features'"),
-    ({"features/a": features(0)}, "has no dataset 'features'"),
     ({"features": features(0)[0]}, f"features is ({CHANNELS}, {GRID}, {GRID}) float32, expected (N, C, H, W)"),
     ({"features": features(0).astype("i4")}, "int32, expected (N, C, H, W) floats"),
     ({"features": np.zeros((IMAGES, 0, 4, 4), "f4")}, "expected (N, C, H, W) floats"),
@@ -281,3 +250,102 @@ def test_features_that_cannot_be_read_are_named_with_their_row(damaged: Path, wo
         list(batches)
     assert str(caught.value).startswith(f"{path}: features, row 3 cannot be read")
     assert "\n" not in str(caught.value)
+
+
+# Flipped bits
+
+
+def preprocess(clevr: Path, out: Path, *more: str):
+    flags = ("--backbone", "patches", "--patch-size", "1", "--dtype", "float16", "--workers", "0", "--device", "cpu")
+    return CliRunner().invoke(main, [str(clevr), "--out", str(out), "--split", "train", *flags, *more])
+
+
+@pytest.fixture
+def clevr(tmp_path: Path) -> Path:
+    return write_clevr(tmp_path / "CLEVR", images=4)
+
+
+@pytest.fixture
+def out(clevr: Path, tmp_path: Path) -> Path:
+    result = preprocess(clevr, tmp_path / "data")
+    assert result.exit_code == 0, result.output
+    return tmp_path / "data"
+
+
+def flip(content: bytes, bits: np.ndarray) -> bytes:
+    damaged = bytearray(content)
+    for bit in bits.tolist():
+        damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)
+
+
+def test_a_damaged_row_is_named_and_the_others_are_still_read(out: Path):
+    path = out / "train_features.h5"
+    written = Features(path).read(np.arange(4))
+    content = path.read_bytes()
+    place = content.index(written[2].numpy().tobytes())
+    path.write_bytes(flip(content, np.array([8 * place + 77])))
+    np.testing.assert_array_equal(Features(path).read(np.array([3, 1])), written[[3, 1]])
+    with pytest.raises(InputError, match="row 2 is damaged, its checksum differs; iep-preprocess --verify --overwrite"):
+        Features(path).read(np.array([1, 2]))
+
+
+def values_of(path: Path, vocab: Vocab) -> list[np.ndarray | None]:
+    if path.name.endswith("_features.h5"):
+        features = Features(path)
+        return [features.read(np.arange(len(features))).numpy()]
+    questions = read_questions(path, vocab)
+    return [getattr(questions, name) for name in ("questions", "image_idxs", "orig_idxs", "programs", "answers")]
+
+
+@pytest.mark.parametrize(
+    ("name", "flips"), [*product(("train_questions.h5", "train_features.h5"), (1, 3)), ("structure", 1)]
+)
+def test_flipped_bits_are_named_or_harm_nothing(out: Path, name: str, flips: int):
+    path, vocab = out / name.replace("structure", "train_features.h5"), Vocab.load(out / "vocab.json")
+    content, written = path.read_bytes(), values_of(path, vocab)
+    flipped = np.random.default_rng(flips).integers(0, 8 * len(content), (250, flips))
+    if name == "structure":
+        flipped = np.arange(0, 8 * content.index(written[0][0].tobytes()), 7)[:, None]
+    messages = []
+    for bits in flipped:
+        path.write_bytes(flip(content, bits))
+        try:
+            read = values_of(path, vocab)
+        except InputError as error:
+            messages.append(str(error))
+        else:
+            for ours, theirs in zip(read, written, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    assert len(messages) > 50
+    assert all(message.startswith(f"{path}: ") and (name == "structure" or "\n" not in message) for message in messages)
+
+
+@pytest.mark.parametrize("name", ["train_questions.h5", "train_features.h5"])
+def test_verify_finds_damage_in_a_finished_file_and_overwrite_makes_it_anew(clevr: Path, out: Path, name: str):
+    assert "already done" in preprocess(clevr, out, "--verify").output
+    path = out / name
+    sound = path.read_bytes()
+    with h5py.File(path) as file:
+        place = file[name.removeprefix("train_").removesuffix(".h5")].id.get_offset()
+    path.write_bytes(flip(sound, np.array([8 * place + 77])))
+    damaged = path.read_bytes()
+    assert "already done" in preprocess(clevr, out).output
+    assert_one_error(preprocess(clevr, out, "--verify"), str(path), "damaged")
+    assert path.read_bytes() == damaged
+    result = preprocess(clevr, out, "--verify", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes() == sound
+
+
+def test_a_row_is_checked_once_by_all_processes_that_share_its_features(out: Path):
+    path = out / "train_features.h5"
+    features, questions = Features(path), read_questions(out / "train_questions.h5", Vocab.load(out / "vocab.json"))
+    values = features.read(np.array([2]))
+    content = path.read_bytes()
+    begin = content.index(values.numpy().tobytes())
+    path.write_bytes(flip(content, 8 * begin + np.array([77, 77 + 8 * features.row_bytes])))  # rows 2 and 3
+    batches = iter(sequential_batches(ClevrDataset(questions, features), 2, Loading(workers=1)))
+    assert [batch.image_rows.tolist() for batch in islice(batches, 3)] == [[0, 0]] * 3  # of images 0, 1 and 2
+    with pytest.raises(InputError, match="row 3 is damaged"):
+        next(batches)

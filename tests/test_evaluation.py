@@ -1,20 +1,27 @@
-"""Scores against counts by hand; reports and predictions through their files."""
+"""Scores, groups of answers and commonest answers against counts by hand; reports and predictions in their files."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_data
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from iep.baselines.commonest import count_commonest, predict
+from iep.batching.reference import run_prefix
 from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.json_report import Report, format_table, mean_accuracy, read_report, write_report
-from iep.evaluation.metrics import Scores, count_types, exact_match, question_types, score
-from iep.evaluation.outcome import Outcome, question_text, words, write_outputs
+from iep.evaluation.metrics import Scores, answer_groups, count_types, exact_match, question_types, score
+from iep.evaluation.outcome import Outcome, write_outputs
 from iep.evaluation.predict import Predictions
-from iep.programs import QUESTION_TYPES
+from iep.programs import QUESTION_TYPES, arity, program_lengths
+from iep.synth.world import VALUES
 from iep.vocab import SPECIAL_TOKENS, Vocab
 
 PROGRAM_TOKENS = (
@@ -57,37 +64,28 @@ def test_accuracy_per_type_matches_a_count_by_hand():
     correct = np.array([True, False, True, False, False, True])
     assert count_types(types) == {"exist": 3, "query: shape": 2}
     assert score(correct, types) == Scores(0.5, {"exist": 2 / 3, "query: shape": 0.0})
+    every = np.arange(len(QUESTION_TYPES))[::-1]
+    assert tuple(count_types(every)) == tuple(score(every >= 0, every).by_type) == QUESTION_TYPES
 
 
-def test_types_come_in_clevrs_order():
-    types = np.arange(len(QUESTION_TYPES))[::-1]
-    assert tuple(count_types(types)) == QUESTION_TYPES
-    assert tuple(score(np.ones(len(types)), types).by_type) == QUESTION_TYPES
+@pytest.mark.parametrize("count", [score, lambda results, types: count_commonest(results, types, num_types=2)])
+@pytest.mark.parametrize(("results", "types"), [([], []), ([1], [0, 0])])
+def test_counts_of_nothing_or_of_unequal_numbers_are_refused(count, results, types):
+    with pytest.raises(ValueError, match=rf"{len(results)} \w+ and {len(types)} types"):
+        count(np.array(results, dtype=int), np.array(types, dtype=int))
 
 
-@pytest.mark.parametrize(("correct", "types"), [([], []), ([True], [0, 0])])
-def test_scores_of_nothing_or_of_unequal_numbers_are_refused(correct, types):
-    with pytest.raises(ValueError, match=f"{len(correct)} results and {len(types)} types"):
-        score(np.array(correct, dtype=bool), np.array(types, dtype=int))
+@given(*2 * [st.lists(st.integers(0, 7), min_size=3, max_size=6)], st.integers(0, 2))
+def test_programs_are_the_same_up_to_end_whatever_the_padding(predicted, program, padding):
+    def until_end(tokens: list[int]) -> list[int]:
+        return tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
 
-
-@pytest.mark.parametrize(
-    ("predicted", "program", "same"),
-    [
-        ([1, 5, 6, 2], [1, 5, 6, 2], True),
-        ([1, 5, 6, 2, 0, 0], [1, 5, 6, 2], True),
-        ([1, 5, 6, 2], [1, 5, 6, 2, 0, 0], True),
-        ([1, 5, 6, 2, 7, 7], [1, 5, 6, 2, 0], True),
-        ([1, 5, 7, 2], [1, 5, 6, 2], False),
-        ([1, 5, 6], [1, 5, 6, 2], False),
-        ([1, 5, 6, 6, 2], [1, 5, 6, 2], False),
-        ([1, 5, 2], [1, 5, 6, 2], False),
-        ([1, 5, 0, 6, 2], [1, 5, 6, 2], False),
-    ],
-)
-def test_programs_are_the_same_up_to_end_whatever_the_padding(predicted, program, same):
-    assert exact_match(np.array([predicted]), np.array([program])).tolist() == [same]
-    assert exact_match(torch.tensor([predicted]), torch.tensor([program])).tolist() == [same]
+    program = [*program, 2]
+    for mine in (predicted, [*program, *predicted]):
+        same = until_end(mine) == until_end(program)
+        rows = [mine + [0] * padding], [program + [0] * (2 - padding)]
+        assert exact_match(*map(np.array, rows)).tolist() == [same]
+        assert exact_match(*map(torch.tensor, rows)).tolist() == [same]
 
 
 def test_a_report_reads_back_as_it_was_written(tmp_path: Path):
@@ -148,25 +146,16 @@ def test_the_row_of_a_family_is_the_share_of_its_right_answers_to_the_last_bit()
     assert mean_accuracy(report, types) == mean_accuracy(report, None) == 47 / 80
 
 
-def test_five_columns_fit_in_100_characters():
+def test_a_table_of_five_columns_fits_in_100_characters_and_what_is_unknown_is_a_dash():
     every_type = dict.fromkeys(QUESTION_TYPES, 11000)
-    report = Report(
-        "val", 149_991, every_type, Scores(1.0, dict.fromkeys(QUESTION_TYPES, 1.0)), baselines=REPORT.baselines
-    )
+    scores = Scores(1.0, dict.fromkeys(QUESTION_TYPES, 1.0))
+    report = Report("val", 149_991, every_type, scores, baselines=REPORT.baselines)
     names = ["LSTM", "iep 18K programs", "iep 9K programs", "iep all programs"]
     table = format_table([(name, report) for name in names])
     assert max(map(len, table.splitlines())) <= 100
     assert len(table.splitlines()) == 1 + 1 + len(QUESTION_TYPES) + 3 + 2
-
-
-def test_the_table_says_dash_on_a_split_without_answers():
-    report = Report("test", 5, {}, questions_per_second=10.0)
-    assert format_table([("iep", report)]).splitlines() == [
-        "                questions  iep",
-        "overall                 5    -",
-        "programs exact               -",
-        "questions/s                 10",
-    ]
+    unknown = format_table([("iep", Report("test", 5, {}, questions_per_second=10.0))])
+    assert [line.split()[-1] for line in unknown.splitlines()] == ["iep", "-", "-", "10"]
 
 
 def test_reports_on_different_questions_have_numbers_of_questions_of_their_own():
@@ -233,17 +222,8 @@ def test_predictions_are_one_object_for_each_question(tmp_path: Path):
 
 def test_predictions_leave_out_what_is_unknown():
     first = next(outcome(families=None, programs=None, answers=None).rows())
-    assert first.keys() == {
-        *("question_index", "image_index", "question", "type"),
-        *("predicted_program", "predicted_answer", "probability", "runners_up"),
-    }
-
-
-def test_words_stop_at_end_or_at_the_padding():
-    assert words([1, 4, 10, 2, 5], PROGRAM_TOKENS) == ["count", "scene"]
-    assert words([1, 4, 10, 0, 0], PROGRAM_TOKENS) == ["count", "scene"]
-    assert words([0, 0], PROGRAM_TOKENS) == []
-    assert question_text(np.array([1, 7, 8, 6, 9, 2]), VOCAB.question) == "How many; red?"
+    known = {"question_index", "image_index", "question", "type"}
+    assert first.keys() == known | {"predicted_program", "predicted_answer", "probability", "runners_up"}
 
 
 def test_predictions_that_fail_halfway_leave_the_old_file_as_it_was(tmp_path: Path):
@@ -253,3 +233,79 @@ def test_predictions_that_fail_halfway_leave_the_old_file_as_it_was(tmp_path: Pa
         write_outputs(tmp_path, outcome(ranked_answers=np.array([[4, 6], [999, 5]])), REPORT)
     assert path.read_text() == "old\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+# Breakdown
+
+
+def test_the_length_is_the_number_of_functions_besides_scene():
+    programs = tiny_data.padded(
+        [[tiny_data.VOCAB.program_index[token] for token in program] for _, program, _ in tiny_data.EXAMPLES]
+    )
+    lengths = [sum(token != "scene" for token in program) for _, program, _ in tiny_data.EXAMPLES]
+    assert program_lengths(programs, tiny_data.VOCAB.program).tolist() == lengths
+
+
+@given(
+    st.lists(st.lists(st.integers(0, len(tiny_data.VOCAB.program) - 1), min_size=6, max_size=6), min_size=1, max_size=4)
+)
+def test_the_length_of_an_ill_formed_program_is_what_the_engine_runs(programs):
+    def size(program: list[int]) -> int:
+        return run_prefix(
+            program,
+            lambda token: arity(tiny_data.VOCAB.program[token]),
+            lambda token, *sizes: sum(sizes) + (token >= 4),
+            input_value=0,
+            leaf=tiny_data.VOCAB.program_index["scene"],
+            skip=1,
+            pad=0,
+            leaf_is_input=True,
+        )
+
+    assert program_lengths(np.array(programs), tiny_data.VOCAB.program).tolist() == [
+        size(program) for program in programs
+    ]
+
+
+def test_without_scene_in_the_vocabulary_lengths_are_unknown():
+    assert program_lengths(np.array([[1, 4, 2], [1, 2, 0]]), tiny_data.VOCAB.program[:6]).tolist() == [-1, -1]
+
+
+KINDS = (
+    *(("no", "yes"), ("0", "1", "2", "5", "10"), ("large", "small"), ("blue", "red"), ("metal", "rubber")),
+    *(("cube", "sphere"), ("<UNK>", "zebra")),
+)
+ORDERED = [name for kind in KINDS for name in kind]
+
+
+@given(st.permutations(ORDERED), st.lists(st.integers(0, len(ORDERED) - 1), min_size=1))
+def test_answers_of_one_kind_stand_together_numbers_by_value_whatever_occurs(tokens, answers):
+    found = answer_groups(answers, tokens)
+    assert [tokens[answer] for answer in found] == [name for name in ORDERED if tokens.index(name) in answers]
+    assert all(tokens[answer] in KINDS[group] for answer, group in found.items())
+
+
+def test_every_answer_of_clevr_is_of_a_kind():
+    tokens = [str(number) for number in range(11)] + ["no", "yes"] + [value for of in VALUES.values() for value in of]
+    assert Counter(answer_groups(range(28), tokens).values()) == {0: 2, 1: 11, 2: 2, 3: 8, 4: 2, 5: 3}
+
+
+# The commonest answer
+
+
+def test_the_commonest_answer_is_counted_for_each_type_by_itself():
+    rng = np.random.default_rng(0)
+    types, answers = rng.integers(0, 5, 2000), rng.integers(3, 12, 2000)
+    commonest = count_commonest(answers, types, num_types=5)
+    for kind in range(5):
+        of_kind = answers[types == kind].tolist()
+        assert of_kind.count(commonest[kind]) == max(of_kind.count(answer) for answer in range(12))
+    tied = count_commonest(np.array([7, 7, 4, 4]), np.zeros(4, dtype=int), num_types=1)
+    assert tied.tolist() == [4, 4], "of equally common answers the smaller"
+
+
+def test_commonest_answer_of_all_serves_types_without_questions_and_unknown_types():
+    types = np.array([0, 2, 2, 2, -1, -1, -1])
+    answers = np.array([4, 6, 6, 6, 9, 9, 6])
+    commonest = count_commonest(answers, types, num_types=3)
+    assert predict(commonest, np.array([0, 1, 2, -1])).tolist() == [4, 6, 6, 6]  # 6 four times, 9 twice

@@ -13,17 +13,6 @@ from iep.runtime.files import atomic_path, check_writable, write_bytes, write_js
 from iep.runtime.reading import read_json
 
 
-def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
-    target = tmp_path / "new" / "directory" / "file.txt"
-    write_bytes(target, b"old")
-    with atomic_path(target) as temporary:
-        temporary.write_text("new")
-        assert target.read_text() == "old"
-        assert temporary.parent == target.parent
-    assert target.read_text() == "new"
-    assert list(target.parent.iterdir()) == [target]
-
-
 def test_a_file_is_flushed_before_it_is_renamed_and_its_directory_afterwards(tmp_path: Path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(
@@ -49,6 +38,20 @@ def test_a_file_system_that_cannot_flush_directories_is_not_an_error(
     with pytest.raises(OSError, match="error") if matters else nullcontext():
         write_bytes(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_file_keeps_its_old_content_until_the_block_ends(tmp_path: Path):
+    target = tmp_path / "new" / "directory" / "file.txt"
+    write_bytes(target, b"old")
+    with atomic_path(target) as temporary:
+        temporary.write_text("new")
+        assert (target.read_text(), temporary.parent) == ("old", target.parent)
+    assert target.read_text() == "new"
+    assert list(target.parent.iterdir()) == [target]
+    with pytest.raises(OSError, match="new") as caught:
+        write_bytes(target.parent, b"new")
+    assert caught.value.filename == str(target.parent)
+    assert list(target.parent.parent.iterdir()) == [target.parent]
 
 
 @pytest.mark.parametrize("failure", [TypeError("no JSON"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
@@ -118,11 +121,3 @@ def test_a_path_that_cannot_be_written_is_named_before_the_work(tmp_path: Path):
         check_writable([tmp_path / "file" / "report.json"])
     check_writable([tmp_path / "new" / "report.json"])
     assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_target_that_is_a_directory_is_named_itself(tmp_path: Path):
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken") as caught, atomic_path(tmp_path / "taken") as temporary:
-        temporary.write_text("new")
-    assert caught.value.filename == str(tmp_path / "taken")
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -1,4 +1,5 @@
-"""What `iep-eval --report` puts into report.html: which questions, which pictures, which curves."""
+"""What `iep-eval --report` puts into report.html: which questions, with their programs side by side, which pictures,
+which curves."""
 
 import base64
 import io
@@ -14,15 +15,28 @@ from evaluate_cases import evaluate, iep_eval
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_data import TEST, VOCAB, arrays, assert_one_error, files_no_larger_than
+from tiny_data import VOCAB, arrays, assert_one_error
 
 from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE
 from iep.evaluation.outcome import Outcome
-from iep.evaluation.page_questions import WIDTH, Pictures, choose, data_uri, question_cards
+from iep.evaluation.page_questions import (
+    FILLED_IN,
+    IGNORED,
+    WIDTH,
+    Line,
+    Pictures,
+    choose,
+    program_lines,
+    question_cards,
+    side_by_side,
+)
 from iep.evaluation.predict import Predictions
 from iep.evaluation.training_curves import CHARTS, MOST_POINTS, draw_chart, thinned, training_runs
+from iep.execution_engine.choices import make_module_set
+from iep.programs import NOT_USED
+from iep.vocab import END, NULL, START
 
 
 def outcome(seed: int = 0, count: int = 120, parts: str = "answers programs families predicted") -> Outcome:
@@ -92,23 +106,19 @@ def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
 
 def test_pictures_are_small_and_read_once(tmp_path: Path):
     paths = write_images(tmp_path, "val", 2, (480, 320))
+    pixels = np.zeros((320, 480, 3), dtype=np.uint8)
+    pixels[:, 240:] = (250, 10, 10)
+    Image.fromarray(pixels).save(paths[1])
     pictures = Pictures(tmp_path, "val")
     assert pictures.has(1)
     paths[1].unlink()
     assert pictures.has(1)
     image = Image.open(io.BytesIO(base64.b64decode(pictures.by_key[1].removeprefix("data:image/jpeg;base64,"))))
     assert image.size == (WIDTH, 213)
+    assert np.abs(np.asarray(image)[5, [2, -3]].astype(int) - [[0, 0, 0], [250, 10, 10]]).max() < 12
     assert not pictures.has(7)
     assert pictures.problems == {7: f"{tmp_path / 'images' / 'val'}: no image with index 7"}
     assert list(pictures.by_key) == [1]
-
-
-def test_a_picture_looks_like_its_image():
-    pixels = np.zeros((20, 30, 3), dtype=np.uint8)
-    pixels[:, 15:] = (250, 10, 10)
-    shown = Image.open(io.BytesIO(base64.b64decode(data_uri(Image.fromarray(pixels)).partition(",")[2])))
-    assert shown.size == (30, 20)
-    assert np.abs(np.asarray(shown)[5, [2, 27]].astype(int) - [[0, 0, 0], [250, 10, 10]]).max() < 12
 
 
 def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
@@ -184,25 +194,29 @@ def test_every_curve_lies_within_its_axes(points):
 # The file
 
 
-def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path):
-    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--report", tmp_path)
+@pytest.mark.parametrize(("split", "said"), [("val", "Wrong answers"), ("test", "the split has no answers")])
+def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path, split: str, said: str):
+    evaluate(tmp_path, "--baseline", run["lstm"], "--data", data, "--split", split, "--report", tmp_path)
     page = (tmp_path / PAGE).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
     assert re.fullmatch(
         r"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-\S+'", policy
     )
     assert not re.search(r"(src|href)=\"(?!#)", page)
+    assert said in page
 
 
-def test_a_long_split_gives_a_small_file(data, run, tmp_path: Path):
-    sizes = []
-    for most in (0, 5, 26):
-        arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path, "--report-questions", most]
-        evaluate(tmp_path, *arguments)
-        text = (tmp_path / PAGE).read_text()
+def test_a_long_split_gives_a_small_file_beside_the_others_or_elsewhere(data, run, tmp_path: Path):
+    sizes, page = [], tmp_path / "page"
+    for most, report in ((0, tmp_path / "out"), (5, page), (26, page)):
+        arguments = ["--baseline", run["lstm"], "--data", data, "--report", report, "--report-questions", most]
+        _, _, output = evaluate(tmp_path / "out", *arguments)
+        assert f"Wrote {report / PAGE}" in output
+        text = (report / PAGE).read_text()
         assert text.count("<article") == most
         sizes.append(len(text))
     assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 4000
+    assert {path.name for path in page.iterdir()} == {PAGE}
 
 
 def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run, tmp_path: Path):
@@ -216,21 +230,56 @@ def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run
     assert headings[-3:] == [("commonest", ""), ("same", ""), ("fewer", "5 questions of val")]
 
 
-def test_a_full_disk_leaves_the_earlier_report_whole(data, run, tmp_path: Path):
-    arguments = ["--baseline", run["lstm"], "--data", data, "--report", tmp_path]
-    assert iep_eval(*arguments).exit_code == 0
-    before = (tmp_path / PAGE).read_bytes()
-    with files_no_larger_than(2000):
-        assert_one_error(iep_eval(*arguments, "--name", "second"), f"{tmp_path / PAGE}: file size limit reached")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {PAGE: before}
+# Programs side by side
 
 
-def test_a_report_may_stand_beside_the_other_files_or_elsewhere(data, run, tmp_path: Path):
-    arguments = ["--baseline", run["lstm"], "--data", data, "--split", "test"]
-    for report in (tmp_path / "out", tmp_path / "page"):
-        _, rows, output = evaluate(tmp_path / "out", *arguments, "--report", report)
-        assert f"Wrote {report / PAGE}" in output
-        assert f"Wrote {tmp_path / 'out' / 'predictions.jsonl'}" in output
-        assert (report / PAGE).exists()
-        assert len(rows) == TEST
-    assert {path.name for path in (tmp_path / "page").iterdir()} == {PAGE}
+TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
+
+
+def lines(program: str, end: bool = True, modules: str | None = None) -> list[Line]:
+    tokens = [VOCAB.program_index[token] for token in program.split()]
+    own = None if modules is None else make_module_set(modules, dim=1, residual=True, norm="none", scene="module")
+    return program_lines([START, *tokens, *([END] if end else []), NULL], VOCAB, own)
+
+
+def drawn(found: list[Line]) -> list[str]:
+    marks = {"": "", FILLED_IN: "?", IGNORED: "!", NOT_USED: "-"}
+    return ["." * line.depth + line.token + marks[line.kind] for line in found]
+
+
+def test_arguments_stand_below_their_function_one_step_further_in():
+    program = "count union filter_color[red] scene filter_shape[cube] scene"
+    expected = ["count", ".union", "..filter_color[red]", "...scene", "..filter_shape[cube]", "...scene"]
+    assert drawn(lines(program)) == expected
+
+
+def test_what_is_filled_in_or_ignored_is_marked():
+    assert drawn(lines("count", end=False)) == ["count", ".scene?"]
+    assert drawn(lines("count")) == ["count", ".<END>", "..scene?"], "an <END> inside a tree runs as a function"
+    assert drawn(lines("scene count exist")) == ["scene", "count!", "exist!"]
+    assert drawn(lines("union <NULL> scene count")) == ["union", ".scene?", ".scene", "count!"]
+    assert drawn(program_lines([], VOCAB)) == ["scene?"]
+
+
+def test_values_of_a_kind_that_the_modules_do_not_take_are_marked_with_all_below_them():
+    program = "count filter_color[red] exist filter_shape[cube] scene"
+    expected = ["count", ".filter_color[red]", "..exist", "...filter_shape[cube]", "....scene"]
+    assert drawn(lines(program)) == drawn(lines(program, modules="iep")) == expected
+    assert drawn(lines(program, modules="tbd")) == [*expected[:2], *(line + "-" for line in expected[2:])]
+
+
+@given(TOKENS, TOKENS)
+def test_both_columns_hold_every_line_once_and_in_order(left_tokens: list[int], right_tokens: list[int]):
+    left, right = program_lines(left_tokens, VOCAB), program_lines(right_tokens, VOCAB)
+    rows = side_by_side(left, right)
+    assert [line for line, _ in rows if line is not None] == left
+    assert [line for _, line in rows if line is not None] == right
+    assert (None, None) not in rows
+
+
+def test_below_a_function_that_only_one_has_the_rest_is_the_same():
+    left, right = lines("count filter_color[red] scene"), lines("count filter_shape[cube] filter_color[red] scene")
+    rows = [(left[0], right[0]), (None, right[1]), (left[1], right[2]), (left[2], right[3])]
+    assert side_by_side(left, right) == rows
+    left, right = lines("count scene"), lines("exist scene")
+    assert side_by_side(left, right) == list(zip(left, right, strict=True))

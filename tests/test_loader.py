@@ -94,6 +94,10 @@ def load_and_die(data: Path, note: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
+    assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
+
+
 def is_running(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -101,23 +105,15 @@ def is_running(process: int) -> bool:
         return False
 
 
-def wait_for_end(processes: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(map(is_running, processes)):
-        assert time.monotonic() < deadline, "orphans are left"
-        time.sleep(0.01)
-
-
-def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
-    assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
-
-
 def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):
     with pytest.raises(AssertionError, match="process 0 ended without an answer"):
         together(load_and_die, data, tmp_path / "note", world_size=1)
     workers = [int(number) for number in (tmp_path / "note").read_text().split()]
     assert len(workers) == 2
-    wait_for_end(workers)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline, "orphans are left"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -153,11 +149,6 @@ def test_features_in_memory_are_those_of_the_file_which_is_read_no_more(tmp_path
         np.testing.assert_array_equal(batch.features[batch.image_rows], features(0, "float16")[images])
 
 
-def test_no_features_at_all_fit_into_memory(tmp_path: Path):
-    path = write_h5(tmp_path / "f.h5", {"features": features(0)[:0]})
-    assert Features(path).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
-
-
 def read_in_memory(path: Path) -> tuple[set[int], bytes]:
     """What one process of a job reads from memory that all share, and which files without a name it has open."""
     shared = Features(path).in_memory()
@@ -187,7 +178,7 @@ def test_processes_of_a_job_share_one_copy_and_fail_together(data: Path, tmp_pat
     assert second == "exit 1"
 
 
-def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, monkeypatch):
+def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(iep.data.features, "available_memory", lambda: 959)
     path = data / "train_features.h5"
     with pytest.raises(InputError) as caught:
@@ -195,6 +186,9 @@ def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: 
     assert str(caught.value).startswith(f"{path}: its features take 960 bytes of memory, and 959 are available")
     monkeypatch.setattr(iep.data.features, "available_memory", lambda: 960)
     assert Features(path).in_memory().read(np.arange(IMAGES)).shape == SHAPE
+    monkeypatch.setattr(iep.data.features, "available_memory", lambda: 0)
+    empty = write_h5(tmp_path / "f.h5", {"features": features(0)[:0]})
+    assert Features(empty).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
 @pytest.mark.parametrize(
@@ -206,15 +200,6 @@ def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(
     assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
     ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
     assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())
-
-
-def test_evaluation_is_the_same_with_features_in_memory(data: Path, runs: dict[str, Path], tmp_path: Path):
-    flags = ["--ee", str(runs["ee"]), "--data", str(data), "--device", "cpu", "--batch-size", "7"]
-    for name, more in (("file", []), ("memory", ["--features-in-memory", "--workers", "1"])):
-        result = CliRunner().invoke(evaluate, [*flags, "--out", str(tmp_path / name), *more])
-        assert result.exit_code == 0, result.output
-    ours, theirs = ((tmp_path / name / "predictions.jsonl").read_bytes() for name in ("memory", "file"))
-    assert ours == theirs
 
 
 @pytest.mark.parametrize(("limit", "left"), [("max", []), ("1000", [400 + 50])])
@@ -234,13 +219,6 @@ def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(t
 
 
 # To a device
-
-
-def test_on_a_cpu_batches_come_as_they_are_moved(data: Path):
-    device = torch.device("cpu")
-    batches = list(on_device(sequential_batches(open_train(data), 8), device))
-    assert sum(len(batch.index) for batch in batches) == TRAIN
-    assert all(batch.features.dtype == torch.float32 for batch in batches)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,31 +1,73 @@
-"""Images -> features.h5: what the rows hold, and what is said about bad input."""
+"""Images -> features.h5: what the rows hold, how the file says it was made, and what is said about bad input."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.error import URLError
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from ask_cases import SAMPLE
+import torchvision
+from ask_cases import IMAGE, SAMPLE, answered, iep_ask
 from clevr_files import write_clevr, write_images
 from click.testing import CliRunner
-from features_cases import PATCHES, RESNET, features, run
+from evaluate_cases import iep_eval
+from features_cases import FILE, PATCHES, RESNET, WatchedPatches, features, run
 from PIL import Image
+from tiny_data import newest, tiny_config, write_data
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-import iep.preprocess.compute_features as features_module
 from iep.cli.preprocess import main
-from iep.data.hdf5 import read_attributes
+from iep.data.features import Features
 from iep.errors import InputError
-from iep.preprocess import backbones
-from iep.preprocess.backbones import Patches
+from iep.models.checkpoint import load_checkpoint
+from iep.preprocess.backbones import Patches, ResNet, backbone_of, randomize
 from iep.preprocess.clevr_files import image_paths
-from iep.preprocess.compute_features import preprocess_features
-from iep.preprocess.images import read_image
+from iep.preprocess.compute_features import image_features, preprocess_features
+from iep.preprocess.images import open_image, read_image
+from iep.training.run_training import train
+
+
+def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out):
+    anonymous_kb = []
+
+    def measure() -> None:
+        status = Path("/proc/self/status").read_text()
+        anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
+
+    images = write_images(tmp_path / "CLEVR", "val", 330)
+    preprocess_features({"val": images}, out, WatchedPatches(16, measure), batch_size=1, workers=1)
+    row_kb = 3 * 224 * 224 * 4 / 1000
+    assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
+
+
+def test_a_resnet_runs_with_cudnn():
+    enabled = set()
+    extract = ResNet("resnet18", weights="random").extractor(torch.device("cpu"))
+    hook = register_module_forward_pre_hook(lambda *_: enabled.add(torch.backends.cudnn.enabled))
+    extract(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    hook.remove()
+    assert enabled == {True}
+
+
+@pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
+def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage):
+    extract = ResNet(name, stage, "random", seed=1).extractor(torch.device("cpu"))
+    pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", 96).copy())[None]
+    with torch.no_grad():
+        x = extract(pixels)
+    assert 0.3 < x.std() < 4
+    assert x.max() < 60
+    assert (x > 0).float().mean() > 0.3
+
+
+# What the rows hold
 
 
 def resized(path: Path, size: int) -> torch.Tensor:
@@ -34,68 +76,45 @@ def resized(path: Path, size: int) -> torch.Tensor:
     return torch.tensor(np.array(pixels)).permute(2, 0, 1).float()
 
 
+def saved_resnet(path: Path, seed: int, initialise: Callable[[torch.nn.Module], object] = lambda model: None) -> Path:
+    """A file with the weights of torchvision's resnet18, changed by `initialise`."""
+    torch.manual_seed(seed)
+    model = torchvision.models.resnet18(weights=None)
+    with torch.no_grad():
+        initialise(model)
+    torch.save(model.state_dict(), path)
+    return path
+
+
 def test_pixel_shuffle_of_patches_gives_the_picture_back_and_float16_rounds_it(clevr, out, tmp_path):
     run(clevr, "--out", out, "--backbone", "patches")
-    rows = features(out / "val_features.h5")
-    assert rows.shape == (7, 3 * 8 * 8, 14, 14)
-    assert rows.dtype == np.float32
+    rows = features(out / FILE)
+    assert (rows.shape, rows.dtype) == ((7, 3 * 8 * 8, 14, 14), np.float32)
     for index in (0, 3, 6):
         picture = functional.pixel_shuffle(torch.tensor(rows[index]), 8)
         expected = resized(clevr / "images" / "val" / f"CLEVR_val_{index:06d}.png", 112) / 127.5 - 1
         assert torch.allclose(picture, expected, atol=1e-6)
     run(clevr, "--out", tmp_path, "--backbone", "patches", "--dtype", "float16")
-    assert np.array_equal(features(tmp_path / "val_features.h5"), rows.astype("f2"))
-
-
-def test_the_file_says_how_it_was_made(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    with h5py.File(out / "val_features.h5") as file:
-        attributes = read_attributes(file["features"])
-    attributes.pop("images_digest")
-    assert attributes == {
-        "backbone": "patches",
-        "patch_size": 2,
-        "image_size": 28,
-        "normalisation": "x / 127.5 - 1",
-        "dtype": "float32",
-        "images": 7,
-    }
+    assert np.array_equal(features(tmp_path / FILE), rows.astype("f2"))
 
 
 def test_worker_processes_change_nothing(clevr, out, tmp_path):
     run(clevr, "--out", out, *PATCHES)
-    images, workers = image_paths(clevr / "images" / "val"), tmp_path / "workers"
-    preprocess_features({"val": images}, workers, Patches(2), batch_size=2, workers=2)
-    assert (workers / "val_features.h5").read_bytes() == (out / "val_features.h5").read_bytes()
+    images = image_paths(clevr / "images" / "val")
+    preprocess_features({"val": images}, tmp_path / "workers", Patches(2), batch_size=2, workers=2)
+    assert (tmp_path / "workers" / FILE).read_bytes() == (out / FILE).read_bytes()
     os.truncate(images[4], 300)
     with pytest.raises(InputError, match=f"^{images[4]}: not an image"):
         preprocess_features({"val": images}, tmp_path / "broken", Patches(2), batch_size=2, workers=2)
 
 
-def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out, monkeypatch):
-    images = write_images(tmp_path / "CLEVR", "val", 330)
-    anonymous_kb = []
-
-    def measured(extract, pixels_BCHW, run=features_module._run):
-        status = Path("/proc/self/status").read_text()
-        anonymous_kb.append(int(status.partition("RssAnon:")[2].split()[0]))
-        return run(extract, pixels_BCHW)
-
-    monkeypatch.setattr(features_module, "_run", measured)
-    features_module.preprocess_features({"val": images}, out, Patches(16), batch_size=1, workers=1)
-    row_kb = 3 * 224 * 224 * 4 / 1000
-    assert anonymous_kb[-1] - anonymous_kb[-150] < 0.5 * 150 * row_kb
-
-
 def test_resnet_rows_equal_torchvisions_network_cut_by_hand(clevr, out, tmp_path):
-    import torchvision
-
-    torch.manual_seed(3)
-    model = torchvision.models.resnet18(weights=None).eval()
-    torch.save(model.state_dict(), tmp_path / "resnet18.pth")
-    run(clevr, "--out", out, *RESNET, "--weights", tmp_path / "resnet18.pth")
-    rows = features(out / "val_features.h5")
+    weights = saved_resnet(tmp_path / "resnet18.pth", seed=3)
+    run(clevr, "--out", out, *RESNET, "--weights", weights)
+    rows = features(out / FILE)
     assert rows.shape == (7, 256, 4, 4)
+    model = torchvision.models.resnet18(weights=None).eval()
+    model.load_state_dict(torch.load(weights))
     image = resized(clevr / "images" / "val" / "CLEVR_val_000006.png", 64) / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     x = ((image - mean[:, None, None]) / std[:, None, None])[None]
@@ -105,79 +124,45 @@ def test_resnet_rows_equal_torchvisions_network_cut_by_hand(clevr, out, tmp_path
     assert torch.allclose(torch.tensor(rows[6]), x[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_resnet_runs_with_cudnn(monkeypatch):
-    switched_on = []
-
-    class Trunk(torch.nn.Module):
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            switched_on.append(torch.backends.cudnn.enabled)
-            return pixels
-
-    monkeypatch.setattr(backbones, "_trunk", lambda model, stage: Trunk())
-    extract = backbones.ResNet("resnet18", weights="random").extractor(torch.device("cpu"))
-    extract(torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
-    assert switched_on == [True]
-
-
-def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, out, tmp_path):
-    import torchvision
-
-    run(clevr, "--out", out, *RESNET, "--weights", "random", "--seed", 5)
-    torch.manual_seed(5)
-    model = torchvision.models.resnet18(weights=None)
-    backbones.randomize(model)
-    torch.save(model.state_dict(), tmp_path / "resnet18.pth")
-    run(clevr, "--out", tmp_path / "again", *RESNET, "--weights", tmp_path / "resnet18.pth")
-    run(clevr, "--out", tmp_path / "other", *RESNET, "--weights", "random", "--seed", 6)
-    expected = features(out / "val_features.h5")
-    assert np.array_equal(features(tmp_path / "again" / "val_features.h5"), expected)
-    assert not np.allclose(features(tmp_path / "other" / "val_features.h5"), expected)
-    run(clevr, "--out", tmp_path / "later", *RESNET, "--weights", "random", "--stage", 4)
-    assert features(tmp_path / "later" / "val_features.h5").shape == (7, 512, 2, 2)
+def test_random_weights_saved_and_reloaded_give_the_same_features(clevr, tmp_path):
+    weights = saved_resnet(tmp_path / "resnet18.pth", 5, randomize)
+    made = {}
+    for name, flags in (
+        ("seed 5", ("--weights", "random", "--seed", 5)),
+        ("seed 6", ("--weights", "random", "--seed", 6)),
+        ("file", ("--weights", weights)),
+        ("stage 4", ("--weights", "random", "--stage", 4)),
+    ):
+        run(clevr, "--out", tmp_path / name, *RESNET, *flags)
+        made[name] = features(tmp_path / name / FILE)
+    assert np.array_equal(made["file"], made["seed 5"])
+    assert not np.allclose(made["seed 6"], made["seed 5"])
+    assert made["stage 4"].shape == (7, 512, 2, 2)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
-def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage):
-    extract = backbones.ResNet(name, stage, "random", seed=1).extractor(torch.device("cpu"))
-    pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", 96).copy())[None]
-    with torch.no_grad():
-        x = extract(pixels)
-    assert 0.3 < x.std() < 4
-    assert x.max() < 60
-    assert (x > 0).float().mean() > 0.3
-
-
-def renamed(name: str) -> Callable[[Path], object]:
-    return lambda image: image.rename(image.with_name(name))
-
-
-def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda image: (image.unlink(), make(image))
+# What is refused
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (renamed("CLEVR_val_000009.png"), "image index 3 is missing, while 9 is there"),
-        (renamed("CLEVR_new_000002.png"), "image index 2 is also that of CLEVR_new_000002.png"),
-        (renamed("picture.png"), "picture.png: no image index in the name"),
+        (lambda image: image.rename(image.with_name("CLEVR_val_000009.png")), "image index 3 is missing, while 9 is"),
+        (lambda image: image.rename(image.with_name("CLEVR_new_000002.png")), "2 is also that of CLEVR_new_000002.png"),
+        (lambda image: image.rename(image.with_name("picture.png")), "picture.png: no image index in the name"),
         (lambda image: image.write_bytes(b""), "CLEVR_val_000003.png: not an image"),
-        (lambda image: image.write_bytes(b"not a picture"), "CLEVR_val_000003.png: not an image"),
         (lambda image: image.write_bytes(b"\x89PNG\r\n\x1a\n"), "CLEVR_val_000003.png: not an image"),
         (lambda image: os.truncate(image, 300), "CLEVR_val_000003.png: not an image"),
-        (replaced(Path.mkdir), "CLEVR_val_000003.png: is a directory, expected an image"),
-        (replaced(os.mkfifo), "CLEVR_val_000003.png: is not a regular file, expected an image"),
+        (lambda image: (image.unlink(), image.mkdir()), "CLEVR_val_000003.png: is a directory, expected an image"),
+        (lambda image: (image.unlink(), os.mkfifo(image)), "3.png: is not a regular file, expected an image"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_in_one_line(clevr, out, change, message):
     change(clevr / "images" / "val" / "CLEVR_val_000003.png")
     assert message in run(clevr, "--out", out, *PATCHES, code=1)
-    assert not (out / "val_features.h5").exists()
+    assert not (out / FILE).exists()
 
 
 def test_wrong_weight_files_are_one_clear_line(clevr, out, tmp_path):
-    import torchvision
-
     state = torchvision.models.resnet18(weights=None).state_dict()
     weights = tmp_path / "weights.pth"
     for content, problem in (
@@ -186,24 +171,21 @@ def test_wrong_weight_files_are_one_clear_line(clevr, out, tmp_path):
         (state | {"conv1.weight": torch.zeros(3)}, "size mismatch for conv1.weight"),
         ([1, 2], "TypeError"),
         (torch.nn.Linear(1, 1), "not a state dict of resnet18"),
-        (b"\0" * 100, "not a state dict of resnet18"),
-        (None, "no such file"),
     ):
-        weights.unlink(missing_ok=True)
-        if isinstance(content, bytes):
-            weights.write_bytes(content)
-        elif content is not None:
-            torch.save(content, weights)
+        torch.save(content, weights)
         line = run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
         assert f"{weights}: " in line
         assert problem in line
+    weights.unlink()
+    assert f"{weights}: no such file" in run(clevr, "--out", out, *RESNET, "--weights", weights, code=1)
+    saved_resnet(weights, 0, lambda model: model.layer3[1].bn2.weight.fill_(1e6))
+    line = run(clevr, "--out", out, *RESNET, "--weights", weights, "--dtype", "float16", code=1)
+    assert "not finite in torch.float16" in line
 
 
 def test_a_failed_download_is_one_clear_line(clevr, out, monkeypatch, tmp_path):
-    import urllib.request
-
     def offline(*_args, **_kwargs):
-        raise urllib.error.URLError("Name or service not known")
+        raise URLError("Name or service not known")
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.hub, "urlopen", offline)
@@ -227,17 +209,6 @@ def test_a_torchvision_that_does_not_fit_its_torch_is_one_clear_line(clevr, out,
     run(clevr, "--out", out, *PATCHES)  # patches do without it
 
 
-def test_features_too_large_for_float16_are_refused(clevr, out, tmp_path):
-    import torchvision
-
-    model = torchvision.models.resnet18(weights=None)
-    with torch.no_grad():
-        model.layer3[1].bn2.weight.fill_(1e6)
-    torch.save(model.state_dict(), tmp_path / "large.pth")
-    line = run(clevr, "--out", out, *RESNET, "--weights", tmp_path / "large.pth", "--dtype", "float16", code=1)
-    assert "not finite in torch.float16" in line
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -259,12 +230,163 @@ def test_one_command_does_all_splits_and_both_parts(tmp_path, out):
     flags = ("--workers", "0", "--device", "cpu")
     result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, PATCHES), *flags])
     assert result.exit_code == 0, result.output
-    assert {path.name for path in out.iterdir()} == {
-        "vocab.json",
-        "train_questions.h5",
-        "val_questions.h5",
-        "test_questions.h5",
-        "train_features.h5",
-        "val_features.h5",
-    }
+    questions = {f"{split}_questions.h5" for split in ("train", "val", "test")}
+    assert {path.name for path in out.iterdir()} == questions | {"vocab.json", "train_features.h5", FILE}
     assert "no images of split 'test'" in result.stdout
+
+
+# Images of many kinds
+
+
+@pytest.mark.parametrize("kind", ["png", "tif", "pgm"])
+def test_16_bits_of_grey_are_rounded_to_the_nearest_of_8(tmp_path, kind):
+    narrow, wide = saved(tmp_path / "8.png", GREY_HW), saved(tmp_path / f"16.{kind}", GREY_HW.astype("u2") * 257)
+    pixels = np.asarray(open_image(wide))
+    assert pixels.shape == (8, 32, 3)
+    assert np.array_equal(pixels, np.asarray(open_image(narrow)))
+    between = saved(tmp_path / f"a.{kind}", np.array([[0, 128, 129, 65535 - 129, 65535 - 128, 65535]], dtype="u2"))
+    assert np.asarray(open_image(between))[0, :, 0].tolist() == [0, 0, 1, 254, 255, 255]
+
+
+@pytest.mark.parametrize(("dtype", "words"), [("float32", "fractions (mode F)"), ("int32", "of 32 bits (mode I)")])
+def test_numbers_that_do_not_say_what_is_white_are_refused(tmp_path, dtype, words):
+    path = saved(tmp_path / "a.tif", GREY_HW.astype(dtype))
+    with pytest.raises(InputError, match=f"{re.escape(str(path))}.*{re.escape(words)}"):
+        open_image(path)
+
+
+GREY_HW = np.arange(256, dtype=np.uint8).reshape(8, 32)
+ORIENTATION = 0x0112
+"""EXIF's tag."""
+
+
+def saved(path: Path, pixels: np.ndarray, **options: object) -> Path:
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("orientation", "seen"),
+    [(1, lambda x: x), (2, np.fliplr), (3, lambda x: np.rot90(x, 2)), (6, lambda x: np.rot90(x, -1)), (8, np.rot90)],
+)
+@pytest.mark.parametrize(("kind", "options"), [("png", {}), ("tif", {"compression": "tiff_lzw"})])
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen, kind, options):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    path = saved(tmp_path / f"a.{kind}", GREY_HW, exif=exif, **options)
+    assert np.array_equal(np.asarray(open_image(path))[:, :, 0], seen(GREY_HW))
+    assert read_image(path, 14).shape == (3, 14, 14)
+
+
+# How features were made
+
+
+PATCHES_OF_2 = {
+    "backbone": "patches",
+    "patch_size": 2,
+    "image_size": 28,
+    "normalisation": "x / 127.5 - 1",
+    "dtype": "float16",
+}
+
+
+@pytest.fixture(scope="module")
+def patches_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data set with features of random images, made by `iep-preprocess`."""
+    root = tmp_path_factory.mktemp("patches")
+    data = write_data(root / "data")
+    for split in ("train", "val", "test"):
+        write_images(root / "CLEVR", split, 5)
+        (data / f"{split}_features.h5").unlink()
+    run(root / "CLEVR", "--out", data, *PATCHES, "--dtype", "float16")
+    return data
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("flags", [PATCHES, (*RESNET, "--weights", "random", "--seed", 3)], ids=["patches", "resnet"])
+def test_one_images_features_equal_its_row_of_the_file(clevr, out, flags, dtype):
+    run(clevr, "--out", out, *flags, "--dtype", dtype)
+    backbone = backbone_of(Features(out / FILE).recipe)
+    made = image_features(clevr / "images" / "val" / "CLEVR_val_000004.png", backbone, dtype)
+    assert np.allclose(made[0], features(out / FILE)[4], rtol=1e-4 if dtype == "float32" else 2e-3, atol=1e-4)
+    assert made.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [Patches(4), ResNet("resnet18", 2, "random", 7, 64), ResNet("resnet50", 4), ResNet()],
+    ids=lambda backbone: str(backbone.recipe()["backbone"]),
+)
+def test_a_recipe_gives_its_backbone_back(backbone):
+    assert backbone_of({**backbone.recipe(), "dtype": "float16"}) == backbone
+
+
+def test_checkpoints_of_models_that_read_images_keep_the_recipe(patches_data, tmp_path):
+    def recipe_after(model: str, *settings: str, resume: bool = False) -> dict:
+        out = tmp_path / model
+        train(tiny_config(patches_data, model, *(settings or ("iterations=1",))), out, resume=resume)
+        return load_checkpoint(newest(out))["features"]
+
+    assert recipe_after("ee") == PATCHES_OF_2
+    assert recipe_after("pg") == {}
+    assert recipe_after("joint", "iterations=1", f"pg={tmp_path / 'pg'}", f"ee={tmp_path / 'ee'}") == PATCHES_OF_2
+    # A run from before the recipe was kept takes it from its data.
+    checkpoint = torch.load(newest(tmp_path / "ee"))
+    del checkpoint["features"]
+    torch.save(checkpoint, newest(tmp_path / "ee"))
+    assert recipe_after("ee", "iterations=2", resume=True) == PATCHES_OF_2
+
+
+@pytest.mark.parametrize(
+    ("backbone", "change", "weights", "expected"),
+    [
+        (ResNet(), {"backbone": "vgg16"}, None, "backbone 'vgg16', which this version does not know"),
+        (ResNet(), {"stage": 5}, None, "stage 5, expected a whole number from 1 to 4"),
+        (ResNet(), {"image_size": "large"}, None, "image_size large, expected a whole number"),
+        (ResNet(), {"image_size": 60_000}, None, "image_size 60000, expected a whole number from 1"),
+        (ResNet(), {"normalisation": "none"}, None, "normalisation none, not with ImageNet mean and standard"),
+        (ResNet("resnet18", weights="random"), {"weights": "random, seed 0"}, None, "weights random, seed 0"),
+        (ResNet(), {"weights": "file 0123"}, None, "those of a file 0123 (its SHA-256): give --weights FILE"),
+        (ResNet(), {"weights": "file 0123"}, "random", "file 0123, not with random, outputs of order 1, seed 0"),
+        (Patches(), {"patch_size": 60_000}, None, "patch_size 60000, expected a whole number from 1 to 292"),
+        (Patches(), {}, "random", "no weights"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused(backbone, change, weights, expected):
+    with pytest.raises(InputError, match=re.escape(expected)):
+        backbone_of(backbone.recipe() | change, weights)
+
+
+def test_attributes_that_name_no_backbone_are_not_a_recipe(patches_data, data, tmp_path):
+    assert Features(patches_data / "train_features.h5").recipe == PATCHES_OF_2
+    assert Features(data / "train_features.h5").recipe == {}
+    other = Path(shutil.copytree(patches_data, tmp_path / "data"))
+    with h5py.File(other / "train_features.h5", "r+") as file:
+        attributes = file["features"].attrs
+        attributes["list"] = np.arange(3)
+        assert Features(other / "train_features.h5").recipe == PATCHES_OF_2
+        for name in list(attributes):
+            del attributes[name]
+        attributes["author"], attributes["version"] = "someone", 2
+    assert Features(other / "train_features.h5").recipe == {}
+    train(tiny_config(other, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    asked = ("--ee", tmp_path / "ee", "--image", IMAGE, "--program", "count scene")
+    result = iep_ask(*asked)
+    assert "assumed to be 14x14 patches of 2x2 pixels" in result.stderr
+    assert answered(*asked, *PATCHES) == result.stdout
+
+
+def test_features_made_otherwise_than_those_trained_on_are_reported(patches_data, tmp_path, capsys):
+    train(tiny_config(patches_data, "ee", "iterations=1"), tmp_path / "ee", resume=False)
+    other = Path(shutil.copytree(patches_data, tmp_path / "other"))
+    for split in ("train", "val"):
+        with h5py.File(other / f"{split}_features.h5", "a") as file:
+            file["features"].attrs["normalisation"] = np.bytes_("another")
+    capsys.readouterr()
+    told = "from the features that an execution engine was trained on: normalisation another instead of x / 127.5 - 1"
+    for data, count in ((patches_data, 0), (other, 1)):
+        result = iep_eval("--ee", tmp_path / "ee", "--data", data, "--programs", "ground-truth")
+        assert result.output.count(told) == count
+        config = tiny_config(data, "ee", "iterations=1", f"ee={tmp_path / 'ee'}")
+        train(config, tmp_path / f"from-{count}", resume=False)
+        assert capsys.readouterr().out.count(told) == count

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 from pathlib import Path
 
 import h5py
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from click.testing import CliRunner
-from tiny_data import tiny
+from tiny_data import files_no_larger_than, tiny
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main
@@ -72,49 +71,25 @@ def test_the_public_generators_forms_give_the_same_arrays_as_the_release(clevr, 
 
 
 def test_clevr_humans_is_read_with_an_expanded_vocabulary(clevr, out, tmp_path):
-    run(clevr, "--out", out)
-    humans = [
-        {"image_filename": "CLEVR_val_000002.png", "question": "How many red zebras?", "answer": "2", "split": "val"},
-        {
-            "image_filename": "CLEVR_val_000000.png",
-            "question": "are there many aardvarks",
-            "answer": "2",
-            "split": "val",
-        },
-    ]
-    file = tmp_path / "CLEVR-Humans-val.json"
+    run(clevr, "--out", out, "--split", "train")
+    asked = (("CLEVR_val_000002.png", "How many red zebras?"), ("CLEVR_val_000000.png", "are there many aardvarks"))
+    humans = [{"image_filename": name, "question": text, "answer": "2", "split": "val"} for name, text in asked]
+    directory, made = tmp_path / "CLEVR-Humans", tmp_path / "humans"
+    directory.mkdir()
+    file = directory / "CLEVR-Humans-val.json"
     file.write_text(json.dumps({"questions": humans}))
-    arguments = (
-        clevr,
-        "--out",
-        tmp_path / "humans",
-        "--questions",
-        file,
-        "--split",
-        "val",
-        "--vocab",
-        out / "vocab.json",
-    )
-    run(*arguments, "--expand-vocab")
-    before, after = Vocab.load(out / "vocab.json"), Vocab.load(tmp_path / "humans" / "vocab.json")
+    vocab = ("--vocab", out / "vocab.json")
+    run(clevr, "--out", made, "--questions", file, "--split", "val", *vocab, "--expand-vocab")
+    before, after = Vocab.load(out / "vocab.json"), Vocab.load(made / "vocab.json")
     assert after.question == (*before.question, "aardvarks", "zebras")
     assert (after.program, after.answer) == (before.program, before.answer)
-    found = read(tmp_path / "humans" / "val_questions.h5")
+    found = read(made / "val_questions.h5")
     assert set(found) == {"questions", "answers", "image_idxs", "orig_idxs"}
     assert found["image_idxs"].tolist() == [2, 0]
     assert found["orig_idxs"].tolist() == [0, 1]
-
-
-def test_clevr_humans_files_are_found_by_their_names(clevr, out, tmp_path):
-    run(clevr, "--out", out)
-    directory = tmp_path / "CLEVR-Humans"
-    directory.mkdir()
-    entry = {"image_index": 5, "question": "any red things", "answer": "2"}
-    (directory / "CLEVR-Humans-train.json").write_text(json.dumps({"questions": [entry]}))
-    run(directory, "--out", tmp_path / "humans", "--vocab", out / "vocab.json", "--encode-unk")
-    vocab = Vocab.load(tmp_path / "humans" / "vocab.json")
-    row = read(tmp_path / "humans" / "train_questions.h5")["questions"][0]
-    assert text(vocab.question, row) == "<START> <UNK> red things <END>"
+    run(directory, "--out", tmp_path / "found by name", *vocab, "--encode-unk")
+    row = read(tmp_path / "found by name" / "val_questions.h5")["questions"][0]
+    assert text(before.question, row) == "<START> How many red <UNK> <END>"
 
 
 def test_tokens_below_the_threshold_are_left_out_and_become_unk(clevr, out):
@@ -132,26 +107,14 @@ def test_tokens_below_the_threshold_are_left_out_and_become_unk(clevr, out):
     assert text(vocab.question, row) == "<START> How many <UNK> things are there <END>"
 
 
-def test_other_splits_use_the_vocabulary_that_train_left(clevr, out):
-    run(clevr, "--out", out, "--split", "train")
-    vocab = (out / "vocab.json").read_bytes()
-    run(clevr, "--out", out, "--split", "val")
-    assert (out / "vocab.json").read_bytes() == vocab
-    assert text(Vocab.load(out / "vocab.json").question, read(out / "val_questions.h5")["questions"][2]) == (
-        "<START> How many blue things are there <END>"
-    )
-
-
 def test_the_vocabulary_of_clevr_cogent_is_that_of_train_a(tmp_path, out):
     for split, color in (("valB", "cyan"), ("trainA", "red"), ("valA", "red"), ("testB", "red")):
         write_questions(tmp_path / "CoGenT", split, [question(0, 0, split, color)])
     assert "valB" in run(tmp_path / "CoGenT", "--out", out, code=1)
     write_questions(tmp_path / "CoGenT", "valB", [question(0, 0, "valB", "red")])
     lines = run(tmp_path / "CoGenT", "--out", out).splitlines()
-    assert [line.split(":")[0].removeprefix(f"{out}/") for line in lines] == [
-        "vocab.json",
-        *(f"{split}_questions.h5" for split in ("trainA", "valA", "valB", "testB")),
-    ]
+    names = ("vocab.json", *(f"{split}_questions.h5" for split in ("trainA", "valA", "valB", "testB")))
+    assert [line.split(":")[0] for line in lines] == [str(out / name) for name in names]
     alone = tmp_path / "alone"
     write_questions(tmp_path / "A", "trainA", [question(0, 0, "trainA", "red")])
     run(tmp_path / "A", "--out", alone)
@@ -200,15 +163,6 @@ def test_a_synthetic_data_set_too_small_to_hold_every_token_is_trained_and_evalu
     assert [answer for answer in answers if answer.isdigit()] == ["0", "1", "2", "3"]  # of at most three objects
 
 
-def test_done_files_are_skipped_and_stay_the_same(clevr, out):
-    run(clevr, "--out", out)
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
-    assert set(before) == {"vocab.json", "train_questions.h5", "val_questions.h5", "test_questions.h5"}
-    output = run(clevr, "--out", out)
-    assert output.count("already done") == 4
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()} == before
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [("questions", "questions_digest"), ("--encode-unk", "encode_unk"), ("--unk-threshold=3", "vocab_digest")],
@@ -229,21 +183,26 @@ def test_files_made_otherwise_are_refused_untouched_unless_overwritten(clevr, ou
     assert "already done" in run(clevr, "--out", out, *options)
 
 
+def test_done_files_are_skipped_and_truncated_ones_named(clevr, out):
+    run(clevr, "--out", out, "--split", "train")
+    assert [path.name for path in out.glob("*_questions.h5")] == ["train_questions.h5"]
+    assert run(clevr, "--out", out).count("already done") == 2  # the vocabulary and the train split
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()}
+    assert set(before) == {"vocab.json", "train_questions.h5", "val_questions.h5", "test_questions.h5"}
+    assert run(clevr, "--out", out).count("already done") == 4
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()} == before
+    broken = out / "val_questions.h5"
+    os.truncate(broken, 1000)
+    assert f"{broken}: not a whole HDF5 file" in run(clevr, "--out", out, code=1)
+    run(clevr, "--out", out, "--overwrite")
+    assert broken.read_bytes() == before[broken.name][0]
+
+
 def test_replacing_the_vocabulary_says_which_files_no_longer_fit(clevr, out):
     run(clevr, "--out", out)
     write_questions(clevr, "train", [question(0, 0, "train") | {"question": "How many new words?"}])
     output = run(clevr, "--out", out, "--split", "train", "--overwrite")
     assert f"{out / 'val_questions.h5'}: encoded with another vocabulary" in output
-
-
-def test_a_truncated_questions_file_of_an_earlier_run_is_named(clevr, out):
-    run(clevr, "--out", out)
-    broken = out / "val_questions.h5"
-    sound = broken.read_bytes()
-    os.truncate(broken, 1000)
-    assert f"{broken}: not a whole HDF5 file" in run(clevr, "--out", out, code=1)
-    run(clevr, "--out", out, "--overwrite")
-    assert broken.read_bytes() == sound
 
 
 def test_questions_about_images_that_are_not_there_are_named(clevr, out):
@@ -254,31 +213,27 @@ def test_questions_about_images_that_are_not_there_are_named(clevr, out):
 
 
 ONE = '{"question": "How?", "image_index": 0'
+CALL = '{"function": "count", "inputs": []}'
+BAD_QUESTIONS = [
+    ("3", "question 0 is 3, expected an object"),
+    ('{"text": "How?"}', "question 0: 'question' is None, expected a text; the keys are text"),
+    ('{"question": 5}', "question 0: 'question' is 5, expected a text"),
+    ('{"question": "How?", "image_index": 3000000000}', "'image_index' is 3000000000, expected an"),
+    ('{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}', "is 3000000000, expected an integer of 32"),
+    ('{"question": "How?"}', "question 0: expected the key 'image_index', or 'image_filename'"),
+    ('{"question": "How?", "image_index": "0"}', "'image_index' is '0', expected an integer"),
+    (ONE + ', "answer": 1.5}', "'answer' is 1.5, expected"),
+    (ONE + ', "answer": 1}, ' + ONE + "}", "question 1: 'answer' is missing, unlike in the questions"),
+    (ONE + ', "program": [' + CALL + "]}", "question 0: program call 0 (count) has inputs [], expected 1"),
+]
 BAD_FILES = [
+    *((f'{{"questions": [{questions}]}}', message) for questions, message in BAD_QUESTIONS),
     ("", "not a CLEVR question file"),
-    ("[1, 2]", "expected JSON with a list under the key 'questions'"),
-    ('{"info": {}, "scenes": []}', "expected JSON with a list under the key 'questions'"),
-    ('{"questions": {}}', "expected JSON with a list under the key 'questions'"),
+    *((text, "with a list under the key 'questions'") for text in ("[1, 2]", '{"scenes": []}', '{"questions": {}}')),
     ('{"questions": []}', "the list 'questions' is empty"),
     ('{"questions": [' + "[" * 10_000, "nested too deeply"),
     ('{"questions": [{"question": "How?", "image_index": ' + "1" * 5000, "not a CLEVR question file"),
-    ('{"questions": [3]}', "question 0 is 3, expected an object"),
-    ('{"questions": [{"text": "How?"}]}', "question 0: 'question' is None, expected a text; the keys are text"),
-    ('{"questions": [{"question": 5}]}', "question 0: 'question' is 5, expected a text"),
-    ('{"questions": [{"question": "How?", "image_index": 3000000000}]}', "'image_index' is 3000000000, expected an"),
-    (
-        '{"questions": [{"question": "How?", "image_filename": "CLEVR_val_3000000000.png"}]}',
-        "the image index in 'image_filename' is 3000000000, expected an integer of 32 bits",
-    ),
-    ('{"questions": [{"question": "How?"}]}', "question 0: expected the key 'image_index', or 'image_filename'"),
-    ('{"questions": [{"question": "How?", "image_index": "0"}]}', "'image_index' is '0', expected an integer"),
-    (f'{{"questions": [{ONE}, "answer": 1.5}}]}}', "'answer' is 1.5, expected"),
-    (f'{{"questions": [{ONE}, "answer": 1}}, {ONE}}}]}}', "question 1: 'answer' is missing, unlike in the questions"),
-    (
-        f'{{"questions": [{ONE}, "program": [{{"function": "count", "inputs": []}}]}}]}}',
-        "question 0: program call 0 (count) has inputs [], expected 1",
-    ),
-    (f'{{"questions": [{ONE}}}', "line 1 column 54"),
+    ('{"questions": [' + ONE + "}", "line 1 column 54"),
     ('{"questions": [{"question": "How?", "image_ind', "line 1 column 37"),
     (None, "is not a regular file"),
 ]
@@ -302,12 +257,8 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
     run(clevr, "--out", out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     write_questions(clevr, "train", [question(n, n % 3, "train", COLORS[n % 3]) for n in range(2000)])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
+    with files_no_larger_than(50_000):
         line = run(clevr, "--out", out, "--overwrite", code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{out / 'train_questions.h5'}: file size limit reached" in line
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
@@ -315,6 +266,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
 REFUSED = [
     (("--questions", "x.json"), "--questions goes with exactly one --split", 2),
     (("--questions", "x.json", "--split", "a", "--split", "b"), "--questions goes with exactly one --split", 2),
+    (("--out", ""), "'--out': the name is empty, expected a directory", 2),
     (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
     (("--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
     (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),
@@ -336,11 +288,6 @@ def test_questions_are_checked_against_features_where_images_are_not_at_hand(cle
     for path in (clevr / "images" / "train").iterdir():
         path.unlink()
     assert "question 4 is about image 2, but there are 2 images" in run(clevr, "--out", out, "--split", "train", code=1)
-
-
-def test_the_words_of_the_samples_train_split_do_for_its_other_splits(out):
-    run(Path(__file__).parents[1] / "data" / "sample", "--out", out)
-    assert len(read(out / "val_questions.h5")["questions"]) == 80
 
 
 @pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")

@@ -1,8 +1,7 @@
-"""Features files that are done, interrupted, killed or damaged, or that have no room: what another run does."""
+"""Features files that are done, interrupted, killed or damaged, that have no room, or that several processes write."""
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -11,26 +10,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clevr_files import write_images
-from features_cases import PATCHES, RESNET, features, run
+from clevr_files import write_clevr, write_images
+from click.testing import CliRunner
+from features_cases import FILE, JOURNAL, PARTIAL, PATCHES, RESNET, WatchedPatches, features, run
+from processes import together
+from tiny_data import files_no_larger_than
 
+from iep.cli.preprocess import main
+from iep.data.features import Features
+from iep.errors import InputError
+from iep.preprocess.backbones import Patches
+from iep.preprocess.clevr_files import image_paths
+from iep.preprocess.compute_features import preprocess_features
 from iep.runtime.locks import held
 from iep.runtime.reading import read_json
 
 KILLED_RUN = """
 import sys, time
 from pathlib import Path
-import iep.preprocess.compute_features as features
-from iep.preprocess.backbones import Patches
+from features_cases import WatchedPatches
 from iep.preprocess.clevr_files import image_paths
+from iep.preprocess.compute_features import preprocess_features
 
-def slowly(extract, pixels, run=features._run):
-    time.sleep(0.02)
-    return run(extract, pixels)
-
-features._run = slowly
 images, out = map(Path, sys.argv[1:])
-features.preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, workers=1, flush_seconds=0)
+slow = WatchedPatches(2, lambda: time.sleep(0.02))
+preprocess_features({"val": image_paths(images)}, out, slow, batch_size=2, workers=1, flush_seconds=0)
 """
 
 
@@ -49,49 +53,33 @@ def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
 def test_a_killed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, out):
     images = write_images(tmp_path / "CLEVR", "val", 151)
     run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
-    expected = (tmp_path / "whole" / "val_features.h5").read_bytes()
-    journal = out / "val_features.h5.progress"
+    expected = (tmp_path / "whole" / FILE).read_bytes()
+    journal = out / JOURNAL
     for rows in (9, 60):
         command = [sys.executable, "-c", KILLED_RUN, str(images[0].parent), str(out)]
-        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, cwd=HERE) as process:
             kill_when(process, journal, rows)
-        assert not (out / "val_features.h5").exists()
+        assert not (out / FILE).exists()
         assert read_json(journal)["rows"] >= rows
     # Were it read again, this image (of the same size, so that it counts as unchanged) would be an error.
     images[59].write_bytes(b"\0" * images[59].stat().st_size)
     run(tmp_path / "CLEVR", "--out", out, *PATCHES)
-    assert (out / "val_features.h5").read_bytes() == expected
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+    assert (out / FILE).read_bytes() == expected
+    assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def test_a_run_is_resumed_after_a_bad_image_is_replaced(clevr, out):
-    broken = clevr / "images" / "val" / "CLEVR_val_000005.png"
-    sound = broken.read_bytes()
-    broken.write_bytes(sound[:200])
-    assert f"{broken}: not an image" in run(clevr, "--out", out, *PATCHES, code=1)
-    assert read_json(out / "val_features.h5.progress")["rows"] == 4
-    broken.write_bytes(sound)
-    run(clevr, "--out", out, *PATCHES)
-    assert "already done" in run(clevr, "--out", out, *PATCHES)
-    assert len(features(out / "val_features.h5")) == 7
-
-
-def interrupt(clevr: Path, out: Path, *options: str) -> Path:
-    """Leave a run that stopped at image 4, and restore the image; return the unfinished file."""
+def interrupt(clevr: Path, out: Path, *options: str) -> None:
+    """Leave a run that stopped at image 4, and restore the image."""
     image = clevr / "images" / "val" / "CLEVR_val_000004.png"
     sound = image.read_bytes()
     image.write_bytes(b"")
     run(clevr, "--out", out, *PATCHES, *options, code=1)
     image.write_bytes(sound)
-    return out / "val_features.h5.partial"
 
 
 def append_to_image(clevr: Path, out: Path) -> None:
     with open(clevr / "images" / "val" / "CLEVR_val_000001.png", "ab") as file:
         file.write(b"more")
-
-
-JOURNAL, PARTIAL, FINISHED = "val_features.h5.progress", "val_features.h5.partial", "val_features.h5"
 
 
 @pytest.mark.parametrize(
@@ -111,75 +99,138 @@ def test_an_interrupted_run_that_cannot_be_resumed_is_refused_unless_overwritten
     assert message in line
     assert line.endswith("; --overwrite replaces it")
     run(clevr, "--out", out, *PATCHES, *flags, "--overwrite")
-    assert len(features(out / FINISHED)) == 7
-    assert [path.name for path in out.iterdir()] == [FINISHED]
+    assert len(features(out / FILE)) == 7
+    assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def test_a_truncated_finished_file_is_named_and_left_as_it_is(clevr, out):
+def test_a_done_file_is_skipped_and_one_made_otherwise_replaced_only_if_told_to(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    os.truncate(out / FINISHED, 5000)
-    assert f"{out / FINISHED}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
-    assert (out / FINISHED).stat().st_size == 5000
-
-
-def test_a_done_file_is_skipped_and_one_made_otherwise_refused_unless_overwritten(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    path = out / "val_features.h5"
-    before = path.read_bytes()
-    assert f"{path}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
-    for options, difference in (
-        (RESNET, "backbone patches, now it is resnet18"),
-        ((*PATCHES, "--dtype", "float16"), "dtype float32, now it is float16"),
-    ):
-        assert f"{path}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
-        assert path.read_bytes() == before
-    run(clevr, "--out", out, *PATCHES, "--dtype", "float16", "--overwrite")
-    assert features(path).dtype == np.float16
-
-
-def test_a_file_that_is_done_leaves_the_journal_of_the_one_that_is_to_replace_it(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
-    other = ("--dtype", "float16", "--overwrite")
-    partial = interrupt(clevr, out, *other)
-    journal = out / "val_features.h5.progress"
-    before = journal.read_bytes(), partial.read_bytes()
+    before = (out / FILE).read_bytes()
+    assert f"{out / FILE}: already done" in run(clevr, "--out", out, *PATCHES, "--overwrite")
+    other = (*PATCHES, "--dtype", "float16")
+    for options, difference in ((RESNET, "backbone patches, now it is resnet18"), (other, "dtype float32, now it is")):
+        assert f"{out / FILE}: was made with {difference}" in run(clevr, "--out", out, *options, code=1)
+        assert (out / FILE).read_bytes() == before
+    # A run that is satisfied with the finished file leaves the journal of the one that is to replace it.
+    interrupt(clevr, out, "--dtype", "float16", "--overwrite")
+    unfinished = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert unfinished.keys() == {FILE, JOURNAL, PARTIAL}
     assert "already done" in run(clevr, "--out", out, *PATCHES)
-    assert (journal.read_bytes(), partial.read_bytes()) == before
-    run(clevr, "--out", out, *PATCHES, *other)
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == unfinished
+    run(clevr, "--out", out, *other, "--overwrite")
+    assert features(out / FILE).dtype == np.float16
+    assert [path.name for path in out.iterdir()] == [FILE]
 
 
-def test_every_file_is_checked_before_any_is_made(clevr, out):
+def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_file_differ(clevr, out):
     run(clevr, "--out", out, *PATCHES)
     write_images(clevr, "train", 2)
     run(clevr, "--out", out, "--backbone", "patches", code=1)
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
-
-
-def test_a_new_image_makes_a_done_file_differ(clevr, out):
-    run(clevr, "--out", out, *PATCHES)
     write_images(clevr, "val", 8)
     assert "was made with images 7, now it is 8" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert [path.name for path in out.iterdir()] == [FILE]
+    os.truncate(out / FILE, 5000)
+    assert f"{out / FILE}: not a whole HDF5 file" in run(clevr, "--out", out, *PATCHES, code=1)
+    assert (out / FILE).stat().st_size == 5000
 
 
 def test_two_processes_do_not_write_the_same_file(clevr, out):
-    partial = out / "val_features.h5.partial"
     out.mkdir()
-    with held(out / ".val_features.h5.lock", partial):
-        assert f"{partial}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
+    with held(out / f".{FILE}.lock", out / PARTIAL):
+        assert f"{out / PARTIAL}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
     run(clevr, "--out", out, *PATCHES)
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
+    assert [path.name for path in out.iterdir()] == [FILE]
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
     run(clevr, "--out", out, *PATCHES)
-    before = (out / "val_features.h5").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    try:
+    before = (out / FILE).read_bytes()
+    with files_no_larger_than(200_000):
         line = run(clevr, "--out", out, "--backbone", "patches", "--overwrite", code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "val_features.h5.partial: no room for the features: needs 0.001 GB" in line
-    assert [path.name for path in out.iterdir()] == ["val_features.h5"]
-    assert (out / "val_features.h5").read_bytes() == before
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {FILE: before}
+
+
+# Several processes
+
+
+def command(clevr: Path, out: Path) -> tuple[int, str]:
+    flags = ("--workers", "0", "--device", "cpu", "--batch-size", "1")
+    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, PATCHES), *flags])
+    return result.exit_code, result.stdout
+
+
+IMAGES = 31
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "CLEVR", "val", IMAGES)[0].parent
+
+
+def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
+    """What one process of a job says, or how it fails; process r kills itself in its batch `killed_after[r]`."""
+    said, left = [], iter(range(killed_after[int(os.environ["RANK"])] + 1 if killed_after else 1000))
+    patches = WatchedPatches(2, lambda: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        preprocess_features({"val": image_paths(images)}, out, patches, batch_size=2, say=said.append, flush_seconds=0)
+    except InputError as error:
+        return f"Error: {error}"
+    except SystemExit as stop:
+        return f"exit {stop.code}"
+    return "\n".join(said)
+
+
+def alone(images: Path, out: Path) -> bytes:
+    preprocess_features({"val": image_paths(images)}, out, Patches(2), batch_size=2, say=lambda line: None)
+    return (out / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_processes_write_the_bytes_of_one(images: Path, tmp_path: Path, world_size: int):
+    together(make, images, tmp_path / "data", world_size=world_size)
+    assert (tmp_path / "data" / FILE).read_bytes() == alone(images, tmp_path / "alone")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [FILE]
+    assert all("already done" in said for said in together(make, images, tmp_path / "data"))
+
+
+def test_a_killed_job_is_resumed_by_another_number_of_processes_to_the_same_bytes(images: Path, tmp_path: Path):
+    out = tmp_path / "data"
+    for killed_after in ((3, 2), (2, 4), (1, 1)):
+        with pytest.raises((AssertionError, EOFError)):
+            together(make, images, out, killed_after)
+    rows = read_json(out / JOURNAL)["rows"]
+    assert 4 <= rows < IMAGES
+    # Were they read again, these images (of the same size, so that they count as unchanged) would be errors.
+    for path in image_paths(images)[:rows]:
+        path.write_bytes(b"\0" * path.stat().st_size)
+    together(make, images, out, world_size=3)
+    for index, path in enumerate(write_images(images.parents[1], "val", IMAGES)):
+        assert path == image_paths(images)[index]
+    assert (out / FILE).read_bytes() == alone(images, tmp_path / "alone")
+
+
+def test_a_bad_image_of_any_process_ends_all_and_one_of_them_names_it(images: Path, tmp_path: Path):
+    out, bad = tmp_path / "data", image_paths(images)[11]  # the second process's second batch ends with it
+    sound = bad.read_bytes()
+    bad.write_bytes(sound[:100])
+    first, second = together(make, images, out)
+    assert first.startswith(f"Error: {bad}: not an image")
+    assert second == "exit 1"
+    assert read_json(out / JOURNAL)["rows"] == 10
+    bad.write_bytes(sound)
+    assert alone(images, out) == alone(images, tmp_path / "alone")
+
+
+def test_the_command_does_questions_once_and_the_first_process_speaks_for_all(tmp_path: Path):
+    clevr, out = write_clevr(tmp_path / "CLEVR"), tmp_path / "data"
+    (code, said), (other_code, other_said) = together(command, clevr, out)
+    assert (code, other_code, other_said) == (0, 0, "")
+    assert len(said.splitlines()) == 1 + 2 * 3
+    assert command(clevr, tmp_path / "alone")[0] == 0
+    for path in (tmp_path / "alone").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    Features(out / "test_features.h5").verify()
+    (clevr / "questions" / "CLEVR_val_questions.json").write_text("{")
+    assert [code for code, _ in together(command, clevr, tmp_path / "other")] == [1, 1]

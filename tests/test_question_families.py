@@ -1,6 +1,5 @@
 """Questions of some families: which are short, what is refused, and that training and evaluation see these alone."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,16 +51,10 @@ def test_lengths_are_those_of_training_and_a_family_unknown_there_is_measured_wh
     assert families_left(questions, "short", train) == [0, 3]
     assert families_left(questions, "long", train) == [1, 2]
     assert families_left(questions, "long", tmp_path / "missing.h5") == [0, 2]
-
-
-def test_without_programs_training_tells_the_length_or_there_is_one_line(tmp_path: Path):
-    train = questions_of(tmp_path / "train.h5", {0: [10], 1: [20]}).path
-    datasets = arrays(3) | {"question_families": np.array([1, 0, 1], dtype=np.int32)}
-    del datasets["programs"]
-    questions = read_questions(write_h5(tmp_path / "test.h5", datasets), VOCAB)
-    assert families_left(questions, "long", train) == [1]
-    with pytest.raises(InputError, match=r"test\.h5: no program tells whether family 0 is short or long"):
-        family_filter("long", None, VOCAB)(questions)
+    without = replace(questions.select(slice(2)), programs=None)
+    assert families_left(without, "long", train) == [1]
+    with pytest.raises(InputError, match=r"val\.h5: no program tells whether family 0 is short or long"):
+        family_filter("long", None, VOCAB)(without)
 
 
 # A file that lists them
@@ -129,18 +122,12 @@ def validations(result: Result) -> list[str]:
     return lines
 
 
-def rows_kept(data: Path, split: str, rows: list[int]) -> None:
-    """Leave only these rows of a split's questions."""
-    count = {"train": TRAIN, "val": VAL}[split]
-    write_h5(data / f"{split}_questions.h5", {name: values[rows] for name, values in arrays(count).items()})
-
-
 def test_training_on_families_is_training_on_a_file_that_holds_only_them(data: Path, tmp_path: Path):
     (tmp_path / "families.json").write_text("[2, 5, 6]")
     chosen = [row for row in range(TRAIN) if row % FAMILIES in (2, 5, 6)]
     alone = write_data(tmp_path / "alone")
-    rows_kept(alone, "train", chosen[:7])
-    rows_kept(alone, "val", [row for row in chosen if row < VAL][1:4])
+    for split, count, rows in (("train", TRAIN, chosen[:7]), ("val", VAL, [row for row in chosen if row < VAL][1:4])):
+        write_h5(alone / f"{split}_questions.h5", {name: values[rows] for name, values in arrays(count).items()})
     common = ("--model", "pg", *tiny("pg"), "batch_size=3")
     taken = ("--num-train-samples", 7, "skip_val_samples=1", "num_val_samples=3")
     arguments = ("--families", tmp_path / "families.json", "--data", data, "--out", tmp_path / "a", *taken)
@@ -150,25 +137,13 @@ def test_training_on_families_is_training_on_a_file_that_holds_only_them(data: P
     assert validations(filtered) == validations(whole)
 
 
-def test_a_run_remembers_its_families_and_says_when_it_goes_on_with_others(data: Path, tmp_path: Path):
-    for name, families in (("some.json", [2, 5]), ("more.json", [2, 5, 6])):
-        (tmp_path / name).write_text(json.dumps(families))
-    out = tmp_path / "run"
-    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *tiny("pg"), "batch_size=2")
+def test_a_run_is_resumed_with_its_families_or_with_others_that_are_named_but_not_with_an_edited_list(data, tmp_path):
+    out, listed, more = (tmp_path / name for name in ("run", "some.json", "more.json"))
+    listed.write_text("[2, 5, 3]")
+    more.write_text("[2, 5, 6]")
+    first = ("--model", "pg", "--data", data, "--families", listed, *tiny("pg"), "batch_size=2")
     assert iep_train("--out", out, *first, "iterations=2").exit_code == 0
     assert iep_train("--out", tmp_path / "whole", *first).exit_code == 0
-    assert iep_train("--resume", "--out", out, "iterations=4").exit_code == 0
-    assert_trained_alike(out, tmp_path / "whole")
-    more = iep_train("--resume", "--out", out, "iterations=5", "--families", tmp_path / "more.json")
-    assert more.exit_code == 0
-    assert f"resumes with families {tmp_path / 'more.json'} instead of {tmp_path / 'some.json'}" in more.output
-
-
-def test_a_run_whose_list_of_families_was_edited_is_not_gone_on_with(data: Path, tmp_path: Path):
-    listed, out = tmp_path / "some.json", tmp_path / "run"
-    listed.write_text("[2, 5, 3]")
-    first = ("--model", "pg", "--data", data, "--families", listed, *tiny("pg"), "batch_size=2", "iterations=2")
-    assert iep_train("--out", out, *first).exit_code == 0
     step = newest(out)
     listed.write_text("[2, 5, 6]")
     for again in ((), ("--families", listed)):
@@ -176,20 +151,15 @@ def test_a_run_whose_list_of_families_was_edited_is_not_gone_on_with(data: Path,
         assert_one_error(refused, f"{listed}: lists the question families 2, 5-6, but {step} was trained on 2-3, 5")
         assert newest(out) == step
     listed.write_text("- 5\n- 3\n- 2\n- 3\n")  # the same
-    assert iep_train("--resume", "--out", out, "iterations=3").exit_code == 0
-    (tmp_path / "others.json").write_text("[6]")
-    assert iep_train("--resume", "--out", out, "iterations=4", "--families", tmp_path / "others.json").exit_code == 0
-    assert load_checkpoint(newest(out))["families"] == "6"
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_the_families_that_its_file_lists(data: Path, tmp_path: Path):
-    (tmp_path / "some.json").write_text("[2, 5]")
-    first = ("--model", "pg", "--data", data, "--families", tmp_path / "some.json", *tiny("pg"), "iterations=2")
-    assert iep_train("--out", tmp_path / "run", *first).exit_code == 0
-    content = load_checkpoint(newest(tmp_path / "run"))
-    del content["families"]
-    save_checkpoint(newest(tmp_path / "run"), content)
-    assert iep_train("--resume", "--out", tmp_path / "run", "iterations=3").exit_code == 0
+    content = load_checkpoint(step)
+    assert content.pop("families") == "2-3, 5"
+    save_checkpoint(step, content)  # as an earlier version of the program left it
+    assert iep_train("--resume", "--out", out, "iterations=4").exit_code == 0
+    assert_trained_alike(out, tmp_path / "whole")
+    others = iep_train("--resume", "--out", out, "iterations=5", "--families", more)
+    assert others.exit_code == 0
+    assert f"resumes with families {more} instead of {listed}" in others.output
+    assert load_checkpoint(newest(out))["families"] == "2, 5-6"
 
 
 def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
@@ -241,22 +211,15 @@ def test_evaluation_takes_families_then_skips_then_counts(data: Path, run: dict[
     assert [row["predicted_answer"] for row in rows] == [every[row]["predicted_answer"] for row in kept]
 
 
-def test_short_families_are_told_by_the_training_programs(data: Path, run: dict[str, Path], tmp_path: Path):
-    report, _, _ = evaluate(tmp_path / "out", "--pg", run["pg"], "--data", data, "--families", "short")
-    assert (report["questions"], report["selection"]) == (VAL, "families short")
-    lengthened = write_data(tmp_path / "data")
-    datasets = arrays(TRAIN)
-    datasets["programs"] = padded([[VOCAB.program_index["unique"]] * 20] * TRAIN)
-    write_h5(lengthened / "train_questions.h5", datasets)
-    result = iep_eval("--pg", run["pg"], "--data", lengthened, "--families", "short")
-    assert_one_error(result, "val_questions.h5: no question of the families short, only of 0-12")
-
-
-def test_the_commonest_answers_are_counted_on_the_split_that_stands_for_training(
-    data: Path, run: dict[str, Path], tmp_path: Path
-):
-    cogent = write_data(tmp_path / "cogent")
-    (cogent / "train_questions.h5").rename(cogent / "trainA_questions.h5")
-    there, _, _ = evaluate(tmp_path / "a", "--baseline", run["lstm"], "--data", cogent)
-    usual, _, _ = evaluate(tmp_path / "b", "--baseline", run["lstm"], "--data", data)
+def test_evaluation_takes_lengths_and_commonest_answers_of_the_split_that_stands_for_training(data, run, tmp_path):
+    other = write_data(tmp_path / "data")
+    (other / "train_questions.h5").rename(other / "trainA_questions.h5")
+    arguments = ("--baseline", run["lstm"], "--families", "short", "--data")
+    there, _, _ = evaluate(tmp_path / "a", *arguments, other)
+    usual, _, _ = evaluate(tmp_path / "b", *arguments, data)
     assert there["baselines"] == usual["baselines"] != {}
+    assert (usual["questions"], usual["selection"]) == (VAL, "families short")
+    long = {"programs": padded([[VOCAB.program_index["unique"]] * 20] * TRAIN)}
+    write_h5(other / "train_questions.h5", arrays(TRAIN) | long)
+    result = iep_eval(*arguments, other)
+    assert_one_error(result, "val_questions.h5: no question of the families short, only of 0-12")

@@ -1,21 +1,27 @@
-"""The picture that `iep-ask --draw` writes."""
+"""The picture that `iep-ask --draw` writes: what it holds, where things lie in it, and which fonts it uses."""
 
 import os
 import signal
 import time
+import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
+from batching_cases import quick
 from clevr_files import write_images
+from hypothesis import example, given, settings
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.asking.picture import lit
+from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
+from iep.programs import program_tree
 
 WIDE = (
     "greater_than count union filter_size[small] scene filter_color[red] scene count intersect scene relate[left] scene"
@@ -27,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """An engine and an image."""
     root = tmp_path_factory.mktemp("draw")
-    data = sample_data(root / "data", "--backbone", "patches", "--patch-size", 2)
+    data = sample_data(root / "data")
     return "--ee", trained(data, "ee", root / "ee", 3), "--image", IMAGE
 
 
@@ -41,15 +47,8 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     assert f"Wrote {path}" in output
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 1 + len(WIDE.split())
     found = texts(path)
-    for name in (
-        "Why $x$ < y, then?",
-        "greater_than",
-        "intersect",
-        "[small]",
-        "'Why', '$x$', '<'",
-        "Colours: norm over",
-    ):
-        assert name in found
+    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'Why', '$x$', '<'", "Colours: norm over")
+    assert [name for name in names if name not in found] == []
     assert found.count("scene") == 4
     assert found.count("%") == 4
 
@@ -78,11 +77,6 @@ def test_the_gradient_shows_other_places_than_the_norm(asked, tmp_path):
     assert "gradient of the answer's score" in texts(tmp_path / "gradient.svg")
 
 
-def test_of_several_questions_each_has_its_picture(asked, tmp_path):
-    answered(*asked, "--program", "count scene", "--program", "exist scene", "--draw", tmp_path / "all.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all-1.png", "all-2.png"]
-
-
 @pytest.mark.parametrize("size", [(1, 1), (128, 128), (700, 60), (60, 700)])
 def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_path, size):
     (image,) = write_images(tmp_path, "val", 1, size)
@@ -91,13 +85,6 @@ def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_p
     with Image.open(tmp_path / "long.png") as picture:
         picture.load()
         assert picture.height > 2000
-
-
-def test_a_question_in_letters_that_the_font_lacks_is_drawn_without_a_word(asked, tmp_path, recwarn):
-    question = "有多少东西？" * 20
-    answered(*asked, "--program", "count scene", "--question", question, "--draw", tmp_path / "a.png")
-    assert (tmp_path / "a.png").exists()
-    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
 
 def test_of_many_unknown_words_some_are_named_and_the_rest_counted(asked, tmp_path):
@@ -122,19 +109,12 @@ def test_a_program_of_hundreds_of_functions_is_answered_and_not_drawn(asked, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_that_cannot_be_written_whole_leaves_what_stood_there(asked, tmp_path):
+def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     path.write_text("before")
+    drawing = (*asked, "--program", "count scene", "--draw", path)
     with files_no_larger_than(3000):
-        result = iep_ask(*asked, "--program", "count scene", "--draw", path)
-    assert_one_error(result, str(path))
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_signal_amid_the_writing_leaves_what_stood_there(asked, tmp_path, monkeypatch):
-    path = tmp_path / "a.png"
-    path.write_text("before")
+        assert_one_error(iep_ask(*drawing), str(path))
 
     def half(figure: Figure, target: Path, **options: object) -> None:
         target.write_bytes(b"half")
@@ -142,11 +122,10 @@ def test_a_signal_amid_the_writing_leaves_what_stood_there(asked, tmp_path, monk
         time.sleep(5)
 
     monkeypatch.setattr(Figure, "savefig", half)
-    result = iep_ask(*asked, "--program", "count scene", "--draw", path)
+    result = iep_ask(*drawing)
     assert result.exit_code == 143
     assert "Stopped by SIGTERM" in result.stderr
-    assert path.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [path]
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "before"}
 
 
 def test_what_is_lit_is_bright_and_the_rest_is_the_image_in_grey():
@@ -161,7 +140,7 @@ def test_what_is_lit_is_bright_and_the_rest_is_the_image_in_grey():
 
 
 def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_path):
-    data = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 2)
+    data = sample_data(tmp_path / "data")
     ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
     path = tmp_path / "a.svg"
     answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
@@ -169,3 +148,100 @@ def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_pat
     assert "attentions as they are" in texts(path)
     answered(*asked, "--program", "count scene", "--draw", tmp_path / "b.svg")
     assert "attentions as" not in texts(tmp_path / "b.svg")
+
+
+# Arrangement
+
+
+TOKENS = ["scene", "count", "filter_color[red]", "union", "equal_size", "relate[left]"]
+programs = st.lists(st.sampled_from(TOKENS), max_size=60)
+
+
+def width(text):
+    return 0.07 * len(text)
+
+
+def assert_apart(boxes):
+    slack = 1e-9
+    for place, one in enumerate(boxes):
+        for other in boxes[:place]:
+            across = min(one.right, other.right) - max(one.x, other.x)
+            down = min(one.bottom, other.bottom) - max(one.y, other.y)
+            assert across <= slack or down <= slack, (one, other)
+
+
+@given(programs, st.integers(1, 800), st.integers(1, 800), st.integers(0, 5), st.integers(1, 9), st.integers(1, 6))
+@example(["count"] * 60, 480, 320, 4, 3, 2)
+@example(["union"] * 60, 128, 128, 4, 3, 2)
+@settings(quick)
+def test_no_two_boxes_overlap_and_all_lie_in_the_picture(tokens, across, down, question, answers, notes):
+    tree = program_tree(tokens)
+    labels = [[node.token, "(filled in)"] for node in tree.nodes]
+    found = arrange(tree, labels, width, (across, down), question, answers, notes)
+    assert len(found.pictures) == len(found.labels) == len(tree.nodes)
+    assert_apart([box for box in found.boxes if box.width > 0 and box.height > 0])
+    for box in found.boxes:
+        assert min(box.x, box.y) >= -1e-9
+        assert box.right <= found.width + 1e-9
+        assert box.bottom <= found.height + 1e-9
+
+
+@given(programs)
+@settings(quick)
+def test_arguments_stand_in_order_below_the_middle_of_what_takes_them(tokens):
+    tree = program_tree(tokens)
+    columns = tree_columns([node.arguments for node in tree.nodes])
+    assert min(columns) == 0
+    for node, column in zip(tree.nodes, columns, strict=True):
+        places = [columns[argument] for argument in node.arguments]
+        assert places == sorted(places)
+        if places:
+            assert abs((places[0] + places[-1]) / 2 - column) < 1e-9
+
+
+@given(st.text(alphabet="ab ", max_size=80), st.floats(0.2, 3.0))
+@settings(quick)
+def test_wrapped_lines_fit_and_hold_every_letter(text, most):
+    lines = wrapped(text, most, width)
+    assert all(width(line) <= most for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert all(lines)
+
+
+# Fonts
+
+
+RARE, NOWHERE = "\u24b6", "\U0010abcd"
+"""A character that the usual font lacks and another of matplotlib's has; one for private use."""
+
+
+def test_the_usual_font_alone_is_for_what_it_has():
+    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
+
+
+def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it(tmp_path: Path):
+    fonts, missing = fonts_for(f"a {RARE}")
+    assert (fonts[0], missing) == (USUAL, "")
+    assert len(fonts) == 2
+    for weight in ("normal", "bold"):
+        with rc_context({"font.family": fonts}), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure = Figure()
+            figure.text(0, 0, f"a {RARE}", weight=weight)
+            figure.savefig(tmp_path / f"{weight}.png")
+    figure = Figure()
+    figure.text(0, 0, f"a {RARE}")
+    with pytest.warns(UserWarning, match="Glyph .* missing from"):
+        figure.savefig(tmp_path / "usual.png")
+
+
+def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):
+    asked = (*asked, "--program", "exist scene")
+    result = iep_ask(*asked, "--question", f"Any {NOWHERE}?", "--draw", tmp_path / "a.png")
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'a.png'}: no installed font has {NOWHERE}; boxes replace them" in result.stderr
+    assert "no installed font" not in iep_ask(*asked, "--question", "Any?", "--draw", tmp_path / "b.png").stderr
+    assert f"Wrote {tmp_path / 'c.svg'}" in answered(*asked, "--question", NOWHERE, "--draw", tmp_path / "c.svg")
+    with warnings.catch_warnings(record=True) as caught:
+        answered(*asked, "--question", "有多少东西？" * 20, "--draw", tmp_path / "d.png")
+    assert not [warning for warning in caught if "Glyph" in str(warning.message)]
