@@ -192,7 +192,7 @@ def test_a_checkpoint_with_a_part_changed_is_resumed_or_refused_by_its_name(
 
 def test_a_network_with_a_part_changed_is_loaded_or_refused_by_its_name(runs: dict[str, Path], tmp_path: Path):
     content, draw, refused = load_checkpoint(newest(runs["ee"])), random.Random(1), 0
-    content = {part: content[part] for part in ("networks", "vocab", "features")}
+    content = {part: content[part] for part in ("networks", "vocab")} | {"features": {"patch_size": 8}}
     for place in [place for place in places(content) for _ in range(2)]:
         save_checkpoint(tmp_path / "c.pt", mutated(content, place, draw))
         refused += is_refused(path := tmp_path / "c.pt", partial(load_network, path, "engine", VOCAB, CPU))

@@ -394,9 +394,9 @@ def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(mo
 
 def test_help_says_when_options_of_looking_count():
     told = " ".join(iep_ask("--help").stdout.split())
-    assert told.count("[default where the checkpoint does not say: ") == 5
+    assert told.count("[default if the checkpoint does not record it: ") == 5
     assert "[default: 224]" not in told
-    assert "for checkpoints that do not say it themselves" in told
+    assert "for checkpoints that do not record it" in told
 
 
 # Features of a ResNet

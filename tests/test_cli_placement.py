@@ -125,7 +125,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
         (["--placement", "balanced", "--devices", "cpu,cuda:99"], "device 'cuda:99': not available here"),
         (["--device", "cpu", "--devices", "cpu,cpu"], "it cannot go together with --devices"),
         (["--device", "cpu", "--placement", "balanced"], "it cannot go together with --placement"),
-        (["--devices", "cpu,,cpu"], "is not a comma list of devices"),
+        (["--devices", "cpu,,cpu"], "is not a comma-separated list of devices"),
     ],
 )
 def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, data, tmp_path) -> None:

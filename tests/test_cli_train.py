@@ -67,7 +67,7 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, [\d,]+ parameters", before)
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
-    assert lines[1] == "iterations 1 to 4 of 8 questions"
+    assert lines[1] == "iterations 1 to 4, 8 questions each"
     assert lines[2].startswith("ee before the first iteration: validation accuracy ")
     best = rf"{out}: trained ee to iteration 4; the best checkpoint is {out / BEST}, of iteration (\d), validation .*%"
     assert int(re.fullmatch(best, last)[1]) == load_checkpoint(out / BEST)["step"]
@@ -314,6 +314,7 @@ def test_a_missing_run_directory_option_is_a_usage_error():
 def test_a_file_in_place_of_the_run_directory_is_a_usage_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     assert_one_error(iep_train("--out", tmp_path / "file"), "is a file", code=2)
+    assert_one_error(iep_train("--out", ""), "'--out': the name is empty, expected a directory", code=2)
     assert_one_error(iep_train("--out", tmp_path / "file" / "run", "--model", "lstm"), "file/run: Not a directory")
 
 
@@ -410,9 +411,17 @@ def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: P
     assert_one_error(iep_train(*arguments), f"{data / 'train_features.h5'}: features, row 2 cannot be read")
 
 
-def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert_one_error(iep_train("--out", tmp_path), "WORLD_SIZE is 'two', expected a whole number, as torchrun sets it")
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ("two", "WORLD_SIZE is 'two', expected a whole number, as torchrun sets it"),
+        ("2", "RANK is not set, expected a number below WORLD_SIZE, which is 2"),
+        ("0", "RANK is not set, expected a number below WORLD_SIZE, which is 0"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path, monkeypatch, size: str, problem: str):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert_one_error(iep_train("--out", tmp_path), problem)
 
 
 # What all commands share

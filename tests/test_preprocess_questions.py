@@ -266,6 +266,7 @@ def test_a_full_disk_is_one_line_and_leaves_earlier_files_untouched(clevr, out):
 REFUSED = [
     (("--questions", "x.json"), "--questions goes with exactly one --split", 2),
     (("--questions", "x.json", "--split", "a", "--split", "b"), "--questions goes with exactly one --split", 2),
+    (("--out", ""), "'--out': the name is empty, expected a directory", 2),
     (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
     (("--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
     (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),

@@ -19,7 +19,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 class PicturePath(click.Path):
-    """A file that a picture is written to; its ending says which kind."""
+    """The name of a picture to write; its ending determines the format."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, dir_okay=False)
@@ -32,7 +32,7 @@ class PicturePath(click.Path):
 
 
 class DirectoryPath(click.Path):
-    """A directory that files are written to; an empty name, perhaps of a variable that is not set, is none."""
+    """A directory to write files to; an empty name, perhaps from a shell variable that is not set, is an error."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, file_okay=False)
@@ -62,7 +62,7 @@ class CommaList(click.ParamType):
 
 
 class RecordedCommand(Command):
-    """A command that knows the arguments it was given, for its report."""
+    """A command that records its arguments for its report."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
@@ -70,7 +70,7 @@ class RecordedCommand(Command):
 
 
 def parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """Return what `parse` returns; its `InputError` becomes a usage error of the option."""
+    """Return what `parse` returns; its `InputError` becomes a usage error of `option`."""
     try:
         return parse()
     except InputError as error:
@@ -78,24 +78,28 @@ def parsed(option: str, parse: Callable[[], Any]) -> Any:
 
 
 BACKBONE_OPTIONS: dict[str, tuple[Any, object, str]] = {
-    "backbone": (click.Choice((*RESNETS, "patches")), None, "What makes features of pixels; patches needs no weights."),
-    "stage": (click.IntRange(1, 4), RESNET_STAGE, "ResNet: take the features at the end of this stage."),
+    "backbone": (
+        click.Choice((*RESNETS, "patches")),
+        None,
+        "How features are computed from pixels: by a ResNet, or as patches, which need no weights.",
+    ),
+    "stage": (click.IntRange(1, 4), RESNET_STAGE, "ResNet: stage whose output is the features."),
     "weights": (click.STRING, "default", "ResNet: default (ImageNet, downloaded), random, or a .pth file."),
-    "seed": (click.IntRange(0, 2**32 - 1), 0, "ResNet: seed of random weights."),
-    "image_size": (click.IntRange(32, 4096), RESNET_IMAGE_SIZE, "ResNet: pixels to a side after resizing."),
-    "patch_size": (click.IntRange(1, 256), PATCH_SIZE, "patches: pixels to a side of each of the 14x14."),
+    "seed": (click.IntRange(0, 2**32 - 1), 0, "ResNet: seed of the random weights."),
+    "image_size": (click.IntRange(32, 4096), RESNET_IMAGE_SIZE, "ResNet: side length in pixels after resizing."),
+    "patch_size": (click.IntRange(1, 256), PATCH_SIZE, "patches: side length in pixels of each of the 14x14 patches."),
 }
 """The type, default and help of each option of `backbone_options`, by the name under which a command gets it."""
 
 
 def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
-    """Add the options that say what makes features of images, unset unless given, to a command.
+    """Add the options that determine how features are computed, unset unless given, to a command.
 
     Args:
-        default: the backbone where none is given; None to leave that unset too, for a command that asks a checkpoint
+        default: the backbone if none is given; None leaves it unset too, for a command that looks in a checkpoint
             first.
     """
-    when = "default" if default else "default where the checkpoint does not say"
+    when = "default" if default else "default if the checkpoint does not record it"
 
     def add(command: Callable) -> Callable:
         for name, (kind, value, text) in reversed(BACKBONE_OPTIONS.items()):
@@ -103,9 +107,7 @@ def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
             if value is not None:
                 text += f"  [{when}: {value}]"
             elif default is None:
-                text += (
-                    " This and the options below, but for --weights, are for checkpoints that do not say it themselves."
-                )
+                text += " This option and those below, except --weights, are for checkpoints that do not record it."
             command = click.option(f"--{name.replace('_', '-')}", type=kind, help=text, **of_backbone)(command)
         return command
 
@@ -113,10 +115,10 @@ def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
 
 
 def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
-    """Return the backbone that the values of `backbone_options` describe; None stands for an option that is unset.
+    """Return the backbone that the options of `backbone_options` determine; None stands for an option that is unset.
 
     Raises:
-        click.UsageError: an option of patches is given for a ResNet, or the reverse.
+        click.UsageError: an option of patches was given for a ResNet, or vice versa.
     """
     from iep.preprocess.backbones import Patches, ResNet
 
@@ -136,12 +138,12 @@ def decoding_options(command: Callable) -> Callable:
     command = click.option(
         "--max-program-length",
         type=click.IntRange(2, 1000),
-        help=f"Tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
+        help=f"Number of tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
     )(command)
     return click.option(
         "--beam-size",
         type=click.IntRange(min=1),
-        help=f"Decode programs by beam search; 1 is greedy.  [default: {Evaluation.beam_size}]",
+        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {Evaluation.beam_size}]",
     )(command)
 
 
@@ -151,13 +153,13 @@ def placement_options(command: Callable) -> Callable:
         "--devices",
         type=CommaList(click.STRING, "list of devices", repeated=True),
         metavar="DEVICE,DEVICE...",
-        help="Devices of --placement, such as cuda:0,cuda:1; all that is not placed is on the first.",
+        help="Devices for --placement, such as cuda:0,cuda:1; the first also runs everything that is not placed.",
     )(command)
     return click.option(
         "--placement",
         metavar="none|round-robin|balanced|FILE",
         help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
-        "as a YAML file says (count: cuda:1).  [default: none]",
+        "as given in a YAML file (count: cuda:1).  [default: none]",
     )(command)
 
 
@@ -166,13 +168,13 @@ def families_option(command: Callable) -> Callable:
     return click.option(
         "--families",
         metavar="short|long|FILE",
-        help="Only questions of these families: short programs (a mean below 16 functions in training), "
-        "long ones, or in a JSON or YAML list of question_family_index.",
+        help="Use only questions of these families: those with short programs (below 16 functions on average in "
+        "training), those with long ones, or the numbers (question_family_index) that a JSON or YAML file lists.",
     )(command)
 
 
 def where(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of devices that the options replace, of a config or of a resumed run.
+    """Return the settings of devices that the options imply; they replace those of a file or of a resumed run.
 
     Raises:
         click.UsageError: `--device` together with `--devices` or a placement.

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import backbone_options, chosen_backbone
+from iep.cli.options import DirectoryPath, backbone_options, chosen_backbone
 from iep.config import RESNET
 from iep.errors import InputError
 from iep.runtime.locks import alone_in
@@ -15,7 +15,7 @@ from iep.runtime.locks import alone_in
 
 @click.command(cls=Command)
 @click.argument("clevr_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Output directory.")
+@click.option("--out", type=DirectoryPath(), required=True, help="Output directory.")
 @click.option("--split", "splits", multiple=True, help="Preprocess this split; can be repeated.  [default: all splits]")
 @click.option("--only", type=click.Choice(["features", "questions"]), help="Preprocess only this part.")
 @click.option("--overwrite", is_flag=True, help="Replace files that were made with other options or are damaged.")

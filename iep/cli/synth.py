@@ -8,6 +8,7 @@ import click
 from tqdm import tqdm
 
 from iep.cli.command import Command
+from iep.cli.options import DirectoryPath
 from iep.runtime.locks import alone_in
 from iep.synth.presets import PRESETS, SPLITS, resolve
 from iep.synth.synthesize import RECORD, synthesize
@@ -17,7 +18,7 @@ COUNT = click.IntRange(min=0)
 
 
 @click.command(cls=Command)
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("out", type=DirectoryPath())
 @click.option(
     "--preset",
     type=click.Choice(sorted(PRESETS)),

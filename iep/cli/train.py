@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import CommaList, families_option, placement_options, where
+from iep.cli.options import CommaList, DirectoryPath, families_option, placement_options, where
 from iep.config import (
     BATCHING,
     CONFIG,
@@ -42,70 +42,100 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--model",
     type=click.Choice(MODELS),
-    help="What to train: program generator, execution engine, both jointly, or a baseline without programs.",
+    help="Model to train: the program generator, the execution engine, both jointly, or a baseline without programs.  "
+    f"[default: {Config.model}]",
 )
-@click.option("--data", type=FILE, help="Directory that iep-preprocess wrote.")
+@click.option("--data", type=FILE, help="Directory written by iep-preprocess.")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DirectoryPath(),
     required=True,
-    help="Run directory: config, checkpoints, metrics.",
+    help="Run directory for settings, checkpoints and metrics.",
 )
 @click.option(
     "--config",
     "config_file",
     type=FILE,
-    help="YAML file of settings, or the name of a config of this package, such as mini/pg.",
+    help="YAML file of settings, or the name of a config that comes with this package, such as mini/pg.",
 )
-@click.option("--pg", type=FILE, help="Checkpoint or run of a program generator to start from or predict with.")
-@click.option("--ee", type=FILE, help="Checkpoint or run of an execution engine to start from.")
-@click.option("--baseline", type=FILE, help="Checkpoint or run of a baseline to start from.")
-@click.option("--programs", type=click.Choice(PROGRAM_SOURCES), help="Programs that the engine is trained on.")
+@click.option(
+    "--pg",
+    type=FILE,
+    help="Checkpoint or run directory of a program generator to start from, or to predict programs with.",
+)
+@click.option(
+    "--ee",
+    type=FILE,
+    help="Checkpoint or run directory of an execution engine to start from.",
+)
+@click.option(
+    "--baseline",
+    type=FILE,
+    help="Checkpoint or run directory of a baseline to start from.",
+)
+@click.option(
+    "--programs",
+    type=click.Choice(PROGRAM_SOURCES),
+    help=f"Programs to train the engine on.  [default: {Config.programs}]",
+)
 @click.option(
     "--modules",
     type=click.Choice(MODULES),
-    help="Set of modules of a new engine (engine.modules): residual blocks, or Transparency by Design's attentions.  "
-    "[default: iep]",
+    help="Set of modules of a new engine (engine.modules): the residual blocks of iep, or the attention modules of "
+    f"Transparency by Design.  [default: {Config.engine.modules}]",
 )
-@click.option("--batching", type=click.Choice(BATCHING), help="Scheduler of the module calls.")
+@click.option(
+    "--batching",
+    type=click.Choice(BATCHING),
+    help=f"Scheduler of the module calls.  [default: {Config.batching}]",
+)
 @click.option(
     "--sharing/--no-sharing",
     default=None,
-    help="Run each image's stem, and equal subtrees over one image, once a step.  [default: where it is exact]",
+    help="Run each image's stem, and equal subtrees over one image, once per step.  [default: where it is exact]",
 )
 @click.option(
     "--defer-weight-grads/--no-defer-weight-grads",
     default=None,
-    help="Compute the gradient of each module's weights once a step, over all its calls.",
+    help="Compute the gradient of each module's weights once per step, over all its calls.",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="The dtype of computation; weights and the program generator stay in float32.",
+    help=f"Dtype of the computation; weights and the program generator stay in float32.  [default: {Config.precision}]",
 )
 @families_option
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
-@click.option("--num-val-samples", type=click.IntRange(min=1), help="Validate on the first N questions only.")
+@click.option(
+    "--num-val-samples",
+    type=click.IntRange(min=1),
+    help=f"Validate on the first N questions only.  [default: {Config.num_val_samples}]",
+)
 @click.option(
     "--freeze",
     type=CommaList(click.STRING),
     metavar="PART[,PART...]",
-    help="Parts that training leaves as they are. joint: generator, engine; pg: encoder, decoder; ee: stem, modules, "
-    "classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, classifier.",
+    help="Parts of the model that training does not change. joint: generator, engine; pg: encoder, decoder; ee: stem, "
+    "modules, classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, "
+    "classifier.",
 )
 @click.option(
     "--features-in-memory/--no-features-in-memory",
     default=None,
     help="Read all features into memory at the start, once for all processes of a machine.",
 )
-@click.option("--device", type=str, help="auto, cpu, cuda, cuda:1, ...")
+@click.option("--device", type=str, help=f"Device: auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @placement_options
-@click.option("--keep", type=click.IntRange(min=1), help="How many of the newest checkpoints stay, besides the best.")
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    help=f"Number of newest checkpoints to keep, in addition to the best one.  [default: {Config.keep}]",
+)
 @click.option(
     "--resume",
     is_flag=True,
-    help="Resume from the run's newest checkpoint, if it has one, with its saved settings. Settings that are given "
-    "again replace them where they may change during a run; --data names data that were moved.",
+    help="Resume from the run's newest checkpoint, if there is one, with its saved settings. Settings that are given "
+    "again replace the saved ones if they may change during a run. If the data have been moved, give --data.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the resolved settings and stop.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -119,8 +149,8 @@ def main(
 ) -> None:
     """Train a model on preprocessed CLEVR.
 
-    Settings come from the defaults, then --config, then KEY=VALUE arguments (nested ones with a dot:
-    engine.module_dim=64), then options. `--dry-run` prints all of them.
+    Settings are taken from the defaults, from --config, from KEY=VALUE arguments (with a dot for nested settings:
+    engine.module_dim=64), and from options; each of these overrides those before it. --dry-run prints the result.
     """
     modules = options.pop("modules")
     options |= where(options)
@@ -141,7 +171,7 @@ def main(
         config, start = _resolve(out, resume or was_restarted(out), given, file)
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(
-                f"{out}: holds no run to resume; for a new one give --data DIR, which iep-preprocess wrote"
+                f"{out}: holds no run to resume; to start one, give --data DIR, a directory written by iep-preprocess"
             )
         file_settings = {name: value for source, name, value in given if source == str(file)}
         trainer = train_from(start, config, out, {name for _, name, _ in given}, file and file_settings)
@@ -153,10 +183,10 @@ def main(
 
 
 def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[Config, "Saved | None"]:
-    """Return the settings of the run, and the checkpoint that it resumes from if it is to and has one.
+    """Return the settings of the run, and the checkpoint to resume from, None for a new run or without a checkpoint.
 
     Raises:
-        InputError: a setting is invalid or not used by the model, or the checkpoint is one of another run.
+        InputError: a setting is invalid or not used by the model, or the checkpoint belongs to another run.
     """
     start, base = None, Config()
     if resume:
@@ -168,9 +198,9 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
             base = config_of(start)
             if begun is not None:
                 changes(start, begun)
-        elif begun is not None:  # a run that has not come to its first checkpoint
+        elif begun is not None:  # the run was stopped before its first checkpoint
             base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
-        # What the file said already when the run was started is not new: other settings may have replaced it since.
+        # What the file held when the run was started is not given anew: other settings may have replaced it since.
         before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
         said = [(name, value) for _, name, value in before]
         given = [each for each in given if each[0] != str(file) or each[1:] not in said]

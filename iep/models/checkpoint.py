@@ -27,7 +27,7 @@ from iep.runtime.reading import reading
 
 FORMAT = "iep-checkpoint-1"
 NETWORK = {"kwargs": {str: object}, "weights": {str: Tensor}}
-PARTS_OF_A_MODEL = {"networks": {str: NETWORK}, "vocab": {str: object}, "features": dict | None}
+PARTS_OF_A_MODEL = {"networks": {str: NETWORK}, "vocab": {str: object}, "features": {str: str | int}}
 PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
     "step": int,
     "best": float,
@@ -107,6 +107,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
             return from_original(content)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"not a checkpoint of this toolkit, expected format {FORMAT}")
+        content["features"] = content.get("features") or {}  # of earlier versions, which did not record them
         check_parts(content, parts or {})
     return content
 

@@ -69,7 +69,8 @@ def _join() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     number, size = int(os.environ.get("RANK", "-1")), int(os.environ["WORLD_SIZE"])
     if not 0 <= number < size:
-        raise ValueError(f"RANK is {os.environ.get('RANK')}, expected 0 to {size - 1}")
+        given = os.environ.get("RANK", "not set")
+        raise ValueError(f"RANK is {given}, expected a number below WORLD_SIZE, which is {size}")
     store, number, size = next(dist.rendezvous("env://"))
     # torchrun may keep its store over restarts, and with it the addresses of processes that are dead.
     store = dist.PrefixStore(_token(store, number, size), store)

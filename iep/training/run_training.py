@@ -176,7 +176,7 @@ def train_from(
 def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> Opened | None:
     """Check the config and open the data; None if the run is complete."""
     if config.data is None:
-        raise InputError("no data: give --data DIR, a directory that iep-preprocess wrote")
+        raise InputError("no data: give --data DIR, a directory written by iep-preprocess")
     task = TASKS[config.model]
     check_used(config, asked)
     check_freeze(config.model, config.freeze)
@@ -346,7 +346,7 @@ def _describe(trainer: Trainer, opened: Opened) -> str:
     return (
         f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}\n"
         f"{config.data}: {' and '.join(splits)}\n"
-        f"iterations {trainer.step + 1:,} to {config.iterations:,} of {config.batch_size:,} questions"
+        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} questions each"
     )
 
 
