@@ -1,7 +1,6 @@
 """`iep-train`: what it prints and leaves, that mistakes are one line, and what a full disk leaves standing."""
 
 import json
-import pickle
 import re
 import shutil
 import subprocess
@@ -13,28 +12,22 @@ import click
 import h5py
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from tiny_data import (
-    TRAIN,
-    VOCAB,
-    arrays,
-    assert_error_lines,
     assert_one_error,
     features,
     files_no_larger_than,
     newest,
     tiny,
     write_data,
-    write_h5,
 )
+from train_cases import iep_train
 
 import iep
 from iep.cli.command import Command
-from iep.cli.train import main
 from iep.config import Config, read_config
 from iep.errors import InputError
 from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
-from iep.runtime.files import write_json
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
 from iep.training.run_training import TORCHRUN
@@ -44,10 +37,6 @@ from iep.training.run_training import TORCHRUN
 def run(runs: dict[str, Path], tmp_path: Path) -> Path:
     """A copy of the LSTM's run, to go on with or to damage."""
     return Path(shutil.copytree(runs["lstm"], tmp_path / "run"))
-
-
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 def step(out: Path) -> int:
@@ -118,27 +107,6 @@ def test_every_option_reaches_its_setting(tmp_path: Path):
     )
 
 
-def test_joint_training_takes_runs_for_checkpoints(data: Path, runs: dict[str, Path], tmp_path: Path):
-    starts = ["--pg", runs["pg"], "--ee", runs["ee"] / BEST]
-    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *starts, *tiny("joint"))
-    assert result.exit_code == 0
-    assert set(load_checkpoint(tmp_path / "run")["networks"]) == {"generator", "engine"}
-    saved = read_config(tmp_path / "run" / "config.yaml")
-    assert (saved.pg, saved.ee) == (str(runs["pg"]), str(runs["ee"] / BEST))
-
-
-def test_only_the_samples_asked_for_are_read(data: Path, tmp_path: Path):
-    options = ["--num-train-samples", 3, "--num-val-samples", 5]
-    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *options, *tiny("lstm"))
-    assert result.exit_code == 0
-    accuracies = [
-        row["validation_accuracy"]
-        for row in map(json.loads, (tmp_path / "run" / METRICS).read_text().splitlines())
-        if "validation_accuracy" in row
-    ]
-    assert all((5 * accuracy) == pytest.approx(round(5 * accuracy), abs=1e-5) for accuracy in accuracies)
-
-
 # Resuming
 
 
@@ -155,12 +123,6 @@ def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other
         assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert_one_error(iep_train(*given, "iterations=6"), f"{out}: already holds a run; add --resume")
-
-
-def test_resuming_nothing_is_a_fresh_start(data: Path, tmp_path: Path):
-    result = iep_train("--resume", "--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
-    assert result.exit_code == 0
-    assert step(tmp_path / "run") == 4
 
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
@@ -245,14 +207,6 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("iterations", [2, 4])
-def test_resuming_a_complete_run_says_that_there_is_nothing_to_do(run: Path, iterations: int):
-    result = iep_train("--resume", "--out", run, f"iterations={iterations}")
-    assert result.exit_code == 0
-    assert result.output == f"{run}: already trained to iteration {iterations} or further; nothing to do\n"
-    assert step(run) == 4
-
-
 def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
     result = iep_train("--resume", "--dry-run", "--out", run, "seed=9")
     assert result.exit_code == 0
@@ -262,13 +216,6 @@ def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
 
 
 # Mistakes
-
-
-def test_a_run_is_not_overwritten(data: Path, run: Path):
-    before = newest(run).read_bytes()
-    result = iep_train("--model", "lstm", "--data", data, "--out", run, *tiny("lstm"))
-    assert_one_error(result, f"{run}: already holds a run; add --resume")
-    assert newest(run).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -285,6 +232,8 @@ def test_a_run_is_not_overwritten(data: Path, run: Path):
         ),
         (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg' or", 1),
         (["--model", "eee"], "'eee' is not one of", 2),
+        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use", 1),
+        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use", 1),
         (["--num-train-samples", "0"], "0 is not in the range x>=1", 2),
         (["--programs", "guessed"], "'guessed' is not one of", 2),
         (["--batchin", "improved"], "No such option", 2),
@@ -300,103 +249,19 @@ def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: li
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("data", [[], ["--data", "nowhere"]])
-def test_resuming_what_is_no_run_says_so_where_no_new_one_can_begin(tmp_path: Path, data: list[str]):
-    problem = "nowhere/vocab.json: no such file" if data else f"{tmp_path / 'run'}: holds no run to resume"
-    assert_one_error(iep_train("--out", tmp_path / "run", "--resume", *data), problem)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_run_directory_option_is_a_usage_error():
-    assert_one_error(iep_train("--model", "ee"), "Missing option '--out'", code=2)
-
-
-def test_a_file_in_place_of_the_run_directory_is_a_usage_error(tmp_path: Path):
+def test_a_run_directory_that_is_missing_or_a_file_is_a_usage_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
+    assert_one_error(iep_train("--model", "ee"), "Missing option '--out'", code=2)
     assert_one_error(iep_train("--out", tmp_path / "file"), "is a file", code=2)
     assert_one_error(iep_train("--out", ""), "'--out': the name is empty, expected a directory", code=2)
     assert_one_error(iep_train("--out", tmp_path / "file" / "run", "--model", "lstm"), "file/run: Not a directory")
 
 
-def test_a_bad_config_file_is_named(tmp_path: Path):
-    (tmp_path / "run.yaml").write_text("engine: {module_dims: 3}")
-    result = iep_train("--out", tmp_path / "run", "--config", tmp_path / "run.yaml")
-    assert_one_error(result, f"{tmp_path / 'run.yaml'}: unknown key 'engine.module_dims'; did you mean 'module_dim'?")
-
-
-def damage_vocab(data: Path) -> tuple[Path, str]:
-    content = VOCAB.to_json()
-    del content["answer_token_to_idx"]
-    write_json(data / "vocab.json", content)
-    return data / "vocab.json", "'answer_token_to_idx' is missing"
-
-
-def cut(name: str) -> object:
-    def damage(data: Path) -> tuple[Path, str]:
-        content = (data / name).read_bytes()
-        (data / name).write_bytes(content[: len(content) // 2])
-        return data / name, "not a whole HDF5 file"
-
-    return damage
-
-
-def drop_programs(data: Path) -> tuple[Path, str]:
-    datasets = arrays(TRAIN)
-    del datasets["programs"]
-    return write_h5(data / "train_questions.h5", datasets), "has no programs, which training ee needs"
-
-
-def exceed_vocab(data: Path) -> tuple[Path, str]:
-    datasets = arrays(TRAIN)
-    datasets["answers"][4] = 300
-    return write_h5(data / "train_questions.h5", datasets), "answers, row 4: index 300 is not in the vocabulary"
-
-
-def lose_images(data: Path) -> tuple[Path, str]:
-    return write_h5(data / "val_features.h5", {"features": features(1)[:2]}), "holds 2 images, but question 1 of"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [damage_vocab, cut("train_questions.h5"), cut("val_features.h5"), drop_programs, exceed_vocab, lose_images],
-)
-def test_damaged_data_are_named_before_anything_is_written(tmp_path: Path, damage):
-    data = write_data(tmp_path / "data")
-    path, problem = damage(data)
-    result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"))
-    assert_one_error(result, f"{path}: ", problem)
+@pytest.mark.parametrize("data", [[], ["--data", "nowhere"]])
+def test_resuming_what_is_no_run_says_so_where_no_new_one_can_begin(tmp_path: Path, data: list[str]):
+    problem = "nowhere/vocab.json: no such file" if data else f"{tmp_path / 'run'}: holds no run to resume"
+    assert_one_error(iep_train("--out", tmp_path / "run", "--resume", *data), problem)
     assert not (tmp_path / "run").exists()
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2000])
-
-
-def trap(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"format": "iep-checkpoint-1", "a": print}))
-
-
-def replace_by_anothers(path: Path) -> None:
-    torch.save({"model_state": {}}, path)
-
-
-@pytest.mark.parametrize("damage", [truncate, trap, replace_by_anothers])
-@pytest.mark.parametrize("use", ["resume", "start"])
-def test_a_bad_checkpoint_is_named(data: Path, run: Path, tmp_path: Path, damage, use: str):
-    damage(newest(run))
-    if use == "resume":
-        result = iep_train("--resume", "--out", run)
-    else:
-        options = ["--programs", "predicted", "--pg", newest(run)]
-        result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "new", *options, *tiny("ee"))
-        assert not (tmp_path / "new").exists()
-    assert_one_error(result, f"{newest(run)}: not ")
-
-
-def test_a_checkpoint_of_another_model_is_named(data: Path, runs: dict[str, Path], tmp_path: Path):
-    swapped = ["--pg", runs["ee"], "--ee", runs["pg"]]
-    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *swapped, *tiny("joint"))
-    assert_one_error(result, f"{runs['ee']}: holds an execution engine, expected a checkpoint with a program generator")
 
 
 def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):
@@ -446,23 +311,6 @@ def test_memory_that_runs_out_is_one_line_of_any_command_with_the_option_that_he
 # A full disk
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoints_of_a_real_process(run: Path):
-    before = {name: (run / name).read_bytes() for name in ("step-4.pt", BEST)}
-    size = len(before["step-4.pt"]) - 1000
-    command = [sys.executable, "-m", "iep.cli.train", "--resume", "--out", str(run), "iterations=8"]
-    limited = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size})); "
-    code = f"{limited}import sys; sys.argv = {command[2:]!r}; runpy.run_module('iep.cli.train', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert_error_lines(done.stderr, f"{run}/", ".pt: file size limit reached")
-    for name, content in before.items():
-        assert (run / name).read_bytes() == content
-        assert load_checkpoint(run / name)["step"] <= 4
-    assert not list(run.glob(".*"))
-    assert iep_train("--resume", "--out", run, "iterations=8").exit_code == 0
-    assert step(run) == 8
-
-
 @pytest.mark.parametrize(("size", "name"), [(20_000, ".pt"), (2500, METRICS), (100, "config.yaml")])
 def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name: str):
     before = newest(run).read_bytes()
@@ -470,6 +318,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(run: Path, size: int, name:
         result = iep_train("--resume", "--out", run, "iterations=24", "validate_every=24")
     assert_one_error(result, f"{run}/", name, "file size limit reached")
     assert newest(run).read_bytes() == before
+    assert not list(run.glob(".*"))
     assert iep_train("--resume", "--out", run, "iterations=24").exit_code == 0
     recorded = [json.loads(line)["step"] for line in (run / METRICS).read_text().splitlines()]
     assert sorted(set(recorded)) == list(range(1, 25))

@@ -36,27 +36,16 @@ def test_options_override_assignments_which_override_the_file_which_overrides_th
     assert config == replace(Config(), batch_size=2, workers=3, seed=4)
 
 
-def test_an_option_left_out_overrides_nothing():
-    assert read_config(None, ["pg=a.pt"], {"pg": None, "model": None}) == replace(Config(), pg="a.pt")
-
-
-def test_of_two_assignments_to_a_key_the_later_holds():
-    assert read_config(None, ["seed=1", "seed=2"]).seed == 2
-
-
-def test_a_base_takes_the_place_of_the_defaults():
+def test_a_base_replaces_the_defaults_an_option_left_out_overrides_nothing_and_the_later_assignment_holds():
     base = replace(Config(), seed=7, workers=0)
-    assert read_config(None, ["workers=5"], base=base) == replace(base, workers=5)
+    config = read_config(None, ["pg=a.pt", "workers=4", "workers=5"], {"pg": None, "model": None}, base=base)
+    assert config == replace(base, workers=5, pg="a.pt")
 
 
 def test_nested_settings_change_what_they_name_and_nothing_beside_it(tmp_path: Path):
     file = write(tmp_path / "run.yaml", "engine:\n  module_dim: 64\n  stem_widths: [16, 32]\n")
     engine = read_config(file, ["engine.module_dim=32", "engine.scene=stem"]).engine
     assert engine == EngineConfig(module_dim=32, scene="stem", stem_widths=(16, 32))
-
-
-def test_an_empty_file_changes_nothing(tmp_path: Path):
-    assert read_config(write(tmp_path / "run.yaml", "# nothing yet\n")) == Config()
 
 
 @pytest.mark.parametrize(
@@ -113,29 +102,27 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("freeze=3", "freeze is 3, expected a list, each item text"),
         ("cnn_lstm.cnn_pooling=maxpool4", "cnn_lstm.cnn_pooling is 'maxpool4', expected one of maxpool2, none"),
         ("engine=3", "engine is 3, expected a mapping of settings"),
+        ("learning_rate=inf", "expected a finite number"),
+        ("learning_rate=" + "9" * 400, "expected a number"),
+        ("questions_per_image=99999999999999999999", "expected no more than"),
+        ("max_program_length=1001", "expected at most 1000"),
+        ("seed=2020-13-45", "not YAML"),
+        ("seed=[1", "not YAML"),
+        *((text, "expected key=value") for text in ("seed", "=3", "--seed")),
     ],
 )
 def test_a_bad_assignment_is_named_with_what_was_expected(assignment: str, problem: str):
     with pytest.raises(InputError) as caught:
         read_config(None, [assignment])
-    assert str(caught.value).startswith(f"{assignment}: ")
+    assert str(caught.value).startswith((f"{assignment}: ", f"{assignment!r}: "))
     assert problem in str(caught.value)
-
-
-@pytest.mark.parametrize("assignment", ["seed", "=3", "--seed", "seed=[1"])
-def test_an_argument_that_assigns_nothing_is_refused(assignment: str):
-    with pytest.raises(InputError, match=r"expected key=value|not YAML") as caught:
-        read_config(None, [assignment])
-    assert repr(assignment) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("batchsize: 3", "unknown key 'batchsize'; did you mean 'batch_size'?"),
-        ("batch_size: lots", "batch_size is 'lots', expected a whole number"),
         ("engine: {module_dim: 0}", "engine.module_dim is 0, expected at least 1"),
-        ("engine: 3", "engine is 3, expected a mapping"),
         ("decay: linear", "decay is 'linear', expected one of constant, cosine"),
         ("3: 4", "unknown key '3'"),
         ("- a\n- b", "expected a YAML mapping of settings, found list"),
@@ -152,31 +139,21 @@ def test_a_bad_file_is_named_with_the_key_and_what_was_expected(tmp_path: Path, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path):
+def test_a_missing_file_and_a_bad_option_are_named(tmp_path: Path):
     with pytest.raises(InputError, match=r"none\.yaml: no such file"):
         read_config(tmp_path / "none.yaml")
-
-
-def test_options_are_checked_like_the_rest():
     with pytest.raises(InputError, match="command line: seed is -1, expected at least 0"):
         read_config(None, [], {"seed": -1})
 
 
 def changed(config: Config) -> Config:
-    """A config none of whose own settings is the default's, as far as types tell how to change one."""
+    """Return a config none of whose own settings is the default, as far as types tell how to change one."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     numbers = {key: value + 1 for key, value in values.items() if type(value) in (int, float)}
+    others = {"model": "joint", "data": "data/a b", "pg": "1", "freeze": ("engine",)}
     return replace(
         config,
-        **numbers
-        | {
-            "model": "joint",
-            "data": "data/a b",
-            "pg": "1",
-            "freeze": ("engine",),
-            "learning_rate": 1e-4,
-            "reward_decay": 0.5,
-        },
+        **numbers | others | {"learning_rate": 1e-4, "reward_decay": 0.5},
         curriculum=((0, 4), (50, 30)),
         engine=EngineConfig(stem_widths=(), stem_norm=True, classifier_hidden=(3, 4)),
     )
@@ -188,8 +165,8 @@ def test_a_config_survives_its_yaml(tmp_path: Path, config: Config):
     assert yaml.safe_load(to_yaml(config)) == settings_of(config)
 
 
-def test_every_model_has_networks_and_a_learning_rate():
-    assert set(MODELS) == set(LEARNING_RATES) == set(NETWORKS)
+def test_every_model_has_networks_a_learning_rate_and_a_recipe():
+    assert set(MODELS) == set(LEARNING_RATES) == set(NETWORKS) == {read_config(recipe).model for recipe in RECIPES}
 
 
 @pytest.mark.parametrize(("model", "rate"), [("pg", 5e-4), ("ee", 1e-4), ("joint", 5e-5), ("cnn-lstm-sa", 5e-4)])
@@ -228,24 +205,3 @@ def test_a_model_uses_its_own_settings_and_is_refused_all_others(model: str):
     with pytest.raises(InputError, match=f"which training {model} does not use") as caught:
         check_used(Config(model=model), unused)
     assert all(f"{name} is " in str(caught.value) for name in unused)
-
-
-def test_there_is_a_recipe_for_every_model():
-    assert {read_config(recipe).model for recipe in RECIPES} == set(MODELS)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "problem"),
-    [
-        ("learning_rate=inf", "expected a finite number"),
-        ("learning_rate=" + "9" * 400, "expected a number"),
-        ("questions_per_image=99999999999999999999", "expected no more than"),
-        ("max_program_length=1001", "expected at most 1000"),
-        ("seed=2020-13-45", "not YAML"),
-    ],
-)
-def test_numbers_beyond_use_and_bad_dates_are_one_line(assignment: str, problem: str):
-    with pytest.raises(InputError) as caught:
-        read_config(assignments=[assignment])
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -1,13 +1,15 @@
+"""The engine of either family of modules against its one-example reference, what a plan holds, what is refused."""
+
 import gc
 import itertools
-import pickle
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+import tbd_cases
 import torch
 from batching_cases import (
     FULL_SIZE,
-    PUBLISHED_LAYERS,
     assert_same,
     in_bfloat16,
     in_memory_formats,
@@ -16,11 +18,10 @@ from batching_cases import (
     results,
     token_matrices,
 )
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.models.build import build
-from iep.programs import arity
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
 FUNCTIONS = ("count", "equal_size", "filter_color[red]", "greater_than", "intersect", "relate[left]", "scene", "union")
@@ -58,21 +59,117 @@ any_programs = token_matrices(
 )
 
 
-@pytest.mark.parametrize("scene", ["module", "stem"])
-@given(programs_BL=any_programs)
-@example(programs_BL=PROGRAMS_BL)
-@example(programs_BL=np.full((2, 3), NULL))
-@example(programs_BL=np.array([[END, UNK, START, END, INDEX["union"], NULL, START]]))
+ENGINES = {
+    "iep": (small_engine, PROGRAMS_BL, any_programs),
+    "iep with scene as the stem": (lambda **kwargs: small_engine("stem", **kwargs), PROGRAMS_BL, any_programs),
+    "tbd": (tbd_cases.tbd_engine, tbd_cases.PROGRAMS_BL, tbd_cases.any_programs),
+}
+"""By name: how to make an engine, some programs for it, and a strategy that draws others."""
+
+
+def features(count, dtype=torch.float64):
+    return torch.randn(count, 5, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@given(data=st.data())
 @settings(quick, max_examples=15)
-def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_and_all_gradients(scene, programs_BL):
-    engine = small_engine(scene)
-    rows_B = np.arange(len(programs_BL)) // 2
-    features_NCHW = torch.randn(rows_B[-1] + 1, 5, 3, 4, dtype=torch.float64)
+def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_and_all_gradients(name, data):
+    make, some_BL, others = ENGINES[name]
+    ends_BL = np.array([[END, UNK, START, END, INDEX["union"], NULL, START]])
+    programs_BL = data.draw(st.sampled_from([some_BL, np.full((2, 3), NULL), ends_BL]) | others)
+    engine, rows_B = make(), np.arange(len(programs_BL)) // 2
+    features_NCHW = features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
-    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = engine.plan(programs_BL, rows_B, name, sharing)
+    for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
+        plan = engine.plan(programs_BL, rows_B, batching, sharing)
         actual = results(lambda x, plan=plan, defer=defer: engine(x, plan, defer), engine, features_NCHW)
         assert_same(actual, expected, 1e-9)
+
+
+@pytest.mark.parametrize("modules", ["iep", "tbd"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_default_engine_at_full_size_matches_the_reference_in_both_memory_formats(
+    modules, device, defer, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # A GPU's convolutions would keep ten bits.
+    torch.manual_seed(0)
+    kwargs = {"program_tokens": TOKENS, "num_answers": 28, "modules": modules, "initialization": "torch"}
+    engine = build("engine", kwargs | FULL_SIZE).to(device)
+    programs_BL, rows_B = PROGRAMS_BL[[0, 1, 2, 1]], np.array([0, 1, 1, 1])
+    features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
+    for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
+        assert actual["output"].shape == (4, 28)
+        assert_same(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("defer", [False, True])
+def test_in_bfloat16_results_and_gradients_match_the_reference_to_its_precision(name, defer):
+    make, programs_BL, _ = ENGINES[name]
+    engine = make(dtype=torch.float32)
+    expected, actual = in_bfloat16(engine, features(len(programs_BL), torch.float32), programs_BL, defer)
+    assert_same(actual, expected, 0.03)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "nodes_in_training"),
+    [({}, 3), ({"stem_norm": True}, 6), ({"module_norm": "batch"}, 6), ({"module_norm": "example"}, 6)],
+)
+def test_by_default_an_engine_shares_except_in_training_with_norms(kwargs, nodes_in_training):
+    programs_BL, rows_B = PROGRAMS_BL[[0, 0]], np.array([0, 0])
+    for training, nodes in ((True, nodes_in_training), (False, 3)):
+        engine = small_engine(**kwargs).train(training)
+        assert engine.plan(programs_BL, rows_B).graph.num_nodes == nodes
+        assert engine.planner(training=training)(programs_BL, image_rows_B=rows_B).graph.num_nodes == nodes
+
+
+PIXELS = {"stem": "pixels", "feature_dim": 192}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"scene": "image"}, "scene is 'image', expected one of module, stem"),
+        ({"modules": "film"}, "modules is 'film', expected one of iep, tbd"),
+        ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
+        (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
+        (PIXELS | {"feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
+        (PIXELS, "make 2 convolutions, expected 3 or more to halve patches of 8"),
+        (PIXELS | {"stem_pixels": 3}, "stem_pixels is 3, expected a divisor of the patches' 8 pixels"),
+        ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
+        ({"stem": "none", "module_dim": 5, "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
+        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
+        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one place, and the grid is 1x1"),
+        (
+            {"classifier_pool": 4, "classifier_pool_rest": False},
+            "a pooling window of 4 leaves nothing",
+        ),
+        (
+            {"modules": "tbd", "module_residual": False},
+            "settings of the modules iep",
+        ),
+        ({"modules": "tbd", "module_norm": "batch"}, "settings of the modules iep"),
+        ({"modules": "tbd", "scene": "stem"}, "scene is 'stem', a setting of the modules iep"),
+        ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
+        ({"program_tokens": index_tokens(["count"])}, "lacks 'scene'"),
+        *(
+            ({"program_tokens": [*TOKENS, token]}, f"program token '{token}' cannot name a module")
+            for token in ("forward", "stem", "training", "a.b", "")
+        ),
+    ],
+)
+def test_settings_and_vocabularies_that_cannot_be_built_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        small_engine(**kwargs)
+
+
+@pytest.mark.parametrize("change", [{"scene": "stem"}, {"modules": "tbd"}, {"program_tokens": [*TOKENS, "exist"]}])
+def test_a_plan_for_another_kind_of_engine_is_refused(change):
+    plan = small_engine(**change).plan(PROGRAMS_BL)
+    with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
+        small_engine()(features(4), plan)
 
 
 def test_without_sharing_every_program_runs_its_stem_and_all_its_nodes_and_with_it_each_image_and_subtree_once():
@@ -81,27 +178,11 @@ def test_without_sharing_every_program_runs_its_stem_and_all_its_nodes_and_with_
     seen = []
     engine.stem.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
     for sharing in (False, True):
-        engine(torch.randn(2, 5, 3, 4).double(), engine.plan(programs_BL, rows_B, sharing=sharing))
+        engine(features(2), engine.plan(programs_BL, rows_B, sharing=sharing))
     assert seen == [4, 2]
     assert engine.plan(programs_BL, rows_B, sharing=False).graph.num_nodes == 3 * 3 + 7
     # About image 1: scene, red(scene), count of it; and count(scene), left(scene), red(left), count of it, the root.
     assert engine.plan(programs_BL, rows_B, sharing=True).graph.num_nodes == 3 + 5 + 3
-
-
-def test_left_to_itself_an_engine_shares_but_not_where_batch_norm_would_count_otherwise():
-    programs_BL, rows_B = PROGRAMS_BL[[0, 0]], np.array([0, 0])
-    for norm, training, nodes in ((False, True, 3), (False, False, 3), (True, True, 6), (True, False, 3)):
-        engine = small_engine(stem_norm=norm).train(training)
-        assert engine.plan(programs_BL, rows_B).graph.num_nodes == nodes
-        assert engine.planner(training=training)(programs_BL, image_rows_B=rows_B).graph.num_nodes == nodes
-
-
-@pytest.mark.parametrize("defer", [False, True])
-def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
-    engine = small_engine(dtype=torch.float32)
-    features_BCHW = torch.randn(4, 5, 3, 4)
-    expected, actual = in_bfloat16(engine, features_BCHW, PROGRAMS_BL, defer)
-    assert_same(actual, expected, 0.03)
 
 
 def test_steps_leave_nothing_behind():
@@ -133,64 +214,6 @@ def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kep
     assert loss.grad_fn is not None
 
 
-def test_modules_that_no_program_uses_get_no_gradient():
-    engine = small_engine()
-    engine(torch.randn(4, 5, 3, 4).double(), engine.plan(PROGRAMS_BL)).sum().backward()
-    used = {"count", "filter_color[red]", "greater_than", "relate[left]", "scene", "union", "stem", "classifier"}
-    for name, child in engine.named_children():
-        assert {p.grad is not None for p in child.parameters()} == {name in used}, name
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("defer", [False, True])
-def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
-    torch.manual_seed(0)
-    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE).to(device)
-    programs_BL, rows_B = PROGRAMS_BL[[0, 1, 2, 1]], np.array([0, 1, 1, 1])
-    features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
-    for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
-        assert actual["output"].shape == (4, 28)
-        assert_same(actual, expected, 1e-4)
-
-
-def test_the_default_engine_has_the_published_layers_under_the_published_names():
-    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE)
-    shapes = {name: tuple(value.shape) for name, value in engine.state_dict().items()}
-    layers = dict(PUBLISHED_LAYERS)
-    for token in TOKENS:
-        if token in ("<NULL>", "<START>"):
-            continue
-        block = token
-        if arity(token) == 2:
-            layers[f"{token}.proj"] = (128, 256, 1, 1)
-            block = f"{token}.res_block"
-        layers |= {f"{block}.{conv}": (128, 128, 3, 3) for conv in ("conv1", "conv2")}
-    expected = {f"{layer}.weight": shape for layer, shape in layers.items()}
-    expected |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
-    assert shapes == expected
-
-
-def test_scene_as_the_stem_has_no_module_and_returns_the_stem():
-    engine = small_engine("stem")
-    assert "scene" not in dict(engine.named_children())
-    features_BCHW = torch.randn(1, 5, 3, 4, dtype=torch.float64)
-    logits = engine(features_BCHW, engine.plan(matrix([program("scene")])))
-    assert logits.equal(engine.classifier(engine.stem(features_BCHW)))
-
-
-def test_a_residual_block_and_a_binary_module_compute_what_the_paper_says():
-    engine = small_engine()
-    x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
-    unary = engine.get_submodule("count")
-    by_hand = torch.relu(x + unary.conv2(torch.relu(unary.conv1(x))))
-    assert torch.allclose(unary(x), by_hand)
-    binary = engine.get_submodule("union")
-    joined = torch.relu(binary.proj(torch.cat([x, y], dim=1)))
-    by_hand = torch.relu(joined + binary.res_block.conv2(torch.relu(binary.res_block.conv1(joined))))
-    assert torch.allclose(binary(x, y), by_hand)
-
-
 def test_weights_begin_kaiming_normal():
     engine = build("engine", {"program_tokens": TOKENS, "num_answers": 28} | FULL_SIZE)
     for weight in (engine.get_submodule("count").conv1.weight, engine.stem[0].weight, engine.classifier[4].weight):
@@ -199,29 +222,11 @@ def test_weights_begin_kaiming_normal():
         assert weight.abs().max().item() > 3.3 * (2 / fan_in) ** 0.5, "uniform weights end at 1.7 deviations"
 
 
-def test_a_plan_survives_the_way_from_a_worker_process():
-    engine = small_engine()
-    features_BCHW = torch.randn(4, 5, 3, 4, dtype=torch.float64)
-    plan = engine.plan(PROGRAMS_BL)
-    assert engine(features_BCHW, pickle.loads(pickle.dumps(plan))).equal(engine(features_BCHW, plan))
-
-
-def test_programs_may_be_a_torch_tensor():
-    engine = small_engine("stem")
-    assert str(engine.plan(torch.from_numpy(PROGRAMS_BL)).plan) == str(engine.plan(PROGRAMS_BL).plan)
-
-
 def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
     programs_BL = np.random.default_rng(0).integers(0, len(TOKENS), (64, 30))
     for scene in ("module", "stem"):
         ops = set(small_engine(scene).plan(programs_BL).graph.op.tolist())
         assert ops == set(range(len(TOKENS))) - {NULL, START} - ({INDEX["scene"]} if scene == "stem" else set())
-
-
-def test_a_plan_for_another_number_of_examples_is_refused():
-    engine = small_engine()
-    with pytest.raises(ValueError, match="features of 3 images for a plan of 4"):
-        engine(torch.randn(3, 5, 3, 4).double(), engine.plan(PROGRAMS_BL))
 
 
 @pytest.mark.parametrize("sharing", [False, True])
@@ -243,7 +248,7 @@ def test_features_of_more_or_fewer_images_than_the_plans_are_refused(images, sha
 def test_image_rows_may_be_of_any_whole_type():
     engine = small_engine()
     rows_B = np.array([1, 0, 0, 1])
-    features_NCHW = torch.randn(2, 5, 3, 4).double()
+    features_NCHW = features(2)
     expected = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
     for kind in (np.uint8, np.int32, np.uint16):
         for sharing in (False, True):
@@ -251,60 +256,7 @@ def test_image_rows_may_be_of_any_whole_type():
             torch.testing.assert_close(engine(features_NCHW, plan), expected)
 
 
-@pytest.mark.parametrize("change", [{"scene": "stem"}, {"program_tokens": [*TOKENS, "exist"]}])
-def test_a_plan_for_another_kind_of_engine_is_refused(change):
-    plan = small_engine(**change).plan(PROGRAMS_BL)
-    with pytest.raises(ValueError, match="another vocabulary, other modules or another scene"):
-        small_engine()(torch.randn(4, 5, 3, 4).double(), plan)
-
-
-def test_images_that_no_question_is_about_are_left_alone():
-    engine = small_engine()
-    features_NCHW = torch.randn(4, 5, 3, 4).double()
-    rows_B = np.array([3, 1, 1, 3])
-    logits = engine(features_NCHW, engine.plan(PROGRAMS_BL, rows_B))
-    torch.testing.assert_close(logits, engine.reference(features_NCHW[rows_B], PROGRAMS_BL))
-
-
 def test_a_batch_without_examples_is_an_error():
     engine = small_engine()
     with pytest.raises(ValueError, match="an empty minibatch"):
         engine(torch.zeros(0, 5, 3, 4).double(), engine.plan(PROGRAMS_BL[:0]))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"scene": "image"}, "scene is 'image', expected one of module, stem"),
-        ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
-        ({"stem": "pixels", "feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
-        ({"stem": "pixels", "feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
-        ({"stem": "pixels", "feature_dim": 192}, "make 2 convolutions, expected 3 or more to halve patches of 8"),
-    ],
-)
-def test_settings_that_cannot_be_built_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        small_engine(**kwargs)
-
-
-@pytest.mark.parametrize("token", ["forward", "stem", "training", "a.b", ""])
-def test_a_token_that_cannot_name_a_module_is_refused(token):
-    with pytest.raises(ValueError, match=f"program token '{token}' cannot name a module"):
-        small_engine(program_tokens=[*TOKENS, token])
-
-
-def test_a_vocabulary_without_scene_is_refused():
-    with pytest.raises(ValueError, match="lacks 'scene'"):
-        small_engine(program_tokens=index_tokens(["count"]))
-
-
-def test_the_stem_runs_once_an_image_and_every_question_gets_its_own_images_maps():
-    engine = small_engine("stem")
-    images_NCHW = torch.randn(2, 5, 3, 4, dtype=torch.float64)
-    rows_B = torch.tensor([1, 0, 0, 1])
-    assert len(rows_B) == len(PROGRAMS_BL)
-    seen = []
-    engine.stem.register_forward_hook(lambda module, arguments, output: seen.append(len(output)))
-    logits = engine(images_NCHW, engine.plan(PROGRAMS_BL, rows_B))
-    assert seen == [2]
-    torch.testing.assert_close(logits, engine.reference(images_NCHW[rows_B], PROGRAMS_BL))

@@ -6,13 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import tbd_cases
-import test_engine
 import torch
 from batching_cases import assert_same, quick, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import DEVICE_LISTS, ONE_GPU, placed_copy
-from test_engine import PROGRAMS_BL, small_engine
+from test_engine import ENGINES, PROGRAMS_BL, features, small_engine
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.data.datasets import Batch
@@ -20,16 +19,6 @@ from iep.execution_engine.placement import rows_copied
 from iep.execution_engine.program_graph import types_of
 
 ROWS_B = np.array([0, 0, 1, 1])
-ENGINES = {
-    "iep": (small_engine, test_engine),
-    "iep with scene as the stem": (lambda: small_engine("stem"), test_engine),
-    "tbd": (tbd_cases.tbd_engine, tbd_cases),
-}
-"""By name, how an engine is made, and where the programs for it are."""
-
-
-def features(count, dtype=torch.float64):
-    return torch.randn(count, 5, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
 def on_cpu(values):
@@ -41,8 +30,8 @@ def on_cpu(values):
 @given(data=st.data(), seed=st.integers(0, 2**16))
 @settings(quick, max_examples=6)
 def test_on_any_placement_logits_and_all_gradients_match_the_reference(name, devices, data, seed):
-    make, cases = ENGINES[name]
-    programs_BL, families = data.draw(st.just(cases.PROGRAMS_BL) | cases.any_programs), data.draw(st.booleans())
+    make, some_BL, others = ENGINES[name]
+    programs_BL, families = data.draw(st.just(some_BL) | others), data.draw(st.booleans())
     engine, rows_B = make(), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
@@ -60,9 +49,9 @@ def test_on_any_placement_logits_and_all_gradients_match_the_reference(name, dev
 @given(seed=st.integers(0, 2**16))
 @settings(quick, max_examples=5)
 def test_a_value_is_copied_once_to_each_other_device_that_reads_it(name, sharing, seed):
-    make, cases = ENGINES[name]
+    make, programs_BL, _ = ENGINES[name]
     placed = placed_copy(make(), ("cpu", "cpu", "cpu"), seed)
-    plan = placed.plan(cases.PROGRAMS_BL, sharing=sharing)
+    plan = placed.plan(programs_BL, sharing=sharing)
     graph, parts, types = plan.graph, placed.placement.parts, types_of(plan.graph, plan.roles, 0)
     names = [plan.program_tokens[op] for op in graph.op.tolist()]
     inputs = [0] * graph.num_inputs if types is None else types.inputs.tolist()

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from test_program_generator import DEVICES
-from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 from torch import Tensor, nn
+from train_cases import iep_train
 
-from iep.cli.train import main
-from iep.config import BASELINES, MODELS, Config
+from iep.config import MODELS, Config
 from iep.errors import InputError
 from iep.models.build import NETWORKS, build, network_kwargs
 from iep.models.checkpoint import load_checkpoint, save_checkpoint
@@ -61,17 +60,6 @@ def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Confi
     return tiny_config(data, model, "weight_decay=0.1", "validate_every=1", *SETTINGS[model], *starts, *settings)
 
 
-def test_every_model_has_parts_that_make_it_up():
-    assert {model: parts_of(model) for model in MODELS} == {
-        "pg": ("encoder", "decoder"),
-        "ee": ("stem", "modules", "classifier"),
-        "joint": ("generator", "engine"),
-        "lstm": ("rnn", "classifier"),
-        "cnn-lstm": ("rnn", "cnn", "classifier"),
-        "cnn-lstm-sa": ("rnn", "cnn", "attention", "classifier"),
-    }
-
-
 def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
     made = {
@@ -109,30 +97,12 @@ def test_only_what_is_frozen_stays_weights_and_running_statistics(data, parts, t
     assert len(load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["params"]) < len(after)
 
 
-@pytest.mark.parametrize(
-    ("model", "rest"), [("cnn-lstm", "cnn,classifier"), ("cnn-lstm-sa", "cnn,attention,classifier"), ("pg", "decoder")]
-)
-def test_several_parts_frozen_leave_the_one_to_be_trained(data, parts, tmp_path: Path, model: str, rest: str):
-    train(config_of(data, parts, model, "iterations=1", "learning_rate=0"), tmp_path / "start", resume=False)
-    arguments = ["--model", model, "--data", data, "--out", tmp_path / "run", "--freeze", rest, *tiny(model)]
-    arguments += ["--baseline", tmp_path / "start"] if model in BASELINES else []
-    result = CliRunner().invoke(main, [str(part) for part in (*arguments, *SETTINGS[model])])
-    assert result.exit_code == 0, result.output
-    before, after = weights(newest(tmp_path / "start")), weights(newest(tmp_path / "run"))
-    moved = {key for key, value in after.items() if not torch.equal(before[key], value)}
-    learning = {key for key in after if belongs(key, model, "encoder" if model == "pg" else "rnn")}
-    assert moved
-    assert moved <= learning
-    assert load_checkpoint(newest(tmp_path / "run"))["config"]["freeze"] == rest.split(",")
-
-
 @pytest.mark.parametrize("frozen", ["stem", "modules", "classifier", "stem,modules"])
 @pytest.mark.parametrize("how", [("defer_weight_grads=true",), ("placement=balanced", "devices=cpu,cpu")])
 def test_however_the_engine_runs_what_is_frozen_stays_and_the_rest_learns_the_same(data, parts, tmp_path, frozen, how):
     plain = ("engine.initialization=torch", "learning_rate=0.001", f"freeze={frozen}")
     train(tiny_config(data, "ee", *plain), tmp_path / "plain", resume=False)
-    settings = [setting for setting in plain if not ("placement=balanced" in how and setting.startswith("device="))]
-    train(tiny_config(data, "ee", *settings, *how, "device=auto"), tmp_path / "how", resume=False)
+    train(tiny_config(data, "ee", *plain, *how, "device=auto"), tmp_path / "how", resume=False)
     expected, found = (weights(newest(tmp_path / out)) for out in ("plain", "how"))
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=2e-3, atol=1e-4)
@@ -176,22 +146,6 @@ def test_a_frozen_lstm_drops_nothing_and_lets_gradients_through(device: str, par
         assert (parameter.grad is None) == key.startswith(part), key
 
 
-def test_a_frozen_network_stays_in_evaluation_mode_whole():
-    networks = networks_of("joint")
-    freeze(networks, ["engine"])
-    for network in networks.values():
-        train_mode(network, True)
-    assert not any(layer.training for layer in networks["engine"].modules())
-    assert all(layer.training for layer in networks["generator"].modules())
-
-
-def test_nothing_with_weights_left_is_refused():
-    networks = {"cnn_lstm": nn.ModuleDict({"rnn": nn.Linear(1, 1), "cnn": nn.ReLU(), "classifier": nn.Linear(1, 1)})}
-    networks["cnn_lstm"].rnn, networks["cnn_lstm"].classifier = (networks["cnn_lstm"][k] for k in ("rnn", "classifier"))
-    with pytest.raises(InputError, match="freeze: rnn, classifier have all the weights of the model"):
-        freeze(networks, ("rnn", "classifier"))
-
-
 # A resumed run has frozen what it froze
 
 
@@ -207,7 +161,7 @@ def test_a_resumed_run_of_an_earlier_version_keeps_what_it_froze(data, parts, tm
         path.unlink()
     save_checkpoint(tmp_path / "run" / "step-2.pt", content)
     before = weights(newest(tmp_path / "run"))
-    result = CliRunner().invoke(main, ["--resume", "--out", str(tmp_path / "run"), "--data", str(data), "iterations=3"])
+    result = iep_train("--resume", "--out", tmp_path / "run", "--data", data, "iterations=3")
     assert result.exit_code == 0, result.output
     assert "resumes with iterations 3 instead of 2\n" in result.output
     after = weights(newest(tmp_path / "run"))
@@ -225,6 +179,6 @@ def test_the_order_of_names_does_not_matter_to_a_run_that_goes_on(data, parts, t
 
 
 def test_help_names_the_parts_of_every_model():
-    text = " ".join(CliRunner().invoke(main, ["--help"]).output.split())
+    text = " ".join(iep_train("--help").output.split())
     for model in MODELS:
         assert f"{model}: {', '.join(parts_of(model))}" in text

@@ -4,11 +4,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
-import original_cases
 import pytest
 import torch
+from batching_cases import quick
 from evaluate_cases import evaluate
+from hypothesis import example, given, settings
 from original_cases import (
     GRID,
     baseline_file,
@@ -21,7 +23,6 @@ from original_cases import (
 )
 from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, write_h5
 
-from iep.batching.schedulers import SCHEDULERS
 from iep.config import BATCHING, Config
 from iep.models.build import load_network
 from iep.program_generator.decode import greedy
@@ -32,88 +33,71 @@ COUNT = 16
 OF_VAL = arrays(VAL)
 FEATURES_NCHW = torch.from_numpy(features(1, grid=GRID))
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "as published": {},
-    "no stem": {"stem_num_layers": 0, "module_dim": CHANNELS},
-    "stem of one layer": {"stem_num_layers": 1},
-    "deep stem": {"stem_num_layers": 4},
-    "stem batch norm": {"stem_batchnorm": True},
-    "deep stem batch norm": {"stem_num_layers": 3, "stem_batchnorm": True},
-    "wider modules": {"module_dim": 7},
-    "no residual": {"module_residual": False},
-    "module batch norm": {"module_batchnorm": True},
-    "module batch norm, no residual": {"module_batchnorm": True, "module_residual": False},
-    "no projection": {"classifier_proj_dim": 0},
-    "projection None": {"classifier_proj_dim": None},
-    "no pooling": {"classifier_downsample": "none"},
-    "maxpool4": {"classifier_downsample": "maxpool4"},
-    "maxpool4 on 14x14": {"classifier_downsample": "maxpool4", "feature_dim": [CHANNELS, 14, 14]},
-    "no projection, no pooling": {"classifier_proj_dim": 0, "classifier_downsample": "none"},
-    "several linear layers": {"classifier_fc_layers": (8, 5, 6)},
-    "no linear layer but the last": {"classifier_fc_layers": []},
-    "classifier batch norm": {"classifier_batchnorm": True},
-    "dropout": {"classifier_dropout": 0.5},
-    "classifier batch norm and dropout": {
-        "classifier_batchnorm": True,
-        "classifier_dropout": 0.5,
-        "classifier_fc_layers": (8, 5),
-    },
-    "classifier batch norm, neither projection nor pooling": {
-        "classifier_batchnorm": True,
-        "classifier_proj_dim": 0,
-        "classifier_downsample": "none",
-    },
-    "everything": {
-        "stem_num_layers": 3,
-        "stem_batchnorm": True,
-        "module_dim": 5,
-        "module_batchnorm": True,
-        "module_residual": False,
-        "classifier_proj_dim": 6,
-        "classifier_downsample": "maxpool4",
-        "classifier_fc_layers": (9, 4),
-        "classifier_batchnorm": True,
-        "classifier_dropout": 0.25,
-    },
-    "numbers for flags": {"module_batchnorm": 1, "stem_batchnorm": 1, "module_residual": 0, "classifier_batchnorm": 1},
-    "verbose": {"verbose": True},
+EVERYTHING: dict[str, Any] = {
+    "stem_num_layers": 3,
+    "stem_batchnorm": True,
+    "module_dim": 5,
+    "module_batchnorm": True,
+    "module_residual": False,
+    "classifier_proj_dim": 6,
+    "classifier_downsample": "maxpool4",
+    "classifier_fc_layers": (9, 4),
+    "classifier_batchnorm": True,
+    "classifier_dropout": 0.25,
 }
-BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "LSTM": ("LSTM", {}),
-    "LSTM, one layer": ("LSTM", {"rnn_num_layers": 1, "rnn_wordvec_dim": 3, "rnn_dim": 4}),
-    "LSTM, perceptron": ("LSTM", {"fc_dims": [8, 5], "fc_use_batchnorm": True, "fc_dropout": 0.5}),
-    "LSTM, linear": ("LSTM", {"fc_dims": (), "fc_dropout": 0.5}),
-    "LSTM, norm": ("LSTM", {"fc_use_batchnorm": 1, "rnn_dropout": 0.5}),
-    "CNN+LSTM": ("CNN+LSTM", {}),
-    "CNN+LSTM, no pooling": ("CNN+LSTM", {"cnn_pooling": "none"}),
-    "CNN+LSTM, no projection": ("CNN+LSTM", {"cnn_proj_dim": 0}),
-    "CNN+LSTM, residual blocks": ("CNN+LSTM", {"cnn_num_res_blocks": 2, "cnn_res_block_dim": 3}),
-    "CNN+LSTM, blocks alone": ("CNN+LSTM", {"cnn_num_res_blocks": 1, "cnn_proj_dim": 0, "fc_use_batchnorm": True}),
-    "CNN+LSTM+SA": ("CNN+LSTM+SA", {}),
-    "CNN+LSTM+SA, one step": ("CNN+LSTM+SA", {"num_stacked_attn": 1, "stacked_attn_dim": 8}),
-    "CNN+LSTM+SA, no step": ("CNN+LSTM+SA", {"num_stacked_attn": 0}),
-    "CNN+LSTM+SA, three steps": ("CNN+LSTM+SA", {"num_stacked_attn": 3, "fc_dropout": 0.5, "fc_use_batchnorm": True}),
+"""No option of an engine has its default."""
+FLAGS = st.sampled_from([False, True, 0, 1])
+LAYERS = st.lists(st.integers(3, 8), max_size=3) | st.tuples(st.integers(3, 8))
+DROPOUT = st.sampled_from([0, 0.5])
+ENGINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "feature_dim": st.sampled_from([(CHANNELS, GRID, GRID), [CHANNELS, 14, 14]]),
+        "stem_num_layers": st.integers(0, 4),
+        "stem_batchnorm": FLAGS,
+        "module_dim": st.integers(3, 7),
+        "module_residual": FLAGS,
+        "module_batchnorm": FLAGS,
+        "classifier_proj_dim": st.sampled_from([0, None, 6]),
+        "classifier_downsample": st.sampled_from(["none", "maxpool2", "maxpool4"]),
+        "classifier_fc_layers": LAYERS,
+        "classifier_batchnorm": FLAGS,
+        "classifier_dropout": DROPOUT,
+        "verbose": st.booleans(),
+    },
+).map(lambda options: options | ({"module_dim": CHANNELS} if options.get("stem_num_layers") == 0 else {}))
+"""Options of engines: without a stem, modules read the features."""
+OF_RNN = {"rnn_num_layers": st.integers(1, 3), "rnn_wordvec_dim": st.integers(3, 6), "rnn_dropout": DROPOUT}
+OF_MLP = {"fc_dims": LAYERS, "fc_use_batchnorm": FLAGS, "fc_dropout": DROPOUT}
+OF_CNN = {
+    "cnn_pooling": st.sampled_from(["none", "maxpool2"]),
+    "cnn_proj_dim": st.sampled_from([0, 5]),
+    "cnn_num_res_blocks": st.integers(0, 2),
+    "cnn_res_block_dim": st.integers(3, 5),
 }
-GENERATORS: dict[str, dict[str, Any]] = {
-    "two layers": {},
-    "one layer": {"rnn_num_layers": 1},
-    "three layers": {"rnn_num_layers": 3},
-    "dropout": {"rnn_dropout": 0.5},
-    "other widths": {"wordvec_dim": 9, "hidden_dim": 11},
-    "tokens named": {"null_token": 0, "start_token": 1, "end_token": 2},
-}
+OF_ATTENTION = {"num_stacked_attn": st.integers(0, 3), "stacked_attn_dim": st.integers(3, 8)}
+KINDS = {"LSTM": {}, "CNN+LSTM": OF_CNN, "CNN+LSTM+SA": OF_ATTENTION}
+GENERATORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "rnn_num_layers": st.integers(1, 3),
+        "rnn_dropout": DROPOUT,
+        "wordvec_dim": st.integers(4, 9),
+        "hidden_dim": st.integers(5, 11),
+        "null_token": st.just(0),
+        "start_token": st.just(1),
+        "end_token": st.just(2),
+    },
+)
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Data whose features have the sides of the original's options, by side."""
-    found = {}
-    for side in (GRID, 14):
-        root = write_data(tmp_path_factory.mktemp(f"grid{side}"))
-        for seed, split in enumerate(("train", "val", "test")):
-            write_h5(root / f"{split}_features.h5", {"features": features(seed, grid=side)})
-        found[side] = root
-    return found
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data whose features have the sides of the original's options."""
+    root = write_data(tmp_path_factory.mktemp("wide"))
+    for seed, split in enumerate(("train", "val", "test")):
+        write_h5(root / f"{split}_features.h5", {"features": features(seed, grid=GRID)})
+    return root
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -132,40 +116,27 @@ def assert_rows_say(rows: list[dict], expected_BA: torch.Tensor) -> None:
         assert row["probability"] == pytest.approx(probability_A.max().item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("counted", [True, False], ids=["", "of an older PyTorch"])
-def test_an_engine_with_each_option_has_the_originals_logits_with_every_schedule(options, counted, tmp_path: Path):
+@given(options=ENGINES, counted=st.booleans())
+@example(options={}, counted=True)
+@example(options=EVERYTHING, counted=False)
+@settings(quick, max_examples=40)
+def test_an_engine_with_any_options_has_the_originals_logits(tmp_path_factory, options, counted):
+    """An older PyTorch did not count the minibatches that a batch norm has seen."""
     file = engine_file(counted=counted, **options)
     images_NCHW = torch.from_numpy(features(1, grid=file["execution_engine_kwargs"]["feature_dim"][1]))
     rows_B = OF_VAL["image_idxs"][:COUNT]
     programs_BL = OF_VAL["programs"][:COUNT].tolist()
-    expected = engine_logits(file, images_NCHW[rows_B], programs_BL)
-    engine = load_network(write(tmp_path / "ee.pt", file), "engine", VOCAB, CPU)
-    for batching in SCHEDULERS:
-        for sharing in (False, True):
-            with torch.inference_mode():
-                plan = engine.plan(np.array(programs_BL), rows_B, batching, sharing)
-                assert_close(engine(images_NCHW, plan), expected)
-
-
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_the_command_evaluates_an_engine_with_each_option_and_batching(options, wide: dict[int, Path], tmp_path: Path):
-    file = engine_file(**options)
-    side = file["execution_engine_kwargs"]["feature_dim"][1]
-    path = write(tmp_path / "ee.pt", file)
-    images = torch.from_numpy(features(1, grid=side))[OF_VAL["image_idxs"][:COUNT]]
-    expected = engine_logits(file, images, OF_VAL["programs"][:COUNT].tolist())
-    for batching in BATCHING:
-        where = ["--ee", path, "--data", wide[side], "--workers", 0, "--num-samples", COUNT, "--batching", batching]
-        _, rows, _ = evaluate(tmp_path / batching, *where)
-        assert_rows_say(rows, expected)
+    engine = load_network(write(tmp_path_factory.getbasetemp() / "ee.pt", file), "engine", VOCAB, CPU)
+    with torch.inference_mode():
+        found = engine(images_NCHW, engine.plan(np.array(programs_BL), rows_B))
+    assert_close(found, engine_logits(file, images_NCHW[rows_B], programs_BL))
 
 
 @pytest.mark.parametrize("batching", BATCHING)
-def test_the_command_evaluates_end_to_end_with_every_batching(batching: str, wide: dict[int, Path], tmp_path: Path):
-    file = generator_file(seed=3) | engine_file(**ENGINES["everything"])
+def test_the_command_evaluates_end_to_end_with_every_batching(batching: str, wide: Path, tmp_path: Path):
+    file = generator_file(seed=3) | engine_file(**EVERYTHING)
     path = write(tmp_path / "joint.pt", file)
-    where = ["--pg", path, "--ee", path, "--data", wide[GRID], "--workers", 0, "--batching", batching]
+    where = ["--pg", path, "--ee", path, "--data", wide, "--workers", 0, "--batching", batching]
     report, rows, _ = evaluate(tmp_path / "out", *where)
     assert report["questions"] == len(rows) == VAL
     programs = [decode(file, question_T) for question_T in OF_VAL["questions"].tolist()]
@@ -177,67 +148,62 @@ def test_the_command_evaluates_end_to_end_with_every_batching(batching: str, wid
     assert_rows_say(rows, engine_logits(file, FEATURES_NCHW[OF_VAL["image_idxs"]], programs))
 
 
-@pytest.mark.parametrize("options", GENERATORS.values(), ids=GENERATORS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_generator_with_each_size_decodes_the_originals_programs_token_for_token(options, seed, tmp_path: Path):
-    file = generator_file(seed, **options)
-    generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
+def assert_same_programs(file: dict[str, Any], path: Path) -> list[list[int]]:
+    """Assert that the generator decodes the original's programs token for token, and return them."""
+    generator = load_network(write(path, file), "generator", VOCAB, CPU)
     questions_BT = OF_VAL["questions"]
     found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
     expected = [decode(file, question_T) for question_T in questions_BT.tolist()]
-    assert len({tuple(program) for program in expected}) > 3
     for mine, program in zip(found, expected, strict=True):
         assert mine == program + [0] * (len(mine) - len(program))
+    return expected
 
 
-def test_a_program_that_does_not_end_has_as_many_tokens_as_the_originals(tmp_path: Path):
+@given(options=GENERATORS, seed=st.integers(0, 9))
+@settings(quick, max_examples=15)
+def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(tmp_path_factory, options, seed):
+    assert_same_programs(generator_file(seed, **options), tmp_path_factory.getbasetemp() / "pg.pt")
+
+
+def test_programs_that_do_not_end_and_nulls_within_programs_are_decoded_as_the_original_does(tmp_path: Path):
     file = generator_file(seed=2)
-    file["program_generator_state"]["decoder_linear.bias"][END] -= 50
-    generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
-    questions_BT = OF_VAL["questions"][:COUNT]
-    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
-    assert found == [decode(file, question_T) for question_T in questions_BT.tolist()]
-    assert {len(program) for program in found} == {31}
+    bias_V = file["program_generator_state"]["decoder_linear.bias"]
+    bias_V[END] -= 50
+    assert {len(program) for program in assert_same_programs(file, tmp_path / "pg.pt")} == {31}
+    bias_V[END] += 50
+    bias_V[0] += 1.5
+    programs = assert_same_programs(file, tmp_path / "pg.pt")
+    assert any(a == 0 != b for program in programs for a, b in pairwise(program))
+    assert len({tuple(program) for program in programs}) > 3
 
 
-def test_a_null_within_a_program_is_fed_on(tmp_path: Path):
-    file = generator_file(seed=2)
-    file["program_generator_state"]["decoder_linear.bias"][0] += 1.5
-    generator = load_network(write(tmp_path / "pg.pt", file), "generator", VOCAB, CPU)
-    questions_BT = OF_VAL["questions"]
-    expected = [decode(file, question_T) for question_T in questions_BT.tolist()]
-    inside = [program for program in expected if any(a == 0 != b for a, b in pairwise(program))]
-    assert inside
-    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
-    for mine, program in zip(found, expected, strict=True):
-        assert mine == program + [0] * (len(mine) - len(program))
-
-
-@pytest.mark.parametrize(("kind", "options"), BASELINES.values(), ids=BASELINES)
-@pytest.mark.parametrize("counted", [True, False], ids=["", "of an older PyTorch"])
-def test_a_baseline_with_each_option_has_the_originals_logits(kind, options, counted, tmp_path: Path):
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), counted=st.booleans())
+@settings(quick, max_examples=15)
+def test_a_baseline_with_any_options_has_the_originals_logits(tmp_path_factory, kind, data, counted):
+    options = data.draw(st.fixed_dictionaries({}, optional=OF_RNN | OF_MLP | KINDS[kind]))
     file = baseline_file(kind, counted=counted, **options)
     rows_B = OF_VAL["image_idxs"][:COUNT]
     questions_BT = OF_VAL["questions"][:COUNT]
     expected = baseline_logits(file, FEATURES_NCHW[rows_B], questions_BT.tolist())
-    baseline = load_network(write(tmp_path / "baseline.pt", file), "baseline", VOCAB, CPU)
+    baseline = load_network(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), "baseline", VOCAB, CPU)
     with torch.inference_mode():
         assert_close(baseline(torch.from_numpy(questions_BT).long(), FEATURES_NCHW, rows_B), expected)
 
 
-@pytest.mark.parametrize(("kind", "options"), BASELINES.values(), ids=BASELINES)
-def test_the_command_evaluates_a_baseline_with_each_option(kind, options, wide: dict[int, Path], tmp_path: Path):
-    file = baseline_file(kind, **options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_evaluates_every_baseline(kind: str, wide: Path, tmp_path: Path):
+    file = baseline_file(kind, fc_dims=(8, 5), fc_use_batchnorm=True, fc_dropout=0.5)
     path = write(tmp_path / "baseline.pt", file)
-    where = ["--baseline", path, "--data", wide[GRID], "--workers", 0, "--num-samples", COUNT]
+    where = ["--baseline", path, "--data", wide, "--workers", 0, "--num-samples", COUNT]
     _, rows, _ = evaluate(tmp_path / "out", *where)
     images = FEATURES_NCHW[OF_VAL["image_idxs"][:COUNT]]
     assert_rows_say(rows, baseline_logits(file, images, OF_VAL["questions"][:COUNT].tolist()))
 
 
-def test_the_test_split_is_answered_end_to_end(wide: dict[int, Path], tmp_path: Path):
+def test_the_test_split_is_answered_end_to_end(wide: Path, tmp_path: Path):
     path = write(tmp_path / "joint.pt", generator_file() | engine_file())
-    evaluate(tmp_path / "out", "--pg", path, "--ee", path, "--data", wide[GRID], "--workers", 0, "--split", "test")
+    evaluate(tmp_path / "out", "--pg", path, "--ee", path, "--data", wide, "--workers", 0, "--split", "test")
     answers = (tmp_path / "out" / "answers.txt").read_text().split()
     assert len(answers) == TEST
     assert set(answers) <= set(VOCAB.answer)
@@ -259,18 +225,12 @@ def test_null_and_start_never_run_so_that_their_weights_do_not_matter(tmp_path: 
 
 
 def test_options_that_an_older_file_does_not_name_are_the_originals_defaults(tmp_path: Path):
-    published = {
-        "stem_num_layers": 2,
-        "module_dim": 128,
-        "classifier_proj_dim": 512,
-        "classifier_fc_layers": (1024,),
-    }
-    file = engine_file(**published)
-    file["execution_engine_kwargs"] = {name: file["execution_engine_kwargs"][name] for name in ("vocab", "feature_dim")}
-    engine = load_network(write(tmp_path / "ee.pt", file), "engine", VOCAB, CPU)
+    published = {"stem_num_layers": 2, "module_dim": 128, "classifier_proj_dim": 512, "classifier_fc_layers": (1024,)}
+    full = engine_file(**published)
+    kwargs = {name: full["execution_engine_kwargs"][name] for name in ("vocab", "feature_dim")}
+    path = write(tmp_path / "ee.pt", full | {"execution_engine_kwargs": kwargs})
+    engine = load_network(path, "engine", VOCAB, CPU)
     with torch.inference_mode():
         found = engine(FEATURES_NCHW[:2], engine.plan(OF_VAL["programs"][:2]))
-    full = engine_file(**published)
     expected = engine_logits(full, FEATURES_NCHW[:2], OF_VAL["programs"][:2].tolist())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    assert original_cases.ENGINE["module_residual"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_cases import is_refused, mutated, places, refusal
-from evaluate_cases import evaluate, iep_eval
+from evaluate_cases import iep_eval
 from original_cases import baseline_file, engine_file, generator_file, vocab, write
 from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny_config
 
@@ -27,6 +27,7 @@ from iep.models.checkpoint import load_checkpoint
 from iep.training.run_training import train
 
 CPU = torch.device("cpu")
+BOTH_LAYOUTS = pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
 SMALL = {"feature_dim": (CHANNELS, GRID, GRID)}
 
 
@@ -57,7 +58,7 @@ HARMLESS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@BOTH_LAYOUTS
 @pytest.mark.parametrize("more", HARMLESS.values(), ids=HARMLESS)
 def test_what_old_files_hold_besides_tensors_loads(more: dict[str, Any], archive: bool, tmp_path: Path):
     path = write(tmp_path / "old.pt", joint() | more, _use_new_zipfile_serialization=archive)
@@ -65,7 +66,7 @@ def test_what_old_files_hold_besides_tensors_loads(more: dict[str, Any], archive
 
 
 @pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@BOTH_LAYOUTS
 def test_numpy_numbers_load_by_the_paths_of_every_version(core: bytes, archive: bool, tmp_path: Path):
     content = joint() | {"val_accs": [np.float64(0.5), np.int64(3)]}
     path = write(tmp_path / "old.pt", content, _use_new_zipfile_serialization=archive)
@@ -86,14 +87,11 @@ def test_numpy_numbers_load_by_the_paths_of_every_version(core: bytes, archive: 
     assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
 
 
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
-def test_options_that_are_numpy_numbers_are_read(archive: bool, tmp_path: Path):
+def test_options_that_are_numpy_numbers_are_read(tmp_path: Path):
     file = engine_file(**SMALL)
-    wanted = file["execution_engine_kwargs"]["module_dim"]
-    file["execution_engine_kwargs"] |= {"module_dim": np.int64(wanted), "classifier_dropout": np.float32(0.25)}
-    path = write(tmp_path / "old.pt", file, _use_new_zipfile_serialization=archive)
-    kwargs = load_checkpoint(path)["networks"]["engine"]["kwargs"]
-    assert (kwargs["module_dim"], kwargs["classifier_dropout"]) == (wanted, 0.25)
+    file["execution_engine_kwargs"] |= {"module_dim": np.int64(4), "classifier_dropout": np.float32(0.25)}
+    kwargs = load_checkpoint(write(tmp_path / "old.pt", file))["networks"]["engine"]["kwargs"]
+    assert (kwargs["module_dim"], kwargs["classifier_dropout"]) == (4, 0.25)
     assert type(kwargs["module_dim"]) is int
 
 
@@ -117,18 +115,7 @@ def test_bytes_that_a_file_calls_objects_are_passed_over(kind: Any, tmp_path: Pa
     assert set(load_checkpoint(path)["networks"]) == {"generator", "engine"}
 
 
-def test_a_file_of_before_archives_is_evaluated(data: Path, tmp_path: Path):
-    old = write(tmp_path / "old.pt", joint(), _use_new_zipfile_serialization=False)
-    assert old.read_bytes()[:2] == b"\x80\x02"
-    new = write(tmp_path / "new.pt", joint())
-    rows = [
-        evaluate(tmp_path / path.stem, "--pg", path, "--ee", path, "--data", data, "--workers", 0)[1]
-        for path in (old, new)
-    ]
-    assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
+@BOTH_LAYOUTS
 def test_a_file_of_a_gpu_loads_on_a_cpu(archive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
     path, file = tmp_path / "old.pt", joint()
@@ -168,38 +155,21 @@ def test_a_file_of_the_first_pytorch_loads(tmp_path: Path):
         assert torch.equal(value, file["execution_engine_state"][name])
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.001, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_of_before_archives_is_refused(keep: float, tmp_path: Path):
-    path = write(tmp_path / "old.pt", joint(), _use_new_zipfile_serialization=False)
-    raw = path.read_bytes()
-    path.write_bytes(raw[: int(keep * len(raw))])
-    assert refusal(path)
-
-
 # What would execute
 
 
-class Trap:
-    """Unpickled, it would run a function."""
-
-    def __init__(self, function: Callable, *arguments: Any):
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple:
-        return self.call
-
-
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
-@pytest.mark.parametrize("how", ["path", "system", "eval", "namespace", "weights"])
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("how", ["path", "system", "eval", "namespace", "weights", "array"])
 def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: str, archive: bool, tmp_path: Path):
     victim = tmp_path / "executed"
-    by_shell, by_eval = Trap(os.system, f"touch {victim}"), Trap(eval, f"open({str(victim)!r}, 'w')")
+    by_shell, by_eval = Made(os.system, f"touch {victim}"), Made(eval, f"open({str(victim)!r}, 'w')")
     content = {
-        "path": {"args": Trap(Path.touch, victim)},
+        "path": {"args": Made(Path.touch, victim)},
         "system": {"args": by_shell},
         "eval": {"vocab": by_eval},
         "namespace": {"args": argparse.Namespace(seed=by_eval)},
         "weights": {"program_generator_state": {"encoder_embed.weight": by_shell}},
+        "array": {"confusion": np.array([by_shell], dtype=object)},
     }[how]
     path = write(tmp_path / "old.pt", joint() | content, _use_new_zipfile_serialization=archive)
     message = refusal(path)
@@ -207,15 +177,6 @@ def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: 
     assert "holds more than plain tensors; not loaded, for that could execute code (GLOBAL " in message
     torch.load(path, weights_only=False)
     assert victim.exists(), "the trap would not have sprung"
-
-
-@pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
-def test_an_array_of_objects_is_refused(archive: bool, tmp_path: Path):
-    victim = tmp_path / "executed"
-    content = joint() | {"confusion": np.array([Trap(Path.touch, victim)], dtype=object)}
-    message = refusal(write(tmp_path / "old.pt", content, _use_new_zipfile_serialization=archive))
-    assert "holds more than plain tensors; not loaded" in message
-    assert not victim.exists()
 
 
 def test_what_may_be_loaded_is_allowed_for_the_file_alone(tmp_path: Path):
@@ -228,56 +189,57 @@ def test_what_may_be_loaded_is_allowed_for_the_file_alone(tmp_path: Path):
 
 
 def _changed(file: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
-    return file | {part: file[part] | changes}
-
-
-def _without(file: dict[str, Any], part: str, name: str) -> dict[str, Any]:
-    return file | {part: {key: value for key, value in file[part].items() if key != name}}
+    changed = file[part] | changes
+    return file | {part: {name: value for name, value in changed.items() if value is not None}}
 
 
 EE, PG = engine_file(**SMALL), generator_file()
 STATE, KWARGS = "execution_engine_state", "execution_engine_kwargs"
 SHORT = vocab()
 SHORT["answer_token_to_idx"] = dict(list(SHORT["answer_token_to_idx"].items())[:-1])
+KWARGS_OF_ENGINES = [
+    ({"module_depth": 3}, "unknown option 'module_depth'"),
+    ({"classifier_downsample": "maxpool3"}, "expected one of none, maxpool2, maxpool4"),
+    ({"module_dim": "4"}, "module_dim is '4', expected a whole number"),
+    ({"module_dim": 0}, "module_dim is 0, expected at least 1"),
+    ({"module_residual": 2}, "module_residual is 2, expected true or false"),
+    ({"classifier_dropout": 1.5}, "classifier_dropout is 1.5, expected at most 1"),
+    ({"feature_dim": (3, 4)}, "feature_dim is (3, 4), expected (a whole number, a whole"),
+    ({"vocab": SHORT}, "vocab has other answer tokens than the checkpoint's own vocab"),
+]
+KWARGS_OF_GENERATORS = [
+    ({"encoder_vocab_size": 7}, "encoder_vocab_size is 7, expected"),
+    ({"end_token": 5}, "end_token is 5, expected 2"),
+    ({"rnn_num_layers": 0}, "rnn_num_layers: num_layers is 0, expected"),
+]
+WEIGHTS = [
+    ({"scene.conv2.bias": None}, 'Missing key(s) in state_dict: "scene.conv2.bias"'),
+    ({"stem.0.bias": torch.zeros(9)}, "size mismatch for stem.0.bias"),
+    ({"stem.0.bias": [1, 2]}, "stem.0.bias is of type list, expected Tensor"),
+    ({"extra": torch.ones(1)}, 'Unexpected key(s) in state_dict: "extra"'),
+]
+"""None takes a weight away."""
 MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
-    ("engine", _without(EE, STATE, "scene.conv2.bias"), 'Missing key(s) in state_dict: "scene.conv2.bias"'),
+    *(("engine", _changed(EE, KWARGS, **changes), problem) for changes, problem in KWARGS_OF_ENGINES),
+    *(("engine", _changed(EE, STATE, **changes), problem) for changes, problem in WEIGHTS),
+    *(
+        ("generator", _changed(PG, "program_generator_kwargs", **changes), problem)
+        for changes, problem in KWARGS_OF_GENERATORS
+    ),
     ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
-    ("engine", _changed(EE, STATE, **{"stem.0.bias": torch.zeros(9)}), "size mismatch for stem.0.bias"),
-    ("engine", _changed(EE, STATE, **{"stem.0.bias": [1, 2]}), "stem.0.bias is of type list, expected Tensor"),
-    ("engine", _changed(EE, STATE, extra=torch.ones(1)), 'Unexpected key(s) in state_dict: "extra"'),
-    ("engine", _changed(EE, KWARGS, module_depth=3), "unknown option 'module_depth'"),
-    ("engine", _changed(EE, KWARGS, classifier_downsample="maxpool3"), "expected one of none, maxpool2, maxpool4"),
-    ("engine", _changed(EE, KWARGS, module_dim="4"), "module_dim is '4', expected a whole number"),
-    ("engine", _changed(EE, KWARGS, module_dim=0), "module_dim is 0, expected at least 1"),
-    ("engine", _changed(EE, KWARGS, module_residual=2), "module_residual is 2, expected true or false"),
-    ("engine", _changed(EE, KWARGS, classifier_dropout=1.5), "classifier_dropout is 1.5, expected at most 1"),
-    ("engine", _changed(EE, KWARGS, feature_dim=(3, 4)), "feature_dim is (3, 4), expected (a whole number, a whole"),
-    ("engine", _changed(EE, KWARGS, vocab=SHORT), "vocab has other answer tokens than the checkpoint's own vocab"),
     ("engine", _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT), "size mismatch for classifier"),
     ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
     ("engine", {}, "a checkpoint of the original toolkit without any network"),
     ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
-    ("generator", _changed(PG, "program_generator_kwargs", encoder_vocab_size=7), "encoder_vocab_size is 7, expected"),
-    ("generator", _changed(PG, "program_generator_kwargs", end_token=5), "end_token is 5, expected 2"),
-    (
-        "generator",
-        _changed(PG, "program_generator_kwargs", rnn_num_layers=0),
-        "rnn_num_layers: num_layers is 0, expected",
-    ),
-    (
-        "lstm",
-        baseline_file("LSTM") | {"baseline_type": "GRU"},
-        "baseline_type is 'GRU', expected one of LSTM, CNN+LSTM",
-    ),
+    ("lstm", baseline_file("LSTM") | {"baseline_type": "GRU"}, "baseline_type is 'GRU', expected one of LSTM, CNN"),
     ("lstm", baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"}, "holds a CNN+LSTM, expected"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES, ids=[problem for *_, problem in MISMATCHES])
 def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
-    path = write(tmp_path / "old.pt", content)
     with pytest.raises(InputError) as caught:
-        load_network(path, name, VOCAB, CPU)
+        load_network(write(tmp_path / "old.pt", content), name, VOCAB, CPU)
     message = str(caught.value)
     assert problem in message
     assert "\n" not in message

@@ -8,7 +8,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from iep.models.build import build
 from iep.program_generator import encoder
-from iep.program_generator.decode import greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import END, NULL, START
 
@@ -25,15 +24,6 @@ def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:
         for parameter in model.parameters():
             parameter.mul_(3)
     return model
-
-
-def test_dropout_has_no_place_in_one_layer_and_torch_no_reason_to_warn(recwarn: pytest.WarningsRecorder):
-    models = [make_model(num_layers=1, dropout=dropout).train() for dropout in (0.0, 0.5)]
-    asked = (pad_rows(random_rows(4, 9, 8, seed=1)), pad_rows(random_rows(4, 8, 9, seed=2)))
-    assert torch.equal(*(model(*asked) for model in models))
-    deep = make_model(num_layers=2, dropout=0.5).train()
-    assert not torch.equal(deep(*asked), deep(*asked))
-    assert not recwarn.list
 
 
 def pad_rows(rows: list[list[int]]) -> Tensor:
@@ -92,37 +82,6 @@ QUESTIONS = random_rows(7, 9, 9, seed=1)
 PROGRAMS = random_rows(7, 8, 8, seed=2)
 
 
-def test_parameters_have_the_original_toolkits_names_and_shapes():
-    model = build("generator", {"num_question_tokens": 93, "num_program_tokens": 44})
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    lstm = {
-        "weight_hh_l0": (1024, 256),
-        "bias_ih_l0": (1024,),
-        "bias_hh_l0": (1024,),
-        "weight_ih_l1": (1024, 256),
-        "weight_hh_l1": (1024, 256),
-        "bias_ih_l1": (1024,),
-        "bias_hh_l1": (1024,),
-    }
-    assert shapes == {
-        "encoder_embed.weight": (93, 300),
-        "encoder_rnn.weight_ih_l0": (1024, 300),
-        **{f"encoder_rnn.{name}": shape for name, shape in lstm.items()},
-        "decoder_embed.weight": (44, 300),
-        "decoder_rnn.weight_ih_l0": (1024, 556),
-        **{f"decoder_rnn.{name}": shape for name, shape in lstm.items()},
-        "decoder_linear.weight": (44, 256),
-        "decoder_linear.bias": (44,),
-    }
-
-
-def test_logits_match_lstm_equations_one_question_at_a_time():
-    model = make_model()
-    logits = model(pad_rows(QUESTIONS), pad_rows(PROGRAMS))
-    for row, (question, program) in enumerate(zip(QUESTIONS, PROGRAMS, strict=True)):
-        torch.testing.assert_close(logits[row, : len(program) - 1], naive_logits(model, question, program[:-1]))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_loss_and_every_gradient_match_lstm_equations(device):
     model = make_model().to(device)
@@ -166,6 +125,12 @@ def test_lengths_count_up_to_the_last_real_token_and_trim_drops_the_rest():
     assert encoder.trim(tokens[:0]).shape == (0, 1)
 
 
+def test_dropout_does_nothing_in_one_layer_and_torch_does_not_warn_of_it(recwarn: pytest.WarningsRecorder):
+    models = [make_model(num_layers=1, dropout=dropout).train() for dropout in (0.0, 0.5)]
+    assert torch.equal(*(model(pad_rows(QUESTIONS), pad_rows(PROGRAMS)) for model in models))
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 0), (2, 3, 4)])
 def test_tokens_that_are_no_matrix_are_refused_with_their_shape(shape):
     with pytest.raises(ValueError, match=r"expected \(examples, tokens\)") as caught:
@@ -179,19 +144,3 @@ def test_teacher_forcing_calls_each_lstm_once():
         getattr(model, name).register_forward_hook(lambda *_, name=name: calls.append(name))
     model.loss(pad_rows(QUESTIONS), pad_rows(PROGRAMS))
     assert calls == ["encoder_rnn", "decoder_rnn"]
-
-
-def test_a_generator_learns_to_copy():
-    torch.manual_seed(0)
-    sizes = {"num_question_tokens": 8, "num_program_tokens": 8, "embedding_dim": 16, "hidden_dim": 48, "num_layers": 1}
-    model = build("generator", sizes)
-    rows = pad_rows(random_rows(3000, 8, 6, seed=3))
-    train, held_out = rows[:2600], rows[2600:]
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(250):
-        batch = train[step * 100 % 2600 : step * 100 % 2600 + 100]
-        optimizer.zero_grad()
-        model.loss(batch, batch).backward()
-        optimizer.step()
-    copied = (greedy(model, held_out, max_length=rows.shape[1]) == held_out).all(1)
-    assert copied.float().mean() >= 0.99

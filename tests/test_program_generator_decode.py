@@ -16,7 +16,6 @@ from test_program_generator import (
     random_rows,
 )
 from torch import Tensor
-from torch.nn.functional import pad
 
 from iep.program_generator.decode import beam, greedy, sample
 from iep.program_generator.seq2seq import Seq2Seq
@@ -96,13 +95,6 @@ def test_greedy_matches_a_loop_over_single_questions(seed, device):
     assert len({tuple(program) for program in expected}) > 2, "the case should hold different programs"
 
 
-def test_greedy_takes_the_greatest_logit_even_of_null():
-    model = make_decoder()
-    with torch.no_grad():
-        model.decoder_linear.bias[NULL] = 1e4
-    assert greedy(model, pad_rows(QUESTIONS), max_length=4).tolist() == [[START, NULL, NULL, NULL]] * 7
-
-
 def test_programs_are_null_after_end_and_as_wide_as_the_longest():
     model = make_decoder()
     torch.manual_seed(0)
@@ -132,23 +124,6 @@ def test_a_program_that_does_not_end_is_cut_off_but_by_beam_search_made_to_end()
     assert (scores < -900).all()
 
 
-def test_decoding_does_not_depend_on_padding_or_on_the_questions_beside():
-    model, questions = never_special(make_decoder(1)), pad_rows(QUESTIONS)
-    for decode in (greedy, lambda m, q, n: beam(m, q, 3, n)[0]):
-        together = unpadded(decode(model, questions, 6))
-        assert unpadded(decode(model, pad(questions, (0, 9)), 6)) == together
-        assert [unpadded(decode(model, torch.tensor([row]), 6))[0] for row in QUESTIONS] == together
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_beam_of_one_is_greedy(seed):
-    model, questions = never_special(make_decoder(seed, end_bias=1.0)), pad_rows(QUESTIONS)
-    programs, scores = beam(model, questions, beam_size=1, max_length=30)
-    assert torch.equal(programs, greedy(model, questions, max_length=30))
-    expected = [naive_log_prob(model, q, p) for q, p in zip(QUESTIONS, unpadded(programs), strict=True)]
-    torch.testing.assert_close(scores, torch.stack(expected).detach())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("beam_size", "max_length"), [(NUM_TOKENS, 4), (200, 6)])
 @pytest.mark.parametrize("end_bias", [0.0, -2.0, -4.0])
@@ -175,7 +150,7 @@ def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: 
     return max(ended, key=lambda pair: pair[1])
 
 
-@pytest.mark.parametrize("beam_size", [2, 3])
+@pytest.mark.parametrize("beam_size", [1, 2, 3])
 @pytest.mark.parametrize(("seed", "end_bias"), [(1, 0.0), (3, -2.0), (4, -4.0)])
 def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(beam_size, seed, end_bias):
     model = make_decoder(seed, end_bias)
@@ -184,13 +159,6 @@ def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(beam_size, see
         naive = [naive_beam(model, question, beam_size, 7) for question in QUESTIONS]
     assert unpadded(programs) == [program for program, _ in naive]
     assert scores.tolist() == pytest.approx([score for _, score in naive])
-
-
-def test_a_wider_beam_finds_programs_that_greedy_decoding_misses():
-    model, questions = never_special(make_decoder(2)), pad_rows(QUESTIONS)
-    narrow, wide = (beam(model, questions, beam_size, max_length=8)[1] for beam_size in (1, 8))
-    assert (wide >= narrow - 1e-9).all()
-    assert (wide > narrow + 1e-3).any()
 
 
 def test_beam_never_chooses_null_or_start():
@@ -257,25 +225,6 @@ def test_under_autocast_programs_losses_and_gradients_are_those_of_float32():
         found = computed()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(gradients(model, found[1]), gradients(model, expected[1]), rtol=0, atol=0)
-
-
-def test_sampling_at_a_low_temperature_is_greedy():
-    model, questions = never_special(make_decoder(1)), pad_rows(QUESTIONS)
-    programs, log_probs = sample(model, questions, 6, temperature=1e-5)
-    assert torch.equal(programs, greedy(model, questions, max_length=6))
-    torch.testing.assert_close(log_probs, torch.zeros_like(log_probs))
-
-
-def test_sampling_follows_the_seed():
-    model, questions = make_decoder(), pad_rows(QUESTIONS * 10)
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return sample(model, questions, 6)[0]
-
-    first, again, other = drawn(1), drawn(1), drawn(2)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_sampling_encodes_each_question_once_and_scores_in_one_call():

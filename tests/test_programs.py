@@ -1,16 +1,31 @@
+"""Programs as JSON, as prefix tokens and as trees, their questions' types, and the vocabularies of their tokens."""
+
 import json
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from batching_cases import quick
+from hypothesis import example, given, settings
 
+from iep.batching.reference import run_prefix
 from iep.errors import InputError
-from iep.programs import MOST_TOKENS, QUESTION_TYPES, arities, arity, json_to_prefix, prefix_to_json, question_type
+from iep.programs import (
+    MOST_TOKENS,
+    QUESTION_TYPES,
+    arities,
+    arity,
+    json_to_prefix,
+    named,
+    prefix_to_json,
+    program_tree,
+    question_type,
+    tokens_run,
+    tree_lines,
+    without,
+)
 from iep.synth.world import ANSWERS, FUNCTIONS
-from iep.vocab import SPECIAL_TOKENS, Vocab, index_tokens, tokenize
-
-quick = settings(deadline=None, derandomize=True, database=None)
+from iep.vocab import NULL, SPECIAL_TOKENS, START, Vocab, index_tokens, tokenize
 
 UNARY = ("count", "exist", "unique", "filter_color[red]", "relate[left]", "same_size", "query_shape")
 BINARY = ("union", "intersect", "equal_size", "equal_integer", "less_than", "greater_than")
@@ -36,16 +51,22 @@ MORE_RED = [
     {"inputs": [6], "function": "count", "value_inputs": []},
     {"inputs": [2, 7], "function": "greater_than", "value_inputs": []},
 ]
-MORE_RED_PREFIX = [
-    "greater_than",
-    *("count", "filter_color[red]", "scene"),
-    *("count", "relate[left]", "unique", "filter_shape[cube]", "scene"),
-]
 
 
 def test_a_json_program_becomes_its_prefix_and_comes_back_exactly():
-    assert json_to_prefix(MORE_RED) == MORE_RED_PREFIX
-    assert prefix_to_json(MORE_RED_PREFIX) == MORE_RED
+    prefix = [
+        "greater_than",
+        "count",
+        "filter_color[red]",
+        "scene",
+        "count",
+        "relate[left]",
+        "unique",
+        "filter_shape[cube]",
+        "scene",
+    ]
+    assert json_to_prefix(MORE_RED) == prefix
+    assert prefix_to_json(prefix) == MORE_RED
 
 
 @given(tokens=prefix_trees)
@@ -65,27 +86,15 @@ def sorted_by_prefix(program, root):
     return [program[root], *below]
 
 
-def test_the_generators_key_type_stands_for_function_and_absent_values_for_none():
-    program = [{"type": "scene", "inputs": []}, {"type": "count", "inputs": [0], "value_inputs": None}]
-    assert json_to_prefix(program) == ["count", "scene"]
-
-
-def test_a_call_used_twice_is_written_out_twice():
+def test_the_last_call_is_the_root_shared_calls_are_written_out_and_unused_ones_left_out():
+    """The key `type` of CLEVR's generator stands for `function`, and absent values for none."""
     program = [
-        {"function": "scene", "inputs": []},
+        {"type": "scene", "inputs": [], "value_inputs": None},
         {"function": "unique", "inputs": [0]},
+        {"function": "count", "inputs": [0]},
         {"function": "equal_size", "inputs": [1, 1]},
     ]
     assert json_to_prefix(program) == ["equal_size", "unique", "scene", "unique", "scene"]
-
-
-def test_the_last_call_is_the_root_and_calls_that_it_does_not_need_are_left_out():
-    program = [
-        {"function": "scene", "inputs": []},
-        {"function": "count", "inputs": [0]},
-        {"function": "scene", "inputs": []},
-    ]
-    assert json_to_prefix(program) == ["scene"]
 
 
 @pytest.mark.parametrize(
@@ -95,11 +104,8 @@ def test_the_last_call_is_the_root_and_calls_that_it_does_not_need_are_left_out(
         ("scene", "the program is 'scene', expected a list of calls"),
         (["scene"], "program call 0 is 'scene', expected an object"),
         ([{"inputs": []}], "expected a function and at most one value"),
-        (
-            [{"function": "scene", "inputs": [], "value_inputs": ["a", "b"]}],
-            "expected a function and at most one value",
-        ),
-        ([{"function": "scene", "inputs": [], "value_inputs": 3}], "expected a function and at most one value"),
+        ([{"function": "scene", "inputs": [], "value_inputs": ["a", "b"]}], "at most one value"),
+        ([{"function": "scene", "inputs": [], "value_inputs": 3}], "at most one value"),
         ([{"function": "count", "inputs": []}], r"program call 0 \(count\) has inputs \[\], expected 1"),
         ([{"function": "count", "inputs": 0}], r"program call 0 \(count\) has inputs 0, expected 1"),
         ([{"function": "count", "inputs": [0]}], r"program call 0 \(count\) has inputs \[0\], expected earlier calls"),
@@ -142,13 +148,6 @@ def test_arities_are_none_for_scene_two_for_comparisons_and_set_operations_one_o
     assert arities(()).dtype == np.int64
 
 
-def test_the_vocabulary_of_clevr_has_every_function_answer_and_the_empty_word():
-    vocab = Vocab.clevr()
-    assert (vocab.program, vocab.answer) == (index_tokens(FUNCTIONS), index_tokens(ANSWERS))
-    assert vocab.question == index_tokens(vocab.question)
-    assert (len(vocab.question), vocab.question_index[""], vocab.question_index[";"]) == (93, 4, 5)
-
-
 @pytest.mark.parametrize(
     ("root", "expected"),
     [
@@ -166,6 +165,99 @@ def test_a_questions_type_is_read_off_its_root(root, expected):
     assert expected in QUESTION_TYPES
 
 
+# Trees
+
+
+WORDS = (*SPECIAL_TOKENS, "scene", "count", "filter_color[red]", "union", "equal_size")
+SCENE = WORDS.index("scene")
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12))
+@example([])
+@example(["<START>", "union", "<END>", "<NULL>", "<NULL>"])
+@settings(quick)
+def test_the_tree_is_the_one_that_the_engine_walks(tokens):
+    def nested(number):
+        return tree.nodes[number].token, *map(nested, tree.nodes[number].arguments)
+
+    def called(token, *arguments):
+        return (WORDS[token], *(() if token == SCENE else arguments))
+
+    tree = program_tree(tokens)
+    indices = [WORDS.index(token) for token in tokens]
+    expected = run_prefix(indices, lambda token: arity(WORDS[token]), called, None, SCENE, skip=START, pad=NULL)
+    assert nested(0) == expected
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12))
+@settings(quick)
+def test_nodes_are_in_prefix_order_and_post_order_has_arguments_first(tokens):
+    tree = program_tree(tokens)
+    for number, node in enumerate(tree.nodes):
+        assert all(argument > number for argument in node.arguments)
+        assert all(tree.nodes[argument].depth == node.depth + 1 for argument in node.arguments)
+    place = {number: index for index, number in enumerate(tree.post_order)}
+    assert sorted(place) == list(range(len(tree.nodes)))
+    for number, node in enumerate(tree.nodes):
+        places = [place[argument] for argument in node.arguments]
+        assert places == sorted(places)
+        assert all(before < place[number] for before in places)
+
+
+def test_a_well_formed_program_is_drawn_with_a_line_for_each_function():
+    text = "<START> equal_size count union scene filter_color[red] scene count scene <END> <NULL>"
+    tree = program_tree(text.split())
+    assert tree_lines(tree, named) == [
+        "equal_size",
+        "├─ count",
+        "│  └─ union",
+        "│     ├─ scene",
+        "│     └─ filter_color[red]",
+        "│        └─ scene",
+        "└─ count",
+        "   └─ scene",
+    ]
+    assert tree.ignored == ()
+
+
+def test_what_is_filled_in_and_what_is_ignored_is_told():
+    cut_off = program_tree(["<START>", "union", "<NULL>", "count"])
+    assert tree_lines(cut_off, named) == ["union", "├─ scene (filled in)", "└─ count", "   └─ scene (filled in)"]
+    ended_inside = program_tree(["<START>", "count", "<END>"])
+    assert tree_lines(ended_inside, named) == ["count", "└─ <END>", "   └─ scene (filled in)"]
+    too_long = program_tree(["<START>", "scene", "union", "<NULL>", "count", "<END>", "count"])
+    assert too_long.ignored == ("union", "count")
+
+
+def test_a_program_of_a_thousand_functions_is_no_deeper_than_python_can_go():
+    tree = program_tree(["count"] * 1500)
+    assert len(tree.nodes) == 1501
+    assert len(tree_lines(tree, named)) == 1501
+    assert tree.post_order == list(range(1501))[::-1]
+
+
+def test_what_is_not_used_is_told_with_all_below_it_and_scene_runs_instead():
+    tree = without(program_tree(["union", "count", "filter_color[red]"]), {1: "not used: why"})
+    assert tree_lines(tree, named) == [
+        "union",
+        "├─ count (not used: why)",
+        "│  └─ filter_color[red] (not used)",
+        "│     └─ scene (filled in; not used)",
+        "└─ scene (filled in)",
+    ]
+    assert tokens_run(tree) == ["union", "scene", "scene"]
+
+
+# Vocabularies
+
+
+def test_the_vocabulary_of_clevr_has_every_function_answer_and_the_empty_word():
+    vocab = Vocab.clevr()
+    assert (vocab.program, vocab.answer) == (index_tokens(FUNCTIONS), index_tokens(ANSWERS))
+    assert vocab.question == index_tokens(vocab.question)
+    assert (len(vocab.question), vocab.question_index[""], vocab.question_index[";"]) == (93, 4, 5)
+
+
 def test_tokenize_splits_on_every_single_space_and_sets_punctuation_apart():
     text = "There is a  red cube; is it, too, metal?"
     expected = ["There", "is", "a", "", "red", "cube", ";", "is", "it", ",", "too", ",", "metal"]
@@ -176,28 +268,17 @@ def vocabulary():
     return Vocab(index_tokens(["How", "", "many"]), index_tokens(["scene", "count"]), index_tokens(["yes", "2"]))
 
 
-def test_tokens_are_indexed_special_ones_first_and_then_sorted():
-    assert index_tokens(["b", "<END>", "a", "b"]) == (*SPECIAL_TOKENS, "a", "b")
-
-
 def test_a_vocabulary_survives_its_file_in_the_published_format(tmp_path):
     path = tmp_path / "vocab.json"
     vocabulary().save(path)
     assert Vocab.load(path) == vocabulary()
     content = json.loads(path.read_text())
-    assert content["program_token_to_idx"] == {
-        **{token: index for index, token in enumerate(SPECIAL_TOKENS)},
-        "count": 4,
-        "scene": 5,
-    }
     assert list(content) == ["question_token_to_idx", "program_token_to_idx", "answer_token_to_idx"]
-    assert vocabulary().question_index[""] == 4
-
-
-def test_the_order_of_a_vocabularys_file_does_not_matter():
-    content = vocabulary().to_json()
+    assert content["program_token_to_idx"] == {
+        token: index for index, token in enumerate((*SPECIAL_TOKENS, "count", "scene"))
+    }
     shuffled = {key: dict(reversed(table.items())) for key, table in content.items()}
-    assert Vocab.from_json(shuffled, "vocab.json") == vocabulary()
+    assert Vocab.from_json(shuffled, "vocab.json") == vocabulary(), "the order of entries does not matter"
 
 
 @pytest.mark.parametrize(
@@ -206,19 +287,12 @@ def test_the_order_of_a_vocabularys_file_does_not_matter():
         (lambda c: [], "vocab.json: not a vocabulary, expected a JSON object"),
         (lambda c: c.pop("answer_token_to_idx") and c, "'answer_token_to_idx' is missing"),
         (lambda c: c | {"program_token_to_idx": ["scene"]}, "'program_token_to_idx' is missing"),
-        (
-            lambda c: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": 2}},
-            "answer_token_to_idx: indices are not 0 to 1",
-        ),
-        (
-            lambda c: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": 0}},
-            "answer_token_to_idx: indices are not 0 to 1",
-        ),
-        (lambda c: c | {"answer_token_to_idx": {"<NULL>": "0"}}, "answer_token_to_idx: indices are not 0 to 0"),
-        (lambda c: c | {"answer_token_to_idx": {"<NULL>": 0.0}}, "answer_token_to_idx: indices are not 0 to 0"),
-        (
-            lambda c: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": True}},
-            "answer_token_to_idx: indices are not 0 to 1",
+        *(
+            (
+                lambda c, index=index: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": index}},
+                "indices are not 0 to 1",
+            )
+            for index in (0, 2, "1", 1.0, True)
         ),
         (lambda c: c | {"answer_token_to_idx": {"yes": 0}}, "expected <NULL>, <START>, <END>, <UNK> at indices 0 to 3"),
     ],
@@ -228,19 +302,10 @@ def test_a_file_that_is_no_vocabulary_is_named_with_what_is_wrong(change, messag
         Vocab.from_json(change(vocabulary().to_json()), "vocab.json")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no such file"),
-        (b"{", "not JSON"),
-        (b'{"a": "\xff"}', "not UTF-8 text at byte 7"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [(b"{", "not JSON"), (b'{"a": "\xff"}', "not UTF-8 text at byte 7")])
 def test_a_vocabulary_file_that_cannot_be_read_is_named(tmp_path, content, message):
     path = tmp_path / "vocab.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InputError) as error:
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"^{path}: {message}") as error:
         Vocab.load(path)
-    assert str(error.value).startswith(f"{path}: {message}")
     assert "\n" not in str(error.value)

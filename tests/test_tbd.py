@@ -1,76 +1,174 @@
-"""An engine of attention modules, batched, is the one-example reference: logits, all gradients, the penalty."""
+"""Attention modules: what they compute, what programs mean to them, well-formed or not, and the sum of attentions."""
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
 import torch
-from batching_cases import FULL_SIZE, assert_same, in_bfloat16, in_memory_formats, quick, results
+from batching_cases import FULL_SIZE, PUBLISHED_LAYERS, assert_same, quick, results
 from hypothesis import example, given, settings
-from tbd_cases import ILL_FORMED, PROGRAMS_BL, TOKENS, WELL_FORMED, any_programs, features, programs, tbd_engine
-from tiny_data import EXAMPLES, VOCAB, padded
+from tbd_cases import PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
-from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.roles import tree_run
+from iep.bench.workload import clevr_vocab
+from iep.execution_engine.choices import make_module_set
+from iep.execution_engine.roles import ATTENTION, MAP, misfits, tree_run
 from iep.execution_engine.tbd import SameModule
 from iep.execution_engine.trace import run_tree
 from iep.models.build import build
-from iep.vocab import NULL
+from iep.programs import program_tree, tokens_run, without
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+IEP, TBD = (make_module_set(name, dim=3, residual=True, norm="none", scene="module") for name in ("iep", "tbd"))
+
+
+def default_engine(tokens, **kwargs):
+    return build("engine", {"program_tokens": tokens, "num_answers": 28} | FULL_SIZE | kwargs)
+
+
+def plan_of(*texts, **kwargs):
+    return tbd_engine().plan(programs(*texts), **kwargs)
+
+
+def run(*texts, engine=None):
+    engine = engine or tbd_engine()
+    return engine(features(len(texts)), engine.plan(programs(*texts)))
+
+
+def test_the_default_engine_has_the_published_layers():
+    """Mascharka et al. 2018, table 1, for 128 channels."""
+    shapes = {name: tuple(value.shape) for name, value in default_engine(TOKENS, modules="tbd").state_dict().items()}
+    layers = {
+        **PUBLISHED_LAYERS,
+        "filter_color[red].conv3": (1, 128, 1, 1),
+        "relate[left].conv6": (1, 128, 1, 1),
+        "same_shape.conv": (1, 129, 1, 1),
+    }
+    convolutions = {"filter_color[red]": 2, "count": 2, "exist": 2, "query_size": 2, "relate[left]": 5}
+    convolutions |= {"equal_integer": 2, "less_than": 2}
+    for token, count in convolutions.items():
+        layers |= {f"{token}.conv{number + 1}": (128, 128, 3, 3) for number in range(count)}
+    layers |= {f"{token}.projection": (128, 256, 1, 1) for token in ("equal_integer", "less_than")}
+    expected = {f"{layer}.weight": shape for layer, shape in layers.items()}
+    expected |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
+    assert shapes == expected
+
+
+def test_relate_sees_as_far_as_its_dilations_say():
+    engine = tbd_engine()
+    relate = engine.get_submodule("relate[left]")
+    assert [relate.get_submodule(f"conv{n}").dilation for n in range(1, 6)] == [(d, d) for d in (1, 2, 4, 8, 1)]
+    features_GCHW = torch.ones(1, 3, 40, 40, dtype=torch.float64, requires_grad=True)
+    for parameter in relate.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    relate(features_GCHW, torch.ones(1, 1, 40, 40).double())[0, 0, 20, 20].backward()
+    seen = features_GCHW.grad[0].abs().sum(0).nonzero()
+    assert seen.min().item() == 20 - (1 + 2 + 4 + 8 + 1)
+    assert seen.max().item() == 20 + (1 + 2 + 4 + 8 + 1)
+
+
+def test_modules_compute_what_the_paper_says():
+    engine = tbd_engine()
+    x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
+    a, b = torch.rand(2, 1, 1, 3, 4, dtype=torch.float64)
+    look, query, compare = (engine.get_submodule(name) for name in ("filter_color[red]", "count", "less_than"))
+    inner = torch.relu(look.conv2(torch.relu(look.conv1(x * a))))
+    torch.testing.assert_close(look(x, a), torch.sigmoid(look.conv3(inner)))
+    torch.testing.assert_close(query(x, a), torch.relu(query.conv2(torch.relu(query.conv1(x * a)))))
+    joined = torch.relu(compare.projection(torch.cat([x, y], dim=1)))
+    torch.testing.assert_close(compare(x, y), torch.relu(compare.conv2(torch.relu(compare.conv1(joined)))))
+    assert engine.get_submodule("intersect")(a, b).equal(torch.where(a < b, a, b))
+    assert engine.get_submodule("union")(a, b).equal(torch.where(a < b, b, a))
+
+
+def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tokens_have_none():
+    tokens = clevr_vocab().program
+    with torch.device("meta"):
+        engine = default_engine(tokens, modules="tbd")
+    kinds = {token: type(getattr(engine, token)).__name__ for token in engine.parts[1:-1]}
+    assert set(tokens) - set(kinds) == {"scene", "unique", "<NULL>", "<START>", "<END>", "<UNK>"}
+    named = {"filter_size[large]": "Attention", "relate[behind]": "Relate", "same_material": "Same"}
+    named |= {"query_color": "Query", "exist": "Query", "count": "Query", "intersect": "And", "union": "Or"}
+    named |= {"equal_integer": "Comparison", "equal_shape": "Comparison", "greater_than": "Comparison"}
+    assert {token: kinds[token] for token in named} == {token: f"{kind}Module" for token, kind in named.items()}
+
+
+def test_a_graph_has_a_node_for_every_module_that_looks_at_its_examples_own_stem():
+    graph = plan_of("count unique filter_color[red] scene", "exist relate[left] scene", sharing=False).graph
+    assert graph.num_inputs == 3, "two stems, and the attention of ones"
+    assert [TOKENS[op] for op in graph.op] == ["filter_color[red]", "count", "relate[left]", "exist"]
+    assert graph.args.tolist() == [[0, 2], [0, 3], [1, 2], [1, 5]]
+    assert graph.roots.tolist() == [4, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "like"),
+    [
+        ("unique count <END> filter_color[red] <UNK> unique scene", "count filter_color[red] scene"),
+        ("count", "count scene"),
+        ("count filter_color[red] count scene", "count filter_color[red] scene"),
+        ("count union query_size scene filter_color[red] scene", "count union scene filter_color[red] scene"),
+        ("filter_color[red] scene", "scene"),
+        ("less_than relate[left] scene count scene", "less_than scene count scene"),
+        ("unique", "scene"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_counts_as_scene_and_what_has_no_module_hands_on(text, like):
+    assert run(text).equal(run(like))
+    ours, theirs = (plan_of(each).graph for each in (text, like))
+    assert ours.op.tolist() == theirs.op.tolist(), "what leads to nothing does not run"
+    assert ours.args.tolist() == theirs.args.tolist()
+
+
+def test_scene_is_ones_where_an_attention_is_wanted_and_the_features_where_an_encoding_is():
+    engine = tbd_engine()
+    stem = engine.stem(features(1))
+    assert run("scene", engine=engine).equal(engine.classifier(stem))
+    by_hand = engine.get_submodule("less_than")(stem, engine.get_submodule("count")(stem, torch.ones_like(stem[:, :1])))
+    assert run("less_than scene count scene", engine=engine).equal(engine.classifier(by_hand))
+
+
+def test_equal_subtrees_about_one_image_run_once():
+    texts = ("count filter_color[red] scene", "exist filter_color[red] scene", "count filter_color[red] scene")
+    rows_B = np.array([0, 0, 1])
+    assert plan_of(*texts, image_rows_B=rows_B).graph.num_nodes == 5
+    assert plan_of(*texts, image_rows_B=rows_B, sharing=False).graph.num_nodes == 6
+
+
+@given(programs_BL=any_programs)
+@example(programs_BL=PROGRAMS_BL)
+@settings(quick, max_examples=25)
+def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(programs_BL):
+    engine = tbd_engine()
+    for program_L in programs_BL:
+        tree = program_tree([TOKENS[token] for token in program_L])
+        fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, TBD)}))
+        assert misfits(program_tree(fitting), TBD) == []
+        logits = engine.reference(features(1), program_L[None])
+        assert torch.equal(logits, engine.reference(features(1), programs(" ".join(fitting))))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("query_size unique filter_color[red] scene", []),
+        ("less_than count scene scene", []),
+        ("scene", []),
+        ("filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
+        ("unique filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
+        ("count unique count scene", [(1, 0, MAP, ATTENTION)]),
+        ("equal_integer count scene filter_color[red] count scene", [(3, 0, ATTENTION, MAP), (4, 3, MAP, ATTENTION)]),
+    ],
+)
+def test_values_of_the_wrong_kind_are_found_with_what_reads_them(program, expected):
+    assert misfits(program_tree(program.split()), TBD) == expected
+    assert misfits(program_tree(program.split()), IEP) == []
+
+
+# The sum of attentions
 
 
 def rows_of(programs_BL):
     """Two programs about each image."""
     return np.arange(len(programs_BL)) // 2
-
-
-@given(programs_BL=any_programs)
-@example(programs_BL=PROGRAMS_BL)
-@example(programs_BL=np.full((2, 3), NULL))
-@settings(quick, max_examples=25)
-def test_every_scheduler_sharing_and_deferral_matches_the_reference_on_logits_and_all_gradients(programs_BL):
-    engine, rows_B = tbd_engine(), rows_of(programs_BL)
-    features_NCHW = features(rows_B[-1] + 1)
-    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
-    for name, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = engine.plan(programs_BL, rows_B, name, sharing)
-        actual = results(lambda x, plan=plan, defer=defer: engine(x, plan, defer), engine, features_NCHW)
-        assert_same(actual, expected, 1e-9)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("defer", [False, True])
-def test_the_default_engine_at_full_size_matches_the_reference_with_channels_last_and_first(device, defer, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # a GPU's convolutions would keep ten bits
-    torch.manual_seed(0)
-    engine = build(
-        "engine",
-        {"program_tokens": TOKENS, "num_answers": 28, "modules": "tbd", "initialization": "torch"} | FULL_SIZE,
-    ).to(device)
-    programs_BL, rows_B = programs(*WELL_FORMED[:4], ILL_FORMED[4]), np.array([0, 1, 1, 1, 0])
-    features_NCHW = torch.rand(2, 1024, 14, 14, device=device)
-    for expected, actual in in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
-        assert actual["output"].shape == (5, 28)
-        assert_same(actual, expected, 1e-4)
-
-
-@pytest.mark.parametrize("defer", [False, True])
-def test_in_bfloat16_results_and_gradients_are_the_references_to_its_precision(defer):
-    engine = tbd_engine(torch.float32)
-    features_BCHW = features(len(PROGRAMS_BL), torch.float32)
-    expected, actual = in_bfloat16(engine, features_BCHW, PROGRAMS_BL, defer)
-    assert_same(actual, expected, 0.03)
-
-
-def test_questions_of_every_type_run_as_the_reference_has_them():
-    engine = tbd_engine(tokens=VOCAB.program)
-    programs_BL = padded([[VOCAB.program_index[token] for token in program] for _, program, _ in EXAMPLES[:13]])
-    assert len({program[0] for _, program, _ in EXAMPLES[:13]}) == 13
-    features_BCHW = features(13)
-    expected = results(lambda x: engine.reference(x, programs_BL), engine, features_BCHW)
-    assert_same(results(lambda x: engine(x, engine.plan(programs_BL)), engine, features_BCHW), expected, 1e-9)
 
 
 def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
@@ -86,24 +184,6 @@ def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
         score = torch.einsum("c,chw->hw", weight[:3] * thing, features_GCHW[row]) + weight[3] * attention_G1HW[row, 0]
         by_hand = torch.sigmoid(score + bias)
         torch.testing.assert_close(module(features_GCHW, attention_G1HW)[row, 0], by_hand)
-
-
-def test_in_one_minibatch_same_looks_at_another_place_for_each_image():
-    """What the networks attend to is made plain by weights: filter_color[red] attends to a feature's size."""
-    engine = tbd_engine(torch.float32)
-    places = []
-    engine.get_submodule("same_shape").register_forward_hook(
-        lambda module, arguments, output: places.append(arguments[1].flatten(1).argmax(1).tolist())
-    )
-    programs_BL = programs(*["exist same_shape filter_color[red] scene"] * 3)
-    features_BCHW = features(3, torch.float32)
-    logits = engine(features_BCHW, engine.plan(programs_BL))
-    assert [len(each) for each in places] == [3]
-    assert len(set(places[0])) > 1, "all peaks are in one place, which shows nothing"
-    for row in range(3):
-        alone = engine(features_BCHW[row : row + 1], engine.plan(programs_BL[:1]))
-        torch.testing.assert_close(alone[0], logits[row])
-    assert places[0] == [place for (place,) in places[1:]]
 
 
 @given(programs_BL=any_programs)
@@ -137,22 +217,8 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
         assert_same(results(run, engine, features_NCHW), expected, 1e-9)
 
 
-def test_attentions_are_not_summed_unless_the_plan_asks_for_them():
+def test_attentions_are_summed_only_where_the_plan_asks_for_them_and_modules_make_them():
     engine = tbd_engine()
     assert engine.forward_with_attentions(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
-
-
-def test_modules_that_no_program_needs_get_no_gradient():
-    engine = tbd_engine()
-    programs_BL = programs("count filter_color[red] query_size same_shape scene")  # an encoding where none is wanted
-    engine(features(1), engine.plan(programs_BL)).sum().backward()
-    used = {"count", "filter_color[red]", "stem", "classifier"}
-    for name, child in engine.named_children():
-        assert {p.grad is not None for p in child.parameters()} <= {name in used}, name
-
-
-def test_a_plan_survives_the_way_from_a_worker_process():
-    engine = tbd_engine()
-    plan = engine.plan(PROGRAMS_BL, attentions=True)
-    ours = engine.forward_with_attentions(features(len(PROGRAMS_BL)), pickle.loads(pickle.dumps(plan)))
-    assert all(map(torch.equal, ours, engine.forward_with_attentions(features(len(PROGRAMS_BL)), plan)))
+    with pytest.raises(ValueError, match="modules return no attentions"):
+        tbd_engine(modules="iep").plan(programs("count scene"), attentions=True)

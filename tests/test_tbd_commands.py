@@ -1,23 +1,15 @@
 """Engines of attention modules by command: trained, gone on with, evaluated, trained jointly."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
-from evaluate_cases import evaluate
-from tiny_data import TINY, assert_one_error, newest, tiny
+from tiny_data import assert_one_error, newest, tiny
+from train_cases import iep_train, rows
 
-from iep.batching.schedulers import SCHEDULERS
-from iep.cli.train import main
 from iep.models.build import unpack
 from iep.models.checkpoint import load_checkpoint
-
-
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +21,6 @@ def tbd(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.exit_code == 0, done.output
     return out
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_keeps_its_modules_and_tells_the_penalty(tbd: Path):
@@ -53,28 +41,6 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert unpack(checkpoint, "engine", tmp_path).kwargs["modules"] == "tbd"
     other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
     assert_one_error(other, "was trained with engine.modules tbd, cannot resume with engine.modules iep")
-
-
-def test_it_is_no_start_for_an_engine_of_the_default_modules_where_these_are_asked_for(data, tbd: Path, tmp_path: Path):
-    start = ["--ee", tbd, "--data", data, "--out", tmp_path / "run", "workers=0", "iterations=1"]
-    for asked in (["--modules", "iep"], ["engine.modules=iep"]):
-        assert_one_error(
-            iep_train(*start, *asked), f"{tbd}: was trained with engine.modules tbd, cannot start with iep"
-        )
-    assert iep_train(*start).exit_code == 0
-    assert "modules: tbd" in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_every_scheduler_answers_as_every_other(data: Path, tbd: Path, tmp_path: Path):
-    answers = {}
-    for batching in SCHEDULERS:
-        for sharing in ("--sharing", "--no-sharing"):
-            out = tmp_path / f"{batching}{sharing}"
-            report, predictions, _ = evaluate(out, "--ee", tbd, "--data", data, "--batching", batching, sharing)
-            answers[out.name] = [row["predicted_answer"] for row in predictions]
-            assert report["programs"] == "ground-truth"
-    assert len(answers) == 12
-    assert len({tuple(each) for each in answers.values()}) == 1
 
 
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):
@@ -101,24 +67,6 @@ def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: li
     assert "attentions of" in done.output
     ours, theirs = ([row["loss"] for row in rows(tmp_path / out) if "loss" in row] for out in ("one", "two"))
     assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--modules", "tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
-        (["--modules", "tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
-        (["attention_penalty=1"], "attention_penalty is 1.0, but the engine's modules iep make no attentions"),
-        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use"),
-        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_one_line(
-    data: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    done = iep_train("--data", data, "--out", tmp_path / "run", *TINY, *arguments)
-    assert_one_error(done, words)
-    assert not any((tmp_path / "run").glob("*.pt"))
 
 
 def test_a_penalty_pushes_attentions_down(data: Path, tmp_path: Path):

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from killing import MEASURED, digest, run_parts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny_config, write_data
 from torch import Tensor
+from train_cases import rows, weights
 
 from iep.config import read_config, to_dict
 from iep.data.datasets import Batch
@@ -23,33 +25,6 @@ from iep.training.run_training import train
 from iep.vocab import END
 
 CPU = torch.device("cpu")
-MEASURED = ("questions_per_second", "peak_memory_gb")
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.jsonl, but for speed and memory, which differ from run to run."""
-    recorded = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in MEASURED} for row in recorded]
-
-
-def weights(checkpoint: Path, network: str) -> dict[str, Tensor]:
-    return load_checkpoint(checkpoint)["networks"][network]["weights"]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Two checkpoints' content is the same, to the last bit of every tensor."""
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_same(ours[key], theirs[key])
-    elif isinstance(ours, list):
-        assert len(ours) == len(theirs)
-        for our, their in zip(ours, theirs, strict=True):
-            assert_same(our, their)
-    elif isinstance(ours, Tensor):
-        assert torch.equal(ours, theirs)
-    else:
-        assert ours == theirs
 
 
 # Every model learns
@@ -92,25 +67,6 @@ def test_weights_stay_float32_whatever_the_networks_compute_in(data: Path, tmp_p
 # What moves and what does not
 
 
-@pytest.mark.parametrize("freeze", [None, "generator", "engine"])
-def test_joint_training_moves_both_parts_but_what_is_frozen(data: Path, parts: list[str], tmp_path: Path, freeze):
-    start = tmp_path / "ee"
-    train(tiny_config(data, "ee", "iterations=1", "engine.stem_norm=true"), start, resume=False)
-    config = tiny_config(data, "joint", *parts, f"ee={start}", "weight_decay=0.1", f"freeze={freeze or 'null'}")
-    train(config, tmp_path / "joint", resume=False)
-    paths = {"generator": Path(config.pg), "engine": start}
-    for name, path in paths.items():
-        before, after = weights(path, name), weights(newest(tmp_path / "joint"), name)
-        same = [torch.equal(before[key], after[key]) for key in before]
-        # Batch norm's running averages count too: a frozen part runs in evaluation mode.
-        assert all(same) if name == freeze else not all(same)
-
-
-def test_predicting_programs_leaves_their_generator_out_of_training(data: Path, parts: list[str], tmp_path: Path):
-    train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path, resume=False)
-    assert set(load_checkpoint(newest(tmp_path))["networks"]) == {"engine"}
-
-
 def test_modules_that_no_program_uses_keep_their_weights(data: Path, tmp_path: Path):
     config = tiny_config(data, "ee", "num_train_samples=1", "weight_decay=0.1")
     train(config, tmp_path, resume=False)
@@ -128,7 +84,7 @@ def test_a_run_starts_from_the_checkpoints_it_is_given_and_takes_their_settings(
     config = tiny_config(data, "joint", *parts, "learning_rate=0", "iterations=1", "engine.module_dim=128")
     train(config, tmp_path, resume=False)
     for name, path in (("generator", config.pg), ("engine", config.ee)):
-        assert_same(dict(weights(newest(tmp_path), name)), dict(weights(Path(path), name)))
+        assert digest(weights(newest(tmp_path), name)) == digest(weights(Path(path), name))
     saved = read_config(tmp_path / "config.yaml")
     assert saved.engine == tiny_config(data, "ee").engine != config.engine
     held = load_checkpoint(newest(tmp_path))["config"]
@@ -217,7 +173,8 @@ def test_without_a_validation_split_the_last_checkpoint_is_the_best(data: Path, 
     write_data(tmp_path / "data")
     (tmp_path / "data" / "val_questions.h5").unlink()
     train(tiny_config(tmp_path / "data", "lstm", "iterations=5"), tmp_path / "run", resume=False)
-    assert_same(load_checkpoint(tmp_path / "run" / BEST), load_checkpoint(newest(tmp_path / "run")))
+    parts = run_parts(tmp_path / "run")
+    assert parts["last"] == parts[BEST]
     assert load_checkpoint(newest(tmp_path / "run"))["step"] == 5
 
 
@@ -259,7 +216,7 @@ def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_n
     for name, *settings in (("a",), ("b", "workers=2"), ("c", "seed=1")):
         train(tiny_config(data, "ee", *settings), tmp_path / name, resume=False)
     states = {name: dict(weights(newest(tmp_path / name), "engine")) for name in "abc"}
-    assert_same(states["a"], states["b"])
+    assert digest(states["a"]) == digest(states["b"])
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     assert not torch.equal(states["a"]["classifier.0.weight"], states["c"]["classifier.0.weight"])
 
@@ -283,17 +240,8 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return lambda step: fatal.__setitem__(0, step)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        ("ee", ("decay=cosine", "warmup=3", "curriculum=[[0, 5], [4, 99]]", "engine.stem_norm=true")),
-        ("joint", ("precision=bfloat16",)),
-        ("pg", ("generator.dropout=0.5", "generator.num_layers=2")),
-    ],
-)
-def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path, interrupted_at, model, settings):
-    starts = parts if model == "joint" else []
-    config = tiny_config(data, model, "iterations=9", "validate_every=3", *settings, *starts)
+def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path, interrupted_at):
+    config = tiny_config(data, "joint", "iterations=9", "validate_every=3", "precision=bfloat16", *parts)
     train(config, tmp_path / "unbroken", resume=False)
 
     interrupted_at(5)
@@ -307,24 +255,19 @@ def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path
     interrupted_at(None)
     assert train(config, tmp_path / "broken", resume=True)
 
-    for name in ("step-9.pt", "step-6.pt", BEST):
-        assert_same(load_checkpoint(tmp_path / "broken" / name), load_checkpoint(tmp_path / "unbroken" / name))
-    assert rows(tmp_path / "broken") == rows(tmp_path / "unbroken")
+    assert run_parts(tmp_path / "broken") == run_parts(tmp_path / "unbroken")
     assert scalars(tmp_path / "broken").keys() == scalars(tmp_path / "unbroken").keys()
     for name, values in scalars(tmp_path / "unbroken").items():
         if name not in MEASURED:
             assert scalars(tmp_path / "broken")[name] == values, name
 
 
-@pytest.mark.parametrize("model", ["ee", "joint"])
-def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path, model: str):
-    starts = parts if model == "joint" else []
-    short, long = (tiny_config(data, model, f"iterations={n}", *starts) for n in (4, 8))
+def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
+    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
     train(long, tmp_path / "long", resume=False)
     train(short, tmp_path / "resumed", resume=False)
     train(long, tmp_path / "resumed", resume=True)
-    assert_same(load_checkpoint(newest(tmp_path / "resumed")), load_checkpoint(newest(tmp_path / "long")))
-    assert rows(tmp_path / "resumed") == rows(tmp_path / "long")
+    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
 
 
 def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
@@ -342,8 +285,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_afresh(data: Path,
     interrupted_at(None)
     train(config, tmp_path / "broken", resume=True)
     train(config, tmp_path / "unbroken", resume=False)
-    assert rows(tmp_path / "broken") == rows(tmp_path / "unbroken")
-    assert_same(load_checkpoint(newest(tmp_path / "broken")), load_checkpoint(newest(tmp_path / "unbroken")))
+    assert run_parts(tmp_path / "broken") == run_parts(tmp_path / "unbroken")
 
 
 def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from processes import together
-from tiny_data import CHANNELS, GRID, VOCAB, assert_one_error, tiny, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, tiny, tiny_config
 from torch import nn
+from train_cases import iep_train
 
-from iep.cli.train import main
 from iep.config import Config
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
@@ -21,7 +20,6 @@ from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.norms import ExampleNorm
 from iep.models.build import build, network_kwargs
-from iep.models.checkpoint import load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.training.joined_norms import JoinedStatistics
 from iep.training.parallel import Replicas
@@ -68,22 +66,6 @@ def test_two_processes_with_example_norm_have_the_gradients_of_one(data: Path):
             if value is not None:
                 torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
     assert sum(int(value) for name, value in expected.items() if name.endswith("num_batches_tracked")) > 50
-
-
-def _train(config: Config, out: Path) -> bool:
-    return train(config, out, False)
-
-
-def test_two_processes_with_example_norm_train_and_see_as_many_rows_as_one(data: Path, tmp_path: Path):
-    config = tiny_config(data, "ee", *SETTINGS, "engine.module_norm=example")
-    assert train(config, tmp_path / "one", resume=False)
-    assert all(together(_train, config, tmp_path / "two"))
-    one, two = (
-        load_checkpoint(tmp_path / out / step_name(3))["networks"]["engine"]["weights"] for out in ("one", "two")
-    )
-    counts = {name: int(value) for name, value in one.items() if name.endswith("num_batches_tracked")}
-    assert {name: int(two[name]) for name in counts} == counts
-    assert sum(counts.values()) > 100
 
 
 def _see(rows: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
@@ -138,11 +120,6 @@ def test_batch_norm_in_modules_is_refused_in_several_processes_before_any_waits(
         assert "no process sees all of them: train in one process, or with engine.module_norm=example" in problem
 
 
-def _command(data: Path, out: Path, *settings: str):
-    arguments = ["--model", "ee", "--data", str(data), "--out", str(out), *tiny("ee"), "iterations=1", *settings]
-    return CliRunner().invoke(main, arguments)
-
-
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
@@ -156,12 +133,8 @@ def _command(data: Path, out: Path, *settings: str):
 def test_that_batch_norm_is_batched_is_said_in_a_line(
     data: Path, tmp_path: Path, settings: tuple[str, ...], warned: bool
 ):
-    result = _command(data, tmp_path / "run", *settings)
+    start = ("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "iterations=1")
+    result = iep_train(*start, *settings)
     assert result.exit_code == 0, result.output
     said = "normalises over all examples of a call, not over one as the original toolkit does"
     assert (result.output.count(said) == 1) == warned
-
-
-def test_a_norm_that_is_unknown_is_one_line(data: Path, tmp_path: Path):
-    result = _command(data, tmp_path / "run", "engine.module_norm=layer")
-    assert_one_error(result, "engine.module_norm is 'layer', expected one of none, batch, example")

@@ -156,8 +156,3 @@ def test_the_learning_rate_warms_up_and_falls_along_a_cosine_to_a_hundredth():
     assert rates[54] == pytest.approx(0.1 * 0.505)
     assert rates[104] == pytest.approx(0.001)
     assert rates[4:] == sorted(rates[4:], reverse=True)
-
-
-def test_a_constant_learning_rate_stays_after_its_warm_up():
-    config = read_config(None, ["learning_rate=0.1", "warmup=2", "iterations=10"])
-    assert [learning_rate(config, step) for step in range(5)] == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1])

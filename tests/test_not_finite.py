@@ -1,4 +1,4 @@
-"""A loss that is not finite ends the run before the weights change, and leaves what one needs to see why."""
+"""Numbers that are not finite end training before the weights change, and an evaluation before it says NaN."""
 
 import shutil
 from pathlib import Path
@@ -6,8 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from ask_cases import IMAGE, iep_ask, sample_data, trained
+from evaluate_cases import iep_eval
+from original_cases import engine_file, write
 from tiny_data import (
+    CHANNELS,
+    GRID,
+    VOCAB,
     arrays,
     assert_one_error,
     features,
@@ -19,11 +24,12 @@ from tiny_data import (
     write_h5,
 )
 from torch import Tensor
+from train_cases import iep_train
 
-from iep.cli.train import main
 from iep.data.datasets import Batch
 from iep.errors import InputError
-from iep.models.checkpoint import load_checkpoint, load_newest
+from iep.models.build import load_network
+from iep.models.checkpoint import load_checkpoint, load_newest, save_checkpoint
 from iep.training.loop import Trainer
 from iep.training.run_training import train
 from iep.training.tasks import Task
@@ -72,6 +78,8 @@ def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
         assert torch.equal(state["networks"]["lstm"]["weights"][name], weights)
     assert state["optimizer"]["state"][0]["step"] == 3
     assert load_newest(tmp_path / "run").content["step"] == 2
+    with pytest.raises(InputError, match=r"not-finite-4\.pt: not a checkpoint of this toolkit"):
+        load_checkpoint(tmp_path / "run" / "not-finite-4.pt")
 
 
 def test_a_full_disk_does_not_hide_the_questions(data: Path, tmp_path: Path, failing_at):
@@ -98,20 +106,9 @@ def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_quest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", gone_wrong)
         arguments = ["--model", "joint", "--data", data, "--out", tmp_path / "run", *parts]
-        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        result = iep_train(*arguments)
     blame = "not to blame: weights were not finite already; the weights before it are in not-finite-2.pt"
     assert_one_error(result, "the loss is nan at iteration 2, on 8 questions", blame)
-
-
-def test_the_saved_state_is_no_checkpoint(data: Path, tmp_path: Path, failing_at):
-    failing_at(0, float("nan"))
-    config = tiny_config(data, "lstm")
-    with pytest.raises(InputError, match="at iteration 1"):
-        train(config, tmp_path / "run", resume=False)
-    with pytest.raises(InputError, match=r"not-finite-1\.pt: not a checkpoint of this toolkit"):
-        load_checkpoint(tmp_path / "run" / "not-finite-1.pt")
-    assert load_newest(tmp_path / "run") is None
-    assert train(config, tmp_path / "run", resume=True)
 
 
 def test_features_that_are_not_finite_are_named_by_file_and_image_and_found_by_their_question(tmp_path: Path):
@@ -121,21 +118,12 @@ def test_features_that_are_not_finite_are_named_by_file_and_image_and_found_by_t
     write_h5(data / "train_features.h5", {"features": values})
     about = arrays(39)["image_idxs"] == 2
     arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", "batch_size=1", "workers=0", "seed=3"]
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    result = iep_train(*arguments)
     path = data / "train_features.h5"
     assert_one_error(result, "the loss is nan at iteration", f"; {path}: the features of image 2 are not finite")
     assert "learning_rate" not in result.output
     (saved,) = (tmp_path / "run").glob("not-finite-*.pt")
     assert about[torch.load(saved, weights_only=True)["positions"]].all()
-
-
-def test_of_features_that_are_not_finite_those_of_the_minibatch_are_named(tmp_path: Path):
-    data = write_data(tmp_path / "data")
-    values = features(0)
-    values[[0, 3]] = float("inf")
-    path = write_h5(data / "train_features.h5", {"features": values})
-    with pytest.raises(InputError, match=rf"{path}: the features of images 0, 3 are not finite$"):
-        train(tiny_config(data, "ee", "batch_size=39"), tmp_path / "run", resume=False)
 
 
 def test_weights_that_are_not_finite_are_not_saved(data: Path, tmp_path: Path, monkeypatch):
@@ -161,3 +149,58 @@ def test_running_statistics_that_are_not_finite_are_never_saved(tmp_path):
     with pytest.raises(InputError, match="weights are not finite after iteration 1"):
         train(tiny_config(data, "ee", "engine.stem_norm=true", "iterations=1"), tmp_path / "run", resume=False)
     assert not list((tmp_path / "run").glob("*.pt"))
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("flag", "network", "weight"),
+    [
+        ("ee", "engine", "classifier.4.weight"),
+        ("pg", "generator", "decoder_embed.weight"),
+        ("lstm", "lstm", "rnn.embed.weight"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path, flag, network, weight):
+    path, content = tmp_path / "bad.pt", load_checkpoint(run[flag])
+    content["networks"][network]["weights"][weight].view(-1)[-1] = float("-inf")
+    save_checkpoint(path, content)
+    result = iep_eval({"lstm": "--baseline"}.get(flag, f"--{flag}"), path, "--data", data, "--out", tmp_path / "out")
+    assert_one_error(result, f"{path}: {weight} of a", "holds -inf, expected finite numbers")
+    assert not (tmp_path / "out" / "predictions.jsonl").exists()
+
+
+def test_a_variance_below_0_is_named(data: Path, tmp_path: Path):
+    """Its root is no number: every answer would be none, whatever the questions."""
+    file = engine_file(feature_dim=(CHANNELS, GRID, GRID), stem_batchnorm=True)
+    file["execution_engine_state"]["stem.4.running_var"][1] = -0.5
+    path = write(tmp_path / "old.pt", file)
+    problem = "stem.4.running_var of an execution engine holds -0.5, expected no variance below 0"
+    assert_one_error(iep_eval("--ee", path, "--data", data, "--workers", 0), f"{path}: {problem}")
+    file["execution_engine_state"]["stem.4.running_var"][1] = 0
+    assert load_network(write(path, file), "engine", VOCAB, torch.device("cpu"))
+
+
+def test_features_that_are_not_finite_are_told_of_by_the_question(run, tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    values = features(1)
+    values[2] = float("nan")
+    write_h5(data / "val_features.h5", {"features": values})
+    first = arrays(26)["orig_idxs"][arrays(26)["image_idxs"] == 2][0]
+    result = iep_eval("--ee", run["ee"], "--data", data, "--workers", 0, "--out", tmp_path / "out")
+    assert_one_error(result, f"{data / 'val_questions.h5'}: question_index {first}: the answers' scores are not finite")
+    assert not (tmp_path / "out" / "predictions.jsonl").exists()
+
+
+def test_numbers_that_grow_too_large_on_the_way_are_told_of_when_asked(tmp_path: Path):
+    data = sample_data(tmp_path / "data", "--backbone", "patches", "--patch-size", 2)
+    run = trained(data, "ee", tmp_path / "ee", 1)
+    content = load_checkpoint(run)
+    for name, weight in content["networks"]["engine"]["weights"].items():
+        if name.startswith("classifier."):
+            weight.fill_(1e30)
+    save_checkpoint(tmp_path / "large.pt", content)
+    asked = ("--ee", tmp_path / "large.pt", "--image", IMAGE, "--program", "exist scene", "--json")
+    assert_one_error(iep_ask(*asked, "--question", "Any?"), "question 'Any?': the answers' scores are not finite")
+    assert_one_error(iep_ask(*asked), "program 1: the answers' scores are not finite")

@@ -1,39 +1,29 @@
-"""Norms, dropout and plain blocks in the engine: what batched execution computes, against one example at a time."""
+"""Norms, blocks, stems and classifiers of the engine: what they compute, in minibatches and one example at a time."""
 
 import copy
 import itertools
 
 import numpy as np
 import pytest
+import test_engine
 import torch
-from batching_cases import matrix, quick, results, token_matrices
+from batching_cases import quick, results, token_matrices
 from hypothesis import given, settings
+from test_engine import BINARY, PROGRAMS_BL, TOKENS, UNARY, features
 from torch import nn
+from torch.nn import functional
 
 from iep.batching.schedulers import SCHEDULERS
+from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.modules import BinaryModule, UnaryModule
-from iep.execution_engine.norms import ExampleNorm, make_norm
-from iep.models.build import build
-from iep.vocab import END, START, index_tokens
+from iep.execution_engine.norms import ExampleNorm
+from iep.execution_engine.stems import make_stem
 
-TOKENS = index_tokens(["count", "exist", "scene", "union"])
-INDEX = {token: index for index, token in enumerate(TOKENS)}
-UNARY, BINARY = [INDEX["count"], INDEX["exist"]], [INDEX["union"]]
-programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=5, wide=6)
-PROGRAMS_BL = matrix(
-    [
-        [START, INDEX["union"], INDEX["count"], INDEX["scene"], INDEX["count"], INDEX["count"], INDEX["scene"], END],
-        [START, INDEX["count"], INDEX["scene"], END],
-        [START, INDEX["exist"], INDEX["count"], INDEX["scene"], END],
-    ]
-)
+programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=4, wide=6)
 
 
-def small_engine(dtype=torch.float64, **kwargs):
-    torch.manual_seed(0)
-    settings = {"feature_dim": 3, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": ()}
-    settings |= {"classifier_projection": 4, "classifier_hidden": (5,)}
-    engine = build("engine", {"program_tokens": TOKENS, "num_answers": 4} | settings | kwargs).to(dtype)
+def small_engine(**kwargs):
+    engine = test_engine.small_engine(**kwargs)
     draw_norms(engine)
     return engine
 
@@ -50,10 +40,6 @@ def draw_norms(network):
 
 def statistics(network):
     return {name: value.clone() for name, value in network.named_buffers()}
-
-
-def features(count, channels=3):
-    return torch.randn(count, channels, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def assert_all_close(actual, expected):
@@ -104,12 +90,6 @@ def test_batch_norm_in_vanilla_order_without_sharing_is_one_example_at_a_time_to
         torch.testing.assert_close(statistics(batched)[key], value, rtol=1e-9, atol=1e-12, msg=key)
 
 
-def test_batch_norm_batched_normalises_over_other_sets():
-    one, batched = small_engine(module_norm="batch"), small_engine(module_norm="batch")
-    x_BCHW = features(3)
-    assert not torch.allclose(one.reference(x_BCHW, PROGRAMS_BL), batched(x_BCHW, batched.plan(PROGRAMS_BL)), rtol=0.01)
-
-
 @pytest.mark.parametrize("norm", ["batch", "example"])
 @given(programs_BL=programs)
 @settings(quick, max_examples=8)
@@ -129,7 +109,7 @@ def test_weights_of_one_norm_load_into_the_other():
     batch, example = small_engine(module_norm="batch"), small_engine(module_norm="example")
     nn.init.normal_(batch.get_submodule("count").bn2.weight)
     assert example.load_state_dict(batch.state_dict()).missing_keys == []
-    x_BCHW = features(3)
+    x_BCHW = features(len(PROGRAMS_BL))
     logits = [engine.eval()(x_BCHW, engine.plan(PROGRAMS_BL)) for engine in (batch, example)]
     assert torch.equal(*logits)
 
@@ -177,21 +157,6 @@ def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
     assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
 
 
-def test_in_bfloat16_example_norm_keeps_precise_statistics():
-    torch.manual_seed(0)
-    engine = small_engine(torch.float32, module_norm="example")
-    precise = copy.deepcopy(engine)
-    x_BCHW = features(3).float()
-    expected = precise(x_BCHW, precise.plan(PROGRAMS_BL))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = engine(x_BCHW, engine.plan(PROGRAMS_BL))
-    logits.sum().backward()
-    torch.testing.assert_close(logits.float(), expected, rtol=0.1, atol=0.1)
-    for name, value in statistics(precise).items():
-        assert statistics(engine)[name].dtype == value.dtype
-        torch.testing.assert_close(statistics(engine)[name], value, rtol=0.05, atol=0.02)
-
-
 def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bits():
     torch.manual_seed(0)
     plain = ExampleNorm(3)
@@ -199,16 +164,9 @@ def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bit
     x_GCHW = 3 * torch.randn(7, 3, 4, 5) + 1
     plain(x_GCHW)
     with torch.autocast("cpu", torch.bfloat16):
-        lower(x_GCHW)
+        lower(x_GCHW).sum().backward()
     for name, value in statistics(plain).items():
         assert torch.equal(statistics(lower)[name], value)
-
-
-def test_left_to_itself_an_engine_with_norms_in_its_modules_does_not_share_in_training():
-    for norm, nodes in (("none", 2), ("batch", 4), ("example", 4)):
-        engine = small_engine(module_norm=norm)
-        assert engine.plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == nodes
-        assert engine.eval().plan(PROGRAMS_BL[[1, 1]], [0, 0]).graph.num_nodes == 2
 
 
 # Blocks
@@ -233,46 +191,73 @@ def test_blocks_compute_what_their_settings_say(residual, norm):
     torch.testing.assert_close(binary(x, y), block(binary.res_block, joined))
 
 
-# Stem and classifier
+# Stems and classifiers
+
+OPTIONS = {"stride": 1, "norm": False, "bias": False, "pixels": 1}
+POOLED = {"pool_rest": True, "norm": False, "dropout": 0.0}
 
 
-def test_without_a_stem_modules_read_the_features():
-    engine = small_engine(stem="none")
-    x_BCHW = features(3)
-    assert not list(engine.stem.parameters())
+@pytest.mark.parametrize(
+    ("patch", "widths", "stride", "grid"),
+    [(8, (16, 32), 1, 14), (8, (16, 32, 48), 2, 7), (8, (16, 32, 48, 48), 1, 14), (4, (8,), 1, 14), (2, (), 1, 14)],
+)
+def test_the_pixel_stem_brings_patches_down_to_the_working_grid(patch, widths, stride, grid):
+    stem = make_stem("pixels", 3 * patch**2, widths, 24, **OPTIONS | {"stride": stride, "norm": True})
+    assert stem(torch.rand(2, 3 * patch**2, 14, 14)).shape == (2, 24, grid, grid)
+
+
+def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
+    image_B3HW = torch.rand(2, 3, 56, 56)
+    stem = make_stem("pixels", 48, (8,), 6, **OPTIONS)
+    patches_BCHW = functional.pixel_unshuffle(image_B3HW, 4)
+    assert stem(patches_BCHW).equal(stem[1:](image_B3HW))
+    assert stem[0](patches_BCHW).equal(image_B3HW)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_the_conv_stem_strides_in_its_last_convolution(stride):
+    stem = make_stem("conv", 6, (5,), 4, **OPTIONS | {"stride": stride})
+    grid = -(-14 // stride)
+    assert stem(torch.rand(2, 6, 14, 14)).shape == (2, 4, grid, grid)
+    assert stem[:2](torch.rand(2, 6, 14, 14)).shape == (2, 5, 14, 14)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kind", ["conv", "pixels", "none"])
+def test_an_engine_with_each_stem_matches_the_reference_while_it_normalises(kind, stride):
+    options = {"stem": kind, "stem_stride": stride, "stem_widths": (3, 5), "stem_norm": True, "feature_dim": 12}
+    none = {"stem": kind, "module_dim": 12, "feature_dim": 12}
+    engine = small_engine(**(none if kind == "none" else options))
+    x_BCHW = torch.randn(len(PROGRAMS_BL), 12, 3, 4, dtype=torch.float64)
     expected = results(lambda x: engine.reference(x, PROGRAMS_BL), engine, x_BCHW)
     assert_all_close(results(lambda x: engine(x, engine.plan(PROGRAMS_BL)), engine, x_BCHW), expected)
-    assert engine.stem(x_BCHW).equal(x_BCHW)
+
+
+def test_classifier_pools_what_is_left_of_an_odd_grid():
+    classifier = make_classifier((4, 7, 5), projection=3, hidden=(9, 8), num_answers=6, pool=2, **POOLED)
+    assert classifier[4].in_features == 3 * 4 * 3
+    x_BCHW = torch.zeros(2, 4, 7, 5)
+    corner_BCHW = x_BCHW.clone()
+    corner_BCHW[:, :, 6, 4] = 10.0
+    assert classifier(x_BCHW).shape == (2, 6)
+    assert not classifier(x_BCHW).equal(classifier(corner_BCHW))
+
+
+def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_picture():
+    stem = make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"stride": 2, "pixels": 4})
+    patches_BCHW = torch.rand(2, 192, 14, 14)
+    assert stem(patches_BCHW).shape == (2, 8, 7, 7)
+    changed = patches_BCHW.clone()
+    changed[:, :, 3, 5] += 1
+    # One 8 x 8 patch is two by two little ones; an embedding of each by itself changes nowhere else.
+    touched = (stem[:2](changed) != stem[:2](patches_BCHW)).any(dim=1)
+    assert touched.any()
+    assert {(y // 2, x // 2) for _, y, x in touched.nonzero().tolist()} == {(3, 5)}
 
 
 def test_a_classifier_drops_in_training_alone():
     engine = small_engine(classifier_dropout=0.5, classifier_hidden=(64,))
-    x_BCHW, plan = features(3), engine.plan(PROGRAMS_BL)
+    x_BCHW, plan = features(len(PROGRAMS_BL)), engine.plan(PROGRAMS_BL)
     assert not engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
     engine.eval()
     assert engine(x_BCHW, plan).equal(engine(x_BCHW, plan))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
-        ({"stem": "none", "module_dim": 5}, "features of 3 channels for modules of 5"),
-        ({"stem": "none", "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
-        (
-            {"classifier_pool": 4, "classifier_pool_rest": False},
-            "a pooling window of 4 leaves nothing of a grid of 3x4",
-        ),
-        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one place, and the grid is 1x1"),
-    ],
-)
-def test_settings_that_make_no_engine_are_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        small_engine(**kwargs)
-
-
-def test_a_norm_has_the_names_and_numbers_of_batch_norm():
-    names = set(nn.BatchNorm2d(3).state_dict())
-    assert make_norm("none", 3) is None
-    for kind in ("batch", "example"):
-        assert set(make_norm(kind, 3).state_dict()) == names

@@ -1,0 +1,227 @@
+"""Networks built from settings and checkpoints, what does not fit them, and question words new to them."""
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluate_cases import iep_eval
+from tiny_data import CHANNELS, GRID, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
+from train_cases import iep_train, weights
+
+from iep.errors import InputError
+from iep.models.build import NEW_WORDS_STD, add_words, build, check_features, check_vocab, load_network, unpack
+from iep.models.checkpoint import load_checkpoint
+from iep.vocab import count_new_words
+
+CPU = torch.device("cpu")
+
+
+# Checkpoints that do not fit
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "problem"),
+    [
+        ("pg", "engine", "holds a program generator, expected a checkpoint with an execution engine"),
+        ("ee", "generator", "holds an execution engine, expected a checkpoint with a program generator"),
+        ("lstm", "engine", "holds a question-only LSTM, expected"),
+        ("pg", "lstm", "expected a checkpoint with a question-only LSTM"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: str, name: str, problem: str):
+    with pytest.raises(InputError) as caught:
+        load_network(runs[model], name, VOCAB, CPU)
+    assert str(caught.value).startswith(f"{runs[model]}: ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "key", "value", "problem"),
+    [
+        ("pg", "generator", "colour", 3, "a program generator cannot be built: .*colour"),
+        (
+            "pg",
+            "generator",
+            "num_layers",
+            10**6,
+            "num_layers makes 1000000 layers of a program generator, and there are",
+        ),
+        ("pg", "generator", "hidden_dim", 10**7, "the weights do not make a program generator of its .*size mismatch"),
+        ("pg", "generator", "hidden_dim", 10**13, "a program generator cannot be built: .*overflow"),
+        ("ee", "engine", "stem", "stone", "an execution engine cannot be built: stem is 'stone', expected"),
+        ("ee", "engine", "classifier_hidden", [3] * 10**6, "classifier_hidden makes 1000000 layers of an execution"),
+        ("ee", "engine", "classifier_projection", 10**10, "the weights do not make an execution .*size mismatch"),
+        ("ee", "engine", "feature_height", 10**8, "the weights do not make an execution engine of its .*size mismatch"),
+    ],
+)
+def test_arguments_that_make_no_network_of_the_weights_are_named_before_they_take_time_and_memory(
+    runs: dict[str, Path], recwarn: pytest.WarningsRecorder, model: str, name: str, key: str, value: Any, problem: str
+):
+    held = load_checkpoint(runs[model])
+    held["networks"][name]["kwargs"][key] = value
+    begun = time.process_time()
+    with pytest.raises(InputError, match=f"^run: {problem}") as caught:
+        unpack(held, name, "run")
+    assert "\n" not in str(caught.value)
+    assert time.process_time() - begun < 5
+    assert not recwarn.list
+
+
+def test_a_network_that_cannot_be_built_is_named():
+    sides = {"feature_dim": 4, "feature_height": 14, "feature_width": 14}
+    with pytest.raises(
+        InputError, match="an execution engine cannot be built: features have 4 channels, expected 3 \\* P \\* P"
+    ):
+        build("engine", {"program_tokens": list(VOCAB.program), "num_answers": 2, "stem": "pixels"} | sides)
+
+
+USED = {
+    "generator": {"question", "program"},
+    "engine": {"program", "answer"},
+    "lstm": {"question", "answer"},
+    "cnn_lstm_sa": {"question", "answer"},
+}
+
+
+@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("kind", ["question", "program", "answer"])
+def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str):
+    tokens, count = getattr(VOCAB, kind), len(getattr(VOCAB, kind))
+    changed = replace(VOCAB, **{kind: (*tokens[:5], "other", *tokens[6:])})
+    longer = replace(VOCAB, **{kind: (*tokens, "zebra")})
+    for old, new, difference in (
+        (VOCAB, changed, f"5 is {tokens[5]!r} there and 'other' in the data"),
+        (VOCAB, longer, f"{count} is missing there and 'zebra' in the data"),
+        (longer, VOCAB, f"{count} is 'zebra' there and missing in the data"),
+    ):
+        if kind not in USED[name]:
+            check_vocab(old, new, name, "run")
+            continue
+        with pytest.raises(InputError) as caught:
+            check_vocab(old, new, name, "run")
+        assert f"run: trained with another vocabulary: {kind} token {difference}" in str(caught.value)
+
+
+def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
+    engine = load_network(runs["ee"], "engine", VOCAB, CPU)
+    check_features(engine, (CHANNELS, GRID, GRID), "features.h5")
+    shape = (CHANNELS, GRID, GRID + 1)
+    with pytest.raises(InputError) as caught:
+        check_features(engine, shape, "features.h5")
+    assert str(caught.value) == (
+        f"features.h5: features are {shape} an image, but the engine is made for {(CHANNELS, GRID, GRID)}"
+    )
+
+
+# New question words
+
+NEW = ("hello", "world", "Ünï")
+EXPANDED = replace(VOCAB, question=(*VOCAB.question, *NEW))
+KNOWN = len(VOCAB.question)
+STILL = ("learning_rate=0", "iterations=1")
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny data set with the new words at the end of its vocabulary and in its questions."""
+    out = write_data(tmp_path_factory.mktemp("expanded"))
+    EXPANDED.save(out / "vocab.json")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        datasets = arrays(count)
+        datasets["questions"][:, 1] = KNOWN + torch.arange(count) % len(NEW)
+        write_h5(out / f"{split}_questions.h5", datasets)
+    return out
+
+
+def test_words_are_new_only_after_all_old_ones_in_their_order():
+    assert count_new_words(VOCAB, EXPANDED) == 3
+    assert count_new_words(VOCAB, VOCAB) == 0
+    assert count_new_words(EXPANDED, VOCAB) == 0
+    assert count_new_words(VOCAB, replace(VOCAB, question=(*VOCAB.question[:5], "hello", *VOCAB.question[5:]))) == 0
+
+
+def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
+    kwargs = {"num_question_tokens": 9, "num_program_tokens": 5, "embedding_dim": 400, "hidden_dim": 8}
+    networks = [build("generator", kwargs) for _ in range(3)]
+    for network, seed in zip(networks, (1, 1, 2), strict=True):
+        before, told = network.encoder_embed.weight.detach().clone(), network.kwargs
+        add_words(network, "generator", 50, seed)
+        assert torch.equal(network.encoder_embed.weight[:9], before)
+        assert network.encoder_embed.weight.shape == (59, 400)
+        assert network.kwargs == told | {"num_question_tokens": 59}
+    one, again, other = (network.encoder_embed.weight[9:].detach() for network in networks)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert one.std().item() == pytest.approx(NEW_WORDS_STD, rel=0.02)
+    assert abs(one.mean().item()) < NEW_WORDS_STD / 20
+
+
+@pytest.mark.parametrize("model", ["pg", "joint"])
+def test_training_that_starts_from_a_generator_learns_new_words(
+    run: dict[str, Path], expanded: Path, tmp_path: Path, model: str
+):
+    starts = ["--pg", run["pg"], *(["--ee", run["ee"]] if model == "joint" else [])]
+    arguments = ("--model", model, "--data", expanded, *starts, *tiny(model))
+    still, learning = tmp_path / "still", tmp_path / "learning"
+    result = iep_train("--out", still, *arguments, *STILL)
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"\S+: \d+ new question words", result.stdout) == [f"{run['pg']}: 3 new question words"]
+    before, after = weights(run["pg"], "generator"), weights(newest(still), "generator")
+    assert torch.equal(after["encoder_embed.weight"][:KNOWN], before["encoder_embed.weight"])
+    assert after["encoder_embed.weight"].shape[0] == KNOWN + 3
+    assert all(torch.equal(after[name], before[name]) for name in before if name != "encoder_embed.weight")
+    assert iep_train("--out", learning, *arguments).exit_code == 0
+    learnt = weights(newest(learning), "generator")["encoder_embed.weight"]
+    assert not torch.equal(learnt[KNOWN:], after["encoder_embed.weight"][KNOWN:])
+    resumed = iep_train("--out", learning, "--resume", "iterations=5")
+    assert (resumed.exit_code, "new question words" in resumed.output) == (0, False)
+    assert iep_eval("--pg", learning, "--data", expanded).exit_code == 0
+
+
+def test_a_baseline_that_starts_from_a_trained_one_learns_new_words(data: Path, expanded: Path, tmp_path: Path):
+    common = ("--model", "cnn-lstm", *tiny("cnn-lstm"))
+    assert iep_train(*common, "--data", data, "--out", tmp_path / "first").exit_code == 0
+    first = newest(tmp_path / "first")
+    result = iep_train(*common, "--data", expanded, "--baseline", first, "--out", tmp_path / "second", *STILL)
+    assert result.exit_code == 0, result.output
+    assert f"{first}: 3 new question words" in result.stdout
+    before, after = (weights(path, "cnn_lstm") for path in (first, newest(tmp_path / "second")))
+    assert after["rnn.embed.weight"].shape[0] == KNOWN + 3
+    assert torch.equal(after["rnn.embed.weight"][:KNOWN], before["rnn.embed.weight"])
+    assert iep_eval("--baseline", tmp_path / "second", "--data", expanded).exit_code == 0
+
+
+HINT = "question token {n} is missing there and 'hello' in the data; training that starts from it learns the 3 new"
+
+
+def test_new_words_are_refused_where_nothing_learns_them(run: dict[str, Path], expanded: Path, tmp_path: Path):
+    start = ("--out", tmp_path / "run", "--pg", run["pg"], "--data", expanded)
+    assert_one_error(iep_eval("--pg", run["pg"], "--data", expanded), str(run["pg"]), HINT.format(n=KNOWN))
+    result = iep_train(*start, "--model", "ee", "--programs", "predicted", *tiny("ee"))
+    assert_one_error(result, HINT.format(n=KNOWN))
+    result = iep_train(*start, "--model", "joint", "--ee", run["ee"], *tiny("joint"), "--freeze", "generator")
+    assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and frozen it cannot learn them")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "problem"),
+    [
+        (replace(EXPANDED, question=(*VOCAB.question[:-1], *NEW)), "trained with another vocabulary: question token"),
+        (replace(EXPANDED, program=(*VOCAB.program, "new")), "program token"),
+        (replace(VOCAB, question=VOCAB.question[:-1]), "in the data"),
+    ],
+)
+def test_any_other_difference_of_the_vocabularies_is_refused(run: dict[str, Path], tmp_path: Path, vocab, problem: str):
+    data = write_data(tmp_path / "data")
+    vocab.save(data / "vocab.json")
+    for split, count in (("train", 5), ("val", 5)):
+        datasets = arrays(count)
+        datasets["questions"][:, 1:] = 4
+        write_h5(data / f"{split}_questions.h5", datasets)
+    result = iep_train("--model", "pg", "--pg", run["pg"], "--data", data, "--out", tmp_path / "run", *tiny("pg"))
+    assert_one_error(result, problem)
+    assert "learns the" not in result.output
