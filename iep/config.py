@@ -470,7 +470,7 @@ def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
     """`value` as `kind` (int, float, bool, str, an optional one, or a tuple of them), or an InputError. A list of text
-    may be given as a comma list, and as nothing."""
+    may be given as a comma-separated list, and as nothing."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _converted(value, arguments[0], name)

@@ -127,7 +127,7 @@ def test_samples_of_a_file_are_measured(command: str, content: str, words: str, 
     assert words in result.stdout
     for more, message in (
         (("--batch-sizes", "3"), "2 samples, expected at least 3"),
-        (("--words", 9), "not for --data"),
+        (("--words", 9), "cannot go together with --data"),
     ):
         result = iep_bench(command, *quick, "--data", tmp_path / "samples", *more)
         assert result.exit_code != 0

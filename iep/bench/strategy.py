@@ -35,7 +35,7 @@ class Strategy:
 
 
 def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISIONS)) -> list[Strategy]:
-    """Return the strategies of a comma list, each once.
+    """Return the strategies of a comma-separated list, without duplicates.
 
     An item is a scheduler and, after `+`, some of `options`. `all` is every scheduler, then the default one with
     sharing, then, where that is an option, with sharing and deferral; `all+sharing` is every one with sharing.

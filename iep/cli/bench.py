@@ -34,7 +34,7 @@ def batching(default: str, *options: str) -> Callable:
 
 
 def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable:
-    """Return an option that is a comma list of choices, all of them unless given."""
+    """Return an option that is a comma-separated list of choices, all of them by default."""
     return option(flag, name, type=CommaList(click.Choice(known)), default=",".join(known), help=what)
 
 

@@ -44,7 +44,7 @@ class DirectoryPath(click.Path):
 
 
 class CommaList(click.ParamType):
-    """A comma list, each item converted by `item`; a tuple, without repetitions unless `repeated`."""
+    """A comma-separated list whose items `item` converts, as a tuple; without duplicates unless `repeated` is set."""
 
     def __init__(self, item: click.ParamType, name: str = "list", repeated: bool = False):
         self.item, self.name, self.repeated = item, name, repeated
@@ -56,7 +56,7 @@ class CommaList(click.ParamType):
         if isinstance(self.item, click.IntRange) and not all(re.fullmatch("-?[0-9]+", part) for part in parts):
             self.fail(f"{value!r}, expected integers separated by commas, such as 1,16,64", param, ctx)
         if not all(parts):
-            self.fail(f"{value!r} is not a comma {self.name}", param, ctx)
+            self.fail(f"{value!r} is not a comma-separated {self.name}", param, ctx)
         items = [self.item.convert(part, param, ctx) for part in parts]
         return tuple(items if self.repeated else dict.fromkeys(items))
 
