@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.errors import InputError, nearest
+from iep.errors import SIMILARITY, InputError, nearest
 from iep.execution_engine import choices
 from iep.runtime.reading import parse_yaml, read_yaml
 
@@ -341,7 +341,7 @@ def find_config(file: Path | str) -> Path:
     if file.is_file() or (file.exists() and name not in shipped):
         return file
     if name not in shipped:
-        near = difflib.get_close_matches(name, shipped, n=3)
+        near = difflib.get_close_matches(name, shipped, n=3, cutoff=SIMILARITY)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise InputError(f"{file}: no such file, nor the name of a config of this package{hint}")
     return shipped[name]

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, Group
 from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
-from iep.config import MODULES, PRECISIONS, Config, EngineConfig, read_config
+from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
@@ -29,7 +29,7 @@ def batching(default: str, *options: str) -> Callable:
         return parsed("--batching", lambda: parse_strategies(value, options))
 
     added = f"each may be followed by +OPTION of {', '.join(options)}"
-    what = f"Comma list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
+    what = f"Comma-separated list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
     return option("--batching", "strategies", callback=parse, default=default, help=what)
 
 
@@ -116,7 +116,7 @@ def main() -> None:
 @data
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
-@option("--config", "config_file", type=FILE, help="YAML file whose engine settings are used.")
+@option("--config", "config_file", type=FILE, help="YAML file, or name of a config, of the engine.")
 @option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
 @placement_options
 @option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
@@ -146,7 +146,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
 @option("--questions-per-image", type=SIZE, default=1, help="Number of programs of --program per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, FAMILIES)
-@option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Family of modules.")
+@option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option(
     "--scene",
     type=click.Choice(["module", "stem"]),
@@ -176,7 +176,12 @@ def plan(ctx: click.Context, **given: Any) -> None:
 @option("--images", type=SIZE, default=10_000, help="Generated images, 0.4 GB per thousand; removed at the end.")
 @choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk, cache or shared memory.")
 @choices("--order", "orders", ("image", "random"), "image: all questions image by image; random: one of each image.")
-@option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Comma list of numbers of workers.")
+@option(
+    "--workers",
+    type=CommaList(click.IntRange(min=0)),
+    default="1,2",
+    help="Comma-separated list of numbers of workers.",
+)
 @option("--batch-size", type=SIZE, default=256, help="Questions per batch.")
 @option("--batches", type=SIZE, default=200, help="Most batches of a pass.")
 @seed
@@ -190,15 +195,15 @@ def loader(ctx: click.Context, **given: Any) -> None:
 
 @main.command(cls=RecordedCommand)
 @option("--data", type=DATA, required=True, help="Directory that iep-preprocess wrote.")
-@option("--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), required=True, help="YAML settings.")
-@option("--processes", type=SIZES, default="1,2", help="Comma list of numbers of processes.")
+@option("--config", type=FILE, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
+@option("--processes", type=SIZES, default="1,2", help="Comma-separated list of numbers of processes.")
 @option("--iterations", type=click.IntRange(min=2), default=100, help="Training steps of each run.")
 @measured(3, 3600.0, "Runs of each number of processes.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def processes(ctx: click.Context, **given: Any) -> None:
     """Time training by one process and by several processes."""
-    run(ctx, "processes", **given)
+    run(ctx, "processes", **given | {"config": find_config(given["config"])})
 
 
 @main.command("tree-lstm", cls=RecordedCommand)
