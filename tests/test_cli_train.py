@@ -230,7 +230,7 @@ def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
             "programs is predicted, sharing is True, temperature is 1.0, engine.module_dim is 77, which training pg",
             1,
         ),
-        (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg' or", 1),
+        (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
         (["--model", "eee"], "'eee' is not one of", 2),
         (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use", 1),
         (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use", 1),
