@@ -144,7 +144,7 @@ REFUSED = [
     ("{run} --program {count} --pg x", 2, "give one of them"),
     ("{run} --program {count} --question a --question b", 2, "2 --question for 1 --program"),
     ("{run} --program {count} --saliency gradient", 2, "--saliency is for pictures: give --draw FILE too"),
-    ("{run} --program {count} --look gradient", 2, "give --draw FILE too"),
+    ("{run} --program {count} --saliency gradient", 2, "give --draw FILE too"),
     ("{run} --program {count} --beam-size 2", 2, "--beam-size does not apply"),
     ("{run} --program {count} --max-program-length 9", 2, "--max-program-length does not apply"),
     ("{run} --program {count} --backbone patches --stage 2", 2, "--stage does not go with --backbone patches"),

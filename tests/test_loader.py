@@ -30,7 +30,7 @@ from iep.cli.evaluate import main as evaluate
 from iep.cli.train import main as train_main
 from iep.data.datasets import ClevrDataset, sequential_batches
 from iep.data.features import Features
-from iep.data.loader import Buffers, Loading, on_device
+from iep.data.loader import BatchBuffers, Loading, on_device
 from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
@@ -58,7 +58,7 @@ def test_batches_that_are_kept_stay_as_they_were_however_many_buffers_there_are(
 
 
 def test_a_buffer_is_free_again_when_the_last_tensor_of_it_is_gone():
-    buffers = Buffers(workers=2, per_worker=2, size=100)
+    buffers = BatchBuffers(workers=2, per_worker=2, size=100)
     assert [buffers.take(worker) for worker in (1, 1, 1, 0)] == [2, 3, None, 0]
     tensor = buffers.tensor(3, (5, 5), np.dtype(np.float32))
     part = tensor.fill_(7)[2]

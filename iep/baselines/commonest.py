@@ -10,9 +10,9 @@ import numpy as np
 
 
 def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) -> np.ndarray:
-    """Return the commonest answer of each type, and at the end, at index -1, that of all questions, (Q + 1,).
+    """Return the most common answer of each type, and at the end, at index -1, that of all questions, (Q + 1,).
 
-    A type without questions has the commonest answer of all. Of equally common answers, the smallest index is taken.
+    A type without questions has the most common answer of all. Of equally common answers, the smallest index is taken.
 
     Args:
         answers_N: (N,) answer indices of the training split.
@@ -34,5 +34,5 @@ def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) 
 
 
 def predict(commonest: np.ndarray, types_N: np.ndarray) -> np.ndarray:
-    """Return the answers to questions of the given types, (N,). Type -1 is unknown: it has the commonest of all."""
+    """Return the answers to questions of the given types, (N,). Type -1, unknown, has the most common one of all."""
     return commonest[np.asarray(types_N)]

@@ -58,11 +58,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--saliency",
-    "--look",
     "saliency",
     type=click.Choice(list(SALIENCY)),
     help="Map that --draw shows of a function: the norm of its output, or of the gradient of the answer's score by its "
-    f"output. --look is the former name of this option.  [default: {DEFAULT_SALIENCY}]",
+    f"output.  [default: {DEFAULT_SALIENCY}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a line with a JSON object for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
-from iep.cli.command import Command, Group
+from iep.cli.command import Command, CommandGroup
 from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
@@ -102,7 +102,7 @@ def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
         raise click.UsageError("--split needs --data")
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def main() -> None:
     """Measure the batched execution engine, the data loader and other batched networks, and look at schedules.
 

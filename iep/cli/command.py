@@ -52,7 +52,7 @@ class _Stoppable(click.Command):
                 sys.exit(stop.exit_code)
 
 
-class Group(_Stoppable, click.Group):
+class CommandGroup(_Stoppable, click.Group):
     """A group of commands."""
 
 

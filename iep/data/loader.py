@@ -60,7 +60,7 @@ class Batches:
         loading, buffers = self._loading, None
         if loading.workers and self._buffer_bytes:
             # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
-            buffers = Buffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
+            buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
         loader = DataLoader(
             _Items(self._make, buffers),
             sampler=map(self._choose, self._numbers),
@@ -79,7 +79,7 @@ class Batches:
 class _Items(Dataset):
     """What workers send: batches, and `InputError`s, which if raised would arrive as tracebacks of several lines."""
 
-    def __init__(self, make: Make, buffers: "Buffers | None"):
+    def __init__(self, make: Make, buffers: "BatchBuffers | None"):
         self.make, self.buffers = make, buffers
 
     def __getitem__(self, choice: Any) -> Any:
@@ -97,7 +97,7 @@ class _Items(Dataset):
         return Parcel(pickled(replace(batch, features=None)), self.buffers, number, features.shape, features.dtype)
 
 
-class Buffers:
+class BatchBuffers:
     """Memory for the features of batches, shared with forked worker processes; each worker has buffers of its own.
 
     A worker takes a buffer, and the process that made the buffers releases it. Pages that are never written take no
@@ -111,7 +111,7 @@ class Buffers:
         self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
         _MADE[id(self)] = self
 
-    def __reduce__(self) -> tuple[Callable[[int], "Buffers"], tuple[int]]:
+    def __reduce__(self) -> tuple[Callable[[int], "BatchBuffers"], tuple[int]]:
         """Pickle the identity, by which the process that made the buffers finds them again."""
         return _made_here, (id(self),)
 
@@ -136,10 +136,10 @@ class Buffers:
         return torch.from_numpy(array)
 
 
-_MADE: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
+_MADE: WeakValueDictionary[int, BatchBuffers] = WeakValueDictionary()
 
 
-def _made_here(key: int) -> Buffers:
+def _made_here(key: int) -> BatchBuffers:
     return _MADE[key]
 
 
@@ -148,7 +148,7 @@ class Parcel:
     """A pickled batch on its way from a worker; its features are in a buffer if one was free."""
 
     content: bytes
-    buffers: Buffers | None = None
+    buffers: BatchBuffers | None = None
     number: int = 0
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None

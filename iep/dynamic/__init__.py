@@ -3,6 +3,6 @@
 from iep.dynamic.edges import Edges
 from iep.dynamic.future import Future
 from iep.dynamic.scope import scope
-from iep.dynamic.vertex import Outcome, VertexFunction, VertexNetwork, VertexPlan, Vertices
+from iep.dynamic.vertex import Results, VertexFunction, VertexNetwork, VertexPlan, Vertices
 
-__all__ = ["Edges", "Future", "Outcome", "VertexFunction", "VertexNetwork", "VertexPlan", "Vertices", "scope"]
+__all__ = ["Edges", "Future", "Results", "VertexFunction", "VertexNetwork", "VertexPlan", "Vertices", "scope"]

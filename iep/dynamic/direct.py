@@ -1,4 +1,4 @@
-"""The commonest functions and layers whose plain call on a group equals a call for each sample.
+"""The most common functions and layers whose plain call on a group equals a call for each sample.
 
 `torch.vmap` costs some 300 us a call whatever it runs. What is missing here is not wrong, only slower.
 

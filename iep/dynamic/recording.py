@@ -19,7 +19,18 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from iep.dynamic.future import Future, is_in_forward, lost_gradient, recording_into, values_of
-from iep.dynamic.kernels import NOW, STATIC, Autocast, Call, Kernel, Spec, kernel_of, name_of, state_of, tensors_of
+from iep.dynamic.kernels import (
+    NOW,
+    STATIC,
+    Autocast,
+    Invocation,
+    Kernel,
+    Spec,
+    kernel_of,
+    name_of,
+    state_of,
+    tensors_of,
+)
 from iep.dynamic.nested import Leaf, fill, mapped, split
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -30,7 +41,7 @@ DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Column:
+class FutureColumn:
     """Tensors of one shape, dtype and device."""
 
     recording: "Recording"
@@ -52,13 +63,13 @@ class Op:
     """What the nodes of one key run."""
 
     index: int
-    call: Call
+    call: Invocation
     kernel: Kernel
     grad: bool
     autocast: Autocast
     num_leaves: int
     """How many tensors are among the arguments of each node."""
-    columns: tuple[Column, ...]
+    columns: tuple[FutureColumn, ...]
     """Of the results."""
     constants: list[Tensor]
     """The tensors among the arguments that all calls share."""
@@ -91,7 +102,7 @@ class Recording:
         self._run, self._ran_at_once = run, ran_at_once
         self.is_over, self._is_in_forward = False, is_in_forward()
         self._constants = {id(tensor): Constant(tensor) for tensor in constants}
-        self._columns: dict[tuple, Column] = {}
+        self._columns: dict[tuple, FutureColumn] = {}
         self._start()
 
     def _start(self) -> None:
@@ -100,7 +111,7 @@ class Recording:
         self.arguments = array("q")
         """The addresses of the nodes' arguments, node after node."""
         self.inputs: list[Tensor] = []
-        self.input_columns: list[Column] = []
+        self.input_columns: list[FutureColumn] = []
         self._input_versions: list[int | None] = []
         self._input_addresses: dict[int, int] = {}
         self._num_results = 0
@@ -169,7 +180,7 @@ class Recording:
         except TypeError as failure:
             return self._run_now(function, args, kwargs, f"{failure}")
         if op is None:
-            if any(type(part) is Column and part.recording is not self for part in key):
+            if any(type(part) is FutureColumn and part.recording is not self for part in key):
                 # Futures of other scopes are tensors from outside to this one.
                 args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
             else:
@@ -243,16 +254,16 @@ class Recording:
         address = self._input_addresses[id(tensor)] = -len(self.inputs)
         return address
 
-    def _column(self, *spec: Any) -> Column:
+    def _column(self, *spec: Any) -> FutureColumn:
         column = self._columns.get(spec)
         if column is None:
-            column = self._columns[spec] = Column(self, len(self._columns), *spec)
+            column = self._columns[spec] = FutureColumn(self, len(self._columns), *spec)
         return column
 
     def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Find out what calls of `key` run."""
         (args, kwargs), leaves = split((args, dict(kwargs)), self._is_samples)
-        call = Call(function, args, kwargs)
+        call = Invocation(function, args, kwargs)
         kernel = Kernel(NOW, "no argument is a tensor")
         if leaves:
             general = tuple(map(_general, key[1:])) if all(map(_is_plain, key[1:])) else None
@@ -298,11 +309,11 @@ def _autocast() -> Autocast:
 
 
 def _is_plain(part: Any) -> bool:
-    return isinstance(part, Column | Constant | type) or type(part) in PLAIN_KINDS or type(part) is tuple
+    return isinstance(part, FutureColumn | Constant | type) or type(part) in PLAIN_KINDS or type(part) is tuple
 
 
 def _general(part: Any) -> Any:
     """Return a part of a key without what belongs to a scope or keeps tensors alive."""
     if type(part) is Constant:
         return Spec.of(part.tensor), part.tensor.requires_grad
-    return Spec.of(part) if type(part) is Column else part
+    return Spec.of(part) if type(part) is FutureColumn else part

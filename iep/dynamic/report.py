@@ -27,7 +27,7 @@ class OpReport(NamedTuple):
 
 
 @dataclass
-class Report:
+class BatchingReport:
     """What a scope has done so far."""
 
     flushes: Counter[str] = field(default_factory=Counter)

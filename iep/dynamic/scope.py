@@ -27,7 +27,7 @@ from iep.dynamic.kernels import is_autograd_function, run_group
 from iep.dynamic.lowering import Lowered, lower
 from iep.dynamic.recording import Recording
 from iep.dynamic.remembered import key_of, remembered
-from iep.dynamic.report import Report
+from iep.dynamic.report import BatchingReport
 from iep.dynamic.trial import has_backward_hooks
 
 GRANULARITIES = ("module", "op")
@@ -80,7 +80,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         self._listed = frozenset(_without_lists(modules))
         self._by_op = granularity == "op"
         self._scheduler, self._share, self._defer = scheduler, share, defer_weight_grads
-        self._report, self._recording = Report(), None
+        self._report, self._recording = BatchingReport(), None
         self._is_hooked = cache(_is_hooked)
 
     def __enter__(self) -> Self:
@@ -115,7 +115,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
         return call
 
-    def report(self) -> Report:
+    def report(self) -> BatchingReport:
         """Return what was batched so far, what was not, and why. Printed, it is a table."""
         return self._report
 

@@ -104,7 +104,7 @@ class VertexPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Results:
     """What a run of a vertex network returns."""
 
     roots: Mapping[str, Tensor]
@@ -182,7 +182,7 @@ class VertexNetwork:
         rows = torch.from_numpy(ids).split([len(each) for each in joined.rows.values()])
         return VertexPlan(graph, schedule, plan, dict(zip(joined.rows, rows, strict=True)))
 
-    def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Outcome:
+    def __call__(self, plan: VertexPlan, inputs: Mapping[str, Tensor], defer_weight_grads: bool = True) -> Results:
         """Run the vertices of a minibatch.
 
         Args:
@@ -206,7 +206,7 @@ class VertexNetwork:
         pushing = {name for op in modules for name in self._function(op)[0].pushes}
         pushed = dict.fromkeys(self.pushes, results[0].new_empty(0))
         pushed.update(zip((name for name in self.pushes if name in pushing), results[count:], strict=True))
-        return Outcome(dict(zip(self.shapes, results[:count], strict=True)), pushed)
+        return Results(dict(zip(self.shapes, results[:count], strict=True)), pushed)
 
     def _make_plan(
         self, graph: Graph, joined: Joined, num_samples: int, scheduler: str
