@@ -43,7 +43,7 @@ class Spec(NamedTuple):
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
-class Invocation(NamedTuple):
+class Recorded(NamedTuple):
     """A function or module and its arguments, with a `Leaf` for every tensor that differs between samples."""
 
     function: Callable
@@ -73,7 +73,7 @@ _of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictiona
 _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 
 
-def kernel_of(call: Invocation, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+def kernel_of(call: Recorded, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
     """Return how `call` runs on leaves like `specs`; warn where it is not batched.
 
     Kernels of modules and of PyTorch's functions are remembered from scope to scope. The user's functions may depend on
@@ -98,7 +98,7 @@ def kernel_of(call: Invocation, key: tuple | None, specs: Sequence[Spec], sample
     return kernel
 
 
-def _find_kernel(call: Invocation, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
+def _find_kernel(call: Recorded, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
     try:
         with trial_run(is_fake=True) as trial:
             leaves = list(map(_empty, specs))
@@ -162,7 +162,7 @@ def _parts_of(function: Callable) -> list[nn.Module]:
     return list(module.modules()) if isinstance(module, nn.Module) else []
 
 
-def run_group(call: Invocation, kernel: Kernel, grad: bool, autocast: Autocast, *leaves: Tensor) -> tuple[Tensor, ...]:
+def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded."""
     try:
         with ExitStack() as stack:
@@ -188,7 +188,7 @@ def run_group(call: Invocation, kernel: Kernel, grad: bool, autocast: Autocast, 
     return tuple(result.to(spec.dtype) for result, spec in zip(results, kernel.outputs, strict=True))
 
 
-def _run(call: Invocation, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+def _run(call: Recorded, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if kernel.how == DIRECT:
         return call.run(leaves)[1]
     if kernel.how == VMAP:

@@ -19,18 +19,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from iep.dynamic.future import Future, is_in_forward, lost_gradient, recording_into, values_of
-from iep.dynamic.kernels import (
-    NOW,
-    STATIC,
-    Autocast,
-    Invocation,
-    Kernel,
-    Spec,
-    kernel_of,
-    name_of,
-    state_of,
-    tensors_of,
-)
+from iep.dynamic.kernels import NOW, STATIC, Autocast, Kernel, Recorded, Spec, kernel_of, name_of, state_of, tensors_of
 from iep.dynamic.nested import Leaf, fill, mapped, split
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -63,7 +52,7 @@ class Op:
     """What the nodes of one key run."""
 
     index: int
-    call: Invocation
+    call: Recorded
     kernel: Kernel
     grad: bool
     autocast: Autocast
@@ -263,7 +252,7 @@ class Recording:
     def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Find out what calls of `key` run."""
         (args, kwargs), leaves = split((args, dict(kwargs)), self._is_samples)
-        call = Invocation(function, args, kwargs)
+        call = Recorded(function, args, kwargs)
         kernel = Kernel(NOW, "no argument is a tensor")
         if leaves:
             general = tuple(map(_general, key[1:])) if all(map(_is_plain, key[1:])) else None
