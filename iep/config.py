@@ -26,7 +26,9 @@ from iep.runtime.reading import parse_yaml, read_yaml
 
 BASELINES = ("lstm", "cnn-lstm", "cnn-lstm-sa")
 """Models of a single network that answers without programs."""
-MODELS = ("pg", "ee", "joint", *BASELINES)
+MODELS = ("pg", "ee", "joint", *BASELINES, "backbone")
+ANSWERING = MODELS[:-1]
+"""Models that are trained on questions."""
 WITH_ENGINE = ("ee", "joint")
 READING_FEATURES = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
 """Models that read features."""
@@ -57,7 +59,7 @@ PLACES = ("device", "devices", "placement")
 SECTIONS = {
     "generator": ("pg", "joint"),
     "engine": WITH_ENGINE,
-    **{name.replace("-", "_"): (name,) for name in BASELINES},
+    **{name.replace("-", "_"): (name,) for name in (*BASELINES, "backbone")},
 }
 """The sections of a `Config`, which hold the settings of one network each, and the models that have the network."""
 PATHS = {
@@ -71,7 +73,7 @@ SHIPPED = Path(__file__).parent / "configs"
 Given = list[tuple[str, str, Any]]
 """Settings as a user gave them: where, the dotted name, and the value."""
 LARGEST = 2**53
-LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4)}
+LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4), "backbone": 3e-3}
 
 
 def setting(
@@ -158,6 +160,15 @@ class CnnLstmSaConfig(LstmConfig):
 
 
 @dataclass(frozen=True)
+class BackboneConfig:
+    """Scene network, whose features the other models read (`iep/backbone/network.py`)."""
+
+    widths: tuple[int, ...] = setting((32, 64, 64), minimum=1)
+    depths: tuple[int, ...] = setting((1, 1, 4), minimum=0)
+    image_size: int = setting(224, minimum=32, maximum=4096)
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that a training run depends on besides its data's content. Saved beside its checkpoints."""
 
@@ -181,7 +192,7 @@ class Config:
     train_split: str = "train"
     val_split: str = "val"
     """CLEVR-CoGenT's splits are trainA, valA and valB."""
-    families: str | None = None
+    families: str | None = setting(None, models=ANSWERING)
     """Train and validate on the questions of these families only: a JSON or YAML file that lists them, or short or long
     (see `iep/data/question_families.py`). What follows counts the questions that these leave."""
     num_train_samples: int | None = setting(None, minimum=1)
@@ -190,26 +201,27 @@ class Config:
     """Validate on none of the first so many questions, those that are trained on, say."""
     num_val_samples: int | None = setting(10_000, minimum=1)
     """Validate on so many questions, the first after those skipped."""
-    curriculum: tuple[tuple[int, int], ...] = ()
+    curriculum: tuple[tuple[int, int], ...] = setting((), models=ANSWERING)
     """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
     max_program_length: int = setting(31, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
     """Tokens after which decoding stops, <START> and <END> included: as the original toolkit, 30 after <START>. CLEVR's
     longest program has 27."""
-    questions_per_image: int = setting(1, minimum=1)
+    questions_per_image: int = setting(1, minimum=1, models=ANSWERING)
     """Questions about the same image that are drawn together; above 1, with sharing, the stem sees fewer images."""
     workers: int = setting(1, minimum=0)
     """Processes that read batches and plan them; 0 does it in the training process."""
     prefetch: int = setting(2, minimum=1)
     """Batches that each worker makes ahead."""
-    features_in_memory: bool = setting(False, models=READING_FEATURES)
-    """Read all features once, at the start, into memory that all processes of a machine share."""
+    features_in_memory: bool = setting(False, models=(*READING_FEATURES, "backbone"))
+    """Read all features once, at the start, into memory that all processes of a machine share; decode all images, for a
+    backbone."""
 
     iterations: int = setting(20_000, minimum=1)
     batch_size: int = setting(64, minimum=1)
     val_batch_size: int = setting(256, minimum=1)
     """Questions that validation runs at a time."""
     learning_rate: float | None = setting(None, minimum=0)
-    """Unset: 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint."""
+    """Unset: 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint, 3e-3 for a backbone."""
     warmup: int = setting(0, minimum=0)
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
@@ -245,6 +257,7 @@ class Config:
     lstm: LstmConfig = LstmConfig()
     cnn_lstm: CnnLstmConfig = CnnLstmConfig()
     cnn_lstm_sa: CnnLstmSaConfig = CnnLstmSaConfig()
+    backbone: BackboneConfig = BackboneConfig()
 
     @property
     def peak_learning_rate(self) -> float:

@@ -14,8 +14,8 @@ import iep
 ROOT = Path(iep.__file__).parents[1]
 ORDER = (
     *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "programs"),
-    *("program_generator", "execution_engine", "baselines", "config"),
-    *("data", "models", "synth", "preprocess", "evaluation", "training", "asking"),
+    *("synth", "backbone", "program_generator", "execution_engine", "baselines", "config"),
+    *("data", "models", "preprocess", "evaluation", "training", "asking"),
     *("workloads", "bench", "cli"),
 )
 """The folders and loose files of `iep/`; each imports only itself and what stands before it."""

@@ -1,7 +1,7 @@
 """The networks of a model: built from settings and the data's shapes, or loaded from a checkpoint.
 
 A checkpoint keeps the constructor arguments of each network beside its weights, so that loading needs no config. The
-networks are called `generator`, `engine`, `lstm`, `cnn_lstm` and `cnn_lstm_sa`, as their settings in a config are.
+networks are called `generator`, `engine`, `lstm`, `cnn_lstm`, `cnn_lstm_sa` and `backbone`, as their settings in a config are.
 `NETWORKS` lists those of each model.
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
 from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
@@ -32,7 +33,7 @@ BASELINES: dict[str, type[nn.Module]] = {
     "cnn_lstm": CNNLSTMBaseline,
     "cnn_lstm_sa": StackedAttentionBaseline,
 }
-CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, **BASELINES}
+CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, **BASELINES, "backbone": SceneNetwork}
 DESCRIPTIONS = {
     "generator": "a program generator",
     "engine": "an execution engine",
@@ -40,6 +41,7 @@ DESCRIPTIONS = {
     "cnn_lstm": "a CNN+LSTM",
     "cnn_lstm_sa": "a CNN+LSTM+SA",
     "baseline": "a baseline",
+    "backbone": "a backbone",
 }
 NETWORKS = {model: tuple(name for name, models in SECTIONS.items() if model in models) for model in MODELS}
 """The networks of each model."""
@@ -48,7 +50,7 @@ FEATURE_SIDES = {
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
 """The constructor arguments that say which features a network is made for, by network, for those that read any."""
-LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims"}
+LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims", "depths"}
 """The constructor arguments that are a number of layers or a list of their widths."""
 VARIANCES, COUNTS = "running_var", "num_batches_tracked"
 """PyTorch's names of the buffers of batch norms that are never negative, and that are integers."""
@@ -125,7 +127,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
     if name not in packed:
         found = ", ".join(DESCRIPTIONS.get(each, each) for each in packed) or "no network"
         raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
-    network = _load(name, packed[name]["kwargs"], packed[name]["weights"], path)
+    network = network_of(name, packed[name]["kwargs"], packed[name]["weights"], path)
     network.recipe = checkpoint.get("features") or {}
     return network
 
@@ -142,7 +144,7 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _load(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
+def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
     """Return a network with weights, which are compared with its settings before a network of that size is allocated.
 
     With a weight or a running statistic that is not finite, every answer would be NaN or the first answer.

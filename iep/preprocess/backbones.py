@@ -1,21 +1,28 @@
-"""Pixels -> features: a torchvision ResNet up to a stage, or patches of the pixels themselves.
+"""Pixels -> features: a torchvision ResNet up to a stage, the scene network, or patches of the pixels themselves.
 
 A backbone is plain data: which one, and its settings. Its `extractor` is a function of pixels. Its `recipe` is recorded
 in features files and in the checkpoints of models trained on them; `backbone_of` returns the backbone of a recipe.
 Shapes: B images, C H W features.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
+from iep.backbone.network import SceneNetwork
 from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
+from iep.models.build import network_of, unpack
+from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
 
@@ -61,6 +68,74 @@ class Patches:
             return patches_BCHW.float().div_(127.5).sub_(1)
 
         return extract
+
+
+SHIPPED_WEIGHTS = Path(__file__).parents[1] / "backbone" / "synth.safetensors"
+"""A scene network trained on what `iep-synth` draws; docs/backbone.md describes it."""
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """The trunk of a scene network (`iep.backbone.network`): features (C, grid, grid), 0 or more.
+
+    Args:
+        weights: `default` (those that ship with the package), a safetensors file, or a checkpoint or run directory of
+            `iep-train --model backbone`.
+        refine: cells of the grid in place of one along each side, 1 or 2.
+    """
+
+    weights: str = "default"
+    refine: int = 1
+
+    def recipe(self) -> Recipe:
+        """
+        Raises:
+            InputError: there is no such file.
+        """
+        return {
+            "backbone": "synth",
+            "weights": f"file {file_digest(self._path)}",
+            "refine": self.refine,
+            "normalisation": "x / 127.5 - 1",
+        }
+
+    @cached_property
+    def network(self) -> SceneNetwork:
+        """The network in evaluation mode, on the CPU; loaded once.
+
+        Raises:
+            InputError: the file is missing or damaged, or holds the weights of another network.
+        """
+        if self._path.suffix == ".pt":
+            return unpack(load_checkpoint(self._path, PARTS_OF_A_MODEL), "backbone", self._path).eval()
+        with reading(self._path, "a safetensors file of a backbone"), safe_open(self._path, "pt") as file:
+            kwargs = json.loads((file.metadata() or {})["kwargs"])
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        return network_of("backbone", kwargs, weights, self._path).eval()
+
+    @property
+    def image_size(self) -> int:
+        return self.network.image_size
+
+    def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """(B, 3, H, W) uint8 -> (B, C, grid, grid) float32.
+
+        Raises:
+            InputError: as `network`.
+        """
+        network = deepcopy(self.network).to(device, memory_format=torch.channels_last)
+        network.refine(self.refine)
+
+        def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+            with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+                return network.features(pixels_BCHW.to(device)).contiguous()
+
+        return extract
+
+    @property
+    def _path(self) -> Path:
+        path = SHIPPED_WEIGHTS if self.weights == "default" else Path(self.weights)
+        return path / BEST if path.is_dir() else path
 
 
 @dataclass(frozen=True)
@@ -130,7 +205,10 @@ class ResNet:
         return model
 
 
-def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Patches | ResNet:
+Backbone = Patches | Scenes | ResNet
+
+
+def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Backbone:
     """Return the backbone whose `recipe()` is among what a features file records.
 
     Args:
@@ -146,6 +224,10 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Pat
         if weights is not None:
             raise InputError("the features are patches of pixels, for which there are no weights")
         backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
+    elif name == "synth":
+        backbone = Scenes(weights or "default", _whole(recipe, "refine", most=2))
+        if weights is None and recorded != backbone.recipe()["weights"]:
+            raise InputError(f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE")
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         if weights is None and recorded.startswith("file "):

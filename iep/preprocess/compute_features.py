@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from iep.errors import InputError
-from iep.preprocess.backbones import Patches, ResNet
+from iep.preprocess.backbones import Backbone
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
 from iep.preprocess.write_features import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
@@ -22,7 +22,7 @@ from iep.runtime.distributed import by_main, is_main, main_first, rank, world_si
 def preprocess_features(
     images: Mapping[str, Sequence[Path]],
     out: Path,
-    backbone: Patches | ResNet,
+    backbone: Backbone,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     batch_size: int = 64,
@@ -80,7 +80,7 @@ def preprocess_features(
 
 
 def image_features(
-    path: Path, backbone: Patches | ResNet, dtype: str = "float32", device: torch.device | str = "cpu"
+    path: Path, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Return the (1, C, H, W) float32 features of one image, with the values that are stored as `dtype`.
 

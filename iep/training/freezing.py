@@ -19,6 +19,7 @@ CHILDREN: dict[str, dict[str, tuple[str, ...] | None]] = {
     "engine": {"stem": ("stem",), "modules": REST, "classifier": ("classifier",)},
     "lstm": {"rnn": ("rnn",), "classifier": ("classifier",)},
     "cnn_lstm": {"rnn": ("rnn",), "cnn": ("cnn",), "classifier": ("classifier",)},
+    "backbone": {"trunk": ("trunk",), "head": ("head",)},
     "cnn_lstm_sa": {"rnn": ("rnn",), "cnn": ("image_proj",), "attention": REST, "classifier": ("classifier",)},
 }
 """The parts of each network."""

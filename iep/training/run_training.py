@@ -53,6 +53,7 @@ from iep.models.build import (
     with_module_norm,
 )
 from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
+from iep.preprocess.labelled_scenes import open_scenes, scenes_path
 from iep.programs import program_lengths
 from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
@@ -198,7 +199,8 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     check_options(config.placement, config.devices, config.device)
     device = main_device(config.placement, config.devices, config.device)
-    vocab = Vocab.load(Path(config.data) / "vocab.json")
+    # A backbone reads a CLEVR directory, which has no vocabulary: it names the attributes of CLEVR's.
+    vocab = Vocab.clevr() if config.model == "backbone" else Vocab.load(Path(config.data) / "vocab.json")
     training, validation = _open_splits(config, vocab)
     for split in filter(None, (training, validation)):
         task.check_questions(config, split.questions)
@@ -208,6 +210,8 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     """Open the splits to train and to validate on; None instead of `val` where no split is named and it is missing."""
     data, sees = Path(config.data), config.model in READING_FEATURES
+    if config.model == "backbone":
+        return _open_scenes(config, data)
     choose = None
     if config.families is not None:
         choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
@@ -217,6 +221,20 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
         return training, None
     samples, skip = config.num_val_samples, config.skip_val_samples
     return training, open_split(data, config.val_split, vocab, sees, samples, in_memory, choose, skip)
+
+
+def _open_scenes(config: Config, data: Path) -> tuple[Split, Split | None]:
+    """Open the splits of a CLEVR directory, `val` as for `_open_splits`."""
+    size, workers = config.backbone.image_size, config.workers
+
+    def opened(split: str, samples: int | None, skip: int = 0) -> Split:
+        found = open_scenes(data, split, size, samples, skip)
+        return replace(found, features=found.features.in_memory(workers)) if config.features_in_memory else found
+
+    training = opened(config.train_split, config.num_train_samples)
+    if config.val_split == Config.val_split and not scenes_path(data, config.val_split).exists():
+        return training, None
+    return training, opened(config.val_split, config.num_val_samples, config.skip_val_samples)
 
 
 # Build

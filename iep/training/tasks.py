@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from iep.backbone.augment import augmented
+from iep.backbone.network import named, scene_loss
 from iep.config import BASELINES, Config
 from iep.data.datasets import Batch
 from iep.data.question_file import Questions
@@ -211,6 +213,31 @@ class JointTask(EngineTask):
         return sum(loss for name, loss in losses.items() if is_trained(self.networks[name])), metrics
 
 
+class BackboneTask(Task):
+    """A backbone that names the objects of drawn scenes; an object is right if it is found and all of its attributes
+    are named right."""
+
+    @classmethod
+    def needs(cls, config: Config) -> tuple[str, ...]:
+        return ()
+
+    def _run(self, batch: Batch, augment: bool) -> tuple[Tensor, Tensor]:
+        pixels_BCHW, objects_BMF = batch.features[batch.image_rows], batch.answers
+        if augment:
+            pixels_BCHW, objects_BMF = augmented(pixels_BCHW, objects_BMF)
+        return self.networks["backbone"](pixels_BCHW), objects_BMF
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return the loss of `scene_loss` on images that are changed at random."""
+        loss = scene_loss(*self._run(batch, augment=True))
+        return loss, {"loss": loss.detach()}
+
+    def correct(self, batch: Batch) -> Tensor:
+        """Return (N,) booleans, one for each object of the images."""
+        is_found_N, is_right_N4 = named(*self._run(batch, augment=False))
+        return is_found_N & is_right_N4.all(1)
+
+
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
     """Return the mean cross entropy of an answer, and with it the share of right answers."""
     loss = F.cross_entropy(logits_BA.float(), answers_B)
@@ -223,5 +250,6 @@ TASKS: dict[str, type[Task]] = {
     "ee": EngineTask,
     "joint": JointTask,
     **dict.fromkeys(BASELINES, Task),
+    "backbone": BackboneTask,
 }
 """The task of each model."""

@@ -1,0 +1,56 @@
+"""A backbone on the images of a split whose scenes are known: how many objects it finds, and names right.
+
+Shapes: B images, K scores of a cell, H W cells, M objects of an image at most, N objects of all images.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from iep.backbone.network import ATTRIBUTES, SceneNetwork, named
+from iep.data.datasets import Batch
+
+NEAR = 1.5
+"""Greatest distance, in cells, from an object's centre to the middle of the cell in which it is found."""
+
+
+def peaks(scores_BKHW: Tensor) -> Tensor:
+    """Return the (B, H, W) cells in which an object is found: likelier than not, and no neighbour likelier."""
+    presence_BHW = scores_BKHW[:, 0]
+    return (presence_BHW > 0) & (presence_BHW == F.max_pool2d(presence_BHW[:, None], 3, 1, 1)[:, 0])
+
+
+def count_matches(peaks_HW: Tensor, objects_MF: Tensor) -> int:
+    """Return how many objects are found: each object by one peak at most that is near, the nearest pair first."""
+    height, width = peaks_HW.shape
+    cells_P2 = peaks_HW.nonzero() + 0.5
+    there_M2 = objects_MF[objects_MF[:, 0] >= 0][:, :2].flip(1) * torch.tensor([height, width])
+    distance_PM = torch.cdist(cells_P2.double(), there_M2.double())
+    count = 0
+    while distance_PM.numel() and distance_PM.min() <= NEAR:
+        peak, thing = divmod(int(distance_PM.argmin()), distance_PM.shape[1])
+        distance_PM[peak], distance_PM[:, thing] = torch.inf, torch.inf
+        count += 1
+    return count
+
+
+@torch.no_grad()
+def score_objects(network: SceneNetwork, batches: Iterable[Batch]) -> dict[str, float]:
+    """Return the number of `objects`, the `precision` and `recall` with which they are found, and for each attribute the
+    share of all objects whose value is named right at the cell of their centre, from 0 to 1."""
+    objects = found = matches = 0
+    right = torch.zeros(len(ATTRIBUTES), dtype=torch.long)
+    named_count = 0
+    for batch in batches:
+        scores_BKHW, objects_BMF = network(batch.features[batch.image_rows]).cpu(), batch.answers.cpu()
+        peaks_BHW = peaks(scores_BKHW)
+        found += int(peaks_BHW.sum())
+        objects += int((objects_BMF[..., 0] >= 0).sum())
+        matches += sum(map(count_matches, peaks_BHW, objects_BMF))
+        _, is_right_N4 = named(scores_BKHW, objects_BMF)
+        right += is_right_N4.sum(0)
+        named_count += len(is_right_N4)
+    shares = {"precision": matches / max(1, found), "recall": matches / max(1, objects)}
+    return {"objects": objects} | shares | dict(zip(ATTRIBUTES, (right / max(1, named_count)).tolist(), strict=True))

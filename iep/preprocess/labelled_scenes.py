@@ -1,0 +1,154 @@
+"""Images and scenes of a CLEVR directory -> a split to train a backbone on: an image's question is what lies where.
+
+`scenes/CLEVR_{split}_scenes.json` names, for each object, its attributes and the pixel of its centre (`pixel_coords`),
+in CLEVR v1.0 and in what `iep-synth` writes. Shapes: N images, M objects of an image at most, F = 6 numbers of one.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from iep.backbone.network import ABSENT, ATTRIBUTES
+from iep.data.question_file import Questions, Split
+from iep.errors import InputError, nearest
+from iep.preprocess.images import image_batches, read_image
+from iep.runtime.distributed import is_main
+from iep.runtime.memory import available_memory
+from iep.runtime.reading import read_json, reading
+from iep.synth.world import VALUES
+
+
+class SceneImages:
+    """The images of a split as uint8 pixels, decoded on demand; it is read like `iep.data.features.Features`.
+
+    Attributes:
+        path: the directory of the images.
+        shape: (N, 3, size, size).
+        recipe: how they were resized.
+    """
+
+    def __init__(self, path: Path, images: list[Path], size: int):
+        self.path, self.shape = path, (len(images), 3, size, size)
+        self.recipe: dict[str, str | int] = {"image_size": size}
+        self._images = images
+        self._pixels_NCHW: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one image's pixels."""
+        return int(np.prod(self.shape[1:]))
+
+    def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
+        """Return the (N, 3, size, size) uint8 pixels of the images `rows` (N,).
+
+        Raises:
+            InputError: an image cannot be read (names it).
+        """
+        pixels_NCHW = allocate((len(rows), *self.shape[1:]), np.dtype(np.uint8))
+        for row, pixels_CHW in zip(rows.tolist(), pixels_NCHW, strict=True):
+            known = self._pixels_NCHW
+            pixels_CHW[:] = read_image(self._images[row], self.shape[-1]) if known is None else known[row]
+        return torch.from_numpy(pixels_NCHW)
+
+    def in_memory(self, workers: int = 0) -> "SceneImages":
+        """Return the same images, all decoded, by `workers` processes.
+
+        Raises:
+            InputError: they do not fit into memory, or as `read`.
+        """
+        need, available = len(self) * self.row_bytes, available_memory()
+        if need > available:
+            raise InputError(
+                f"{self.path}: its images take {need:,} bytes of memory, and {available:,} are available; without "
+                "features_in_memory they are decoded as they are needed"
+            )
+        other, size = copy(self), self.shape[-1]
+        other._pixels_NCHW, end = np.empty(self.shape, np.uint8), 0
+        with tqdm(total=len(self), desc=str(self.path), unit="image", disable=not is_main()) as bar:
+            for batch in image_batches(self._images, size, 64, workers):
+                other._pixels_NCHW[end : end + len(batch)] = batch.numpy()
+                end += len(batch)
+                bar.update(len(batch))
+        return other
+
+
+def open_scenes(clevr_dir: Path, split: str, size: int, num_samples: int | None = None, skip: int = 0) -> Split:
+    """Open the images of a split and what their scenes hold.
+
+    The `answers` of the split's questions, one for each image, are (N, M, F) float32 objects, the farthest first: x and
+    y of its centre, from 0 to below 1, and the index of its value of each of `ATTRIBUTES`.
+
+    Args:
+        size: pixels to a side, to which images are resized.
+        num_samples: use at most this many images; None for all.
+        skip: leave out the first images.
+
+    Raises:
+        InputError: a file is missing or damaged, or a scene has an object without a place in the image, with an unknown
+            attribute or without one (names the scene and the object).
+    """
+    path, directory = scenes_path(clevr_dir, split), clevr_dir / "images" / split
+    scenes = read_json(path, "a CLEVR scenes file")
+    with reading(path, "a CLEVR scenes file"):
+        scenes = scenes["scenes"] if isinstance(scenes, dict) else None
+        if not isinstance(scenes, list) or not all(isinstance(scene, dict) for scene in scenes):
+            raise InputError("expected a list of objects under the key 'scenes'")
+        scenes = scenes[skip:][:num_samples]
+        if not scenes:
+            raise InputError("there are no scenes" + (f" after the first {skip}" if skip else ""))
+        images = [directory / _text(scene, "image_filename", f"scene {n}") for n, scene in enumerate(scenes, skip)]
+    objects = []
+    for number, (scene, image) in enumerate(zip(scenes, images, strict=True), skip):
+        with reading(image, "an image"), Image.open(image) as opened:
+            width_height = opened.size
+        with reading(path, "a CLEVR scenes file"):
+            objects.append(_objects(scene, width_height, f"scene {number}"))
+    answers_NMF = np.full((len(objects), max(1, *map(len, objects)), 2 + len(ATTRIBUTES)), ABSENT, np.float32)
+    for row_MF, found in zip(answers_NMF, objects, strict=True):
+        row_MF[: len(found)] = np.array(found, np.float32).reshape(-1, answers_NMF.shape[2])
+    numbers = np.arange(len(scenes))
+    questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
+    return Split(questions, SceneImages(directory, images, size), len(scenes))
+
+
+def scenes_path(clevr_dir: Path, split: str) -> Path:
+    """Return the path of a split's scenes file in a CLEVR directory."""
+    return clevr_dir / "scenes" / f"CLEVR_{split}_scenes.json"
+
+
+def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:
+    """Return the numbers of each object of a scene, the farthest object first."""
+    found = []
+    for number, thing in enumerate(scene.get("objects", ())):
+        what = f"{name}, object {number}"
+        place = thing.get("pixel_coords")
+        if not isinstance(place, list) or len(place) < 2 or not all(isinstance(x, (int, float)) for x in place):
+            raise InputError(f"{what}: pixel_coords is {place!r}, expected [x, y, depth]")
+        if not all(0 <= x < most for x, most in zip(place[:2], width_height, strict=True)):
+            raise InputError(f"{what}: pixel_coords is {place!r}, outside its image of {width_height[0]}x{width_height[1]}")
+        values = [_index(thing, attribute, what) for attribute in ATTRIBUTES]
+        point = [x / most for x, most in zip(place[:2], width_height, strict=True)]
+        found.append((place[2] if len(place) > 2 else 0.0, [*point, *values]))
+    return [numbers for _, numbers in sorted(found, key=lambda each: -each[0])]
+
+
+def _index(thing: dict[str, Any], attribute: str, what: str) -> int:
+    value, known = _text(thing, attribute, what), VALUES[attribute]
+    if value not in known:
+        raise InputError(f"{what}: {attribute} is {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
+    return known.index(value)
+
+
+def _text(holder: dict[str, Any], key: str, what: str) -> str:
+    if not isinstance(holder.get(key), str):
+        raise InputError(f"{what}: {key} is {holder.get(key)!r}, expected text")
+    return holder[key]
