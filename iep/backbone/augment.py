@@ -3,12 +3,14 @@
 Draws from PyTorch's generator of the images' device. Shapes: B images, M objects, F numbers of an object.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ZOOM, SHIFT = 0.1, 0.05
-"""Greatest change of the scale, and shift as a share of the image's side."""
+SCALES, SHIFT = (0.8, 1.1), 0.05
+"""The side of the part of the image that is shown, as a share of the image's, and how far it may reach outside."""
 EXPOSURE, HUE, SATURATION, GAMMA, NOISE = 0.25, 0.06, 0.3, 0.25, 4.0
 """Greatest changes: factors 1 +- x, turns of the colour circle, and the noise's standard deviation of 255."""
 
@@ -41,9 +43,11 @@ def _recoloured(pixels_BCHW: Tensor) -> Tensor:
 def _moved(pixels_BCHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
     """Map the point q of the new image to p = scale * q + offset of the old one, coordinates from -1 to 1."""
     count = len(pixels_BCHW)
-    scale_B2 = _chance(pixels_BCHW, 1 - ZOOM, 1 + ZOOM).view(count, 1).repeat(1, 2)
-    scale_B2[:, 0] *= 1 - 2 * torch.randint(2, (count,), device=pixels_BCHW.device)
-    offset_B2 = torch.cat([_chance(pixels_BCHW, -2 * SHIFT, 2 * SHIFT).view(count, 1) for _ in range(2)], 1)
+    scale_B1 = _chance(pixels_BCHW, math.log(SCALES[0]), math.log(SCALES[1])).exp().view(count, 1)
+    mirror_B1 = 1 - 2 * torch.randint(2, (count, 1), device=pixels_BCHW.device)
+    scale_B2 = torch.cat([scale_B1 * mirror_B1, scale_B1], 1)
+    reach_B1 = (1 - scale_B1).clamp(min=0) + 2 * SHIFT
+    offset_B2 = reach_B1 * torch.cat([_chance(pixels_BCHW, -1, 1).view(count, 1) for _ in range(2)], 1)
     affine_B23 = torch.cat([torch.diag_embed(scale_B2), offset_B2[..., None]], 2)
     grid = F.affine_grid(affine_B23, list(pixels_BCHW.shape), align_corners=False)
     moved_BCHW = F.grid_sample(pixels_BCHW, grid, padding_mode="border", align_corners=False)
