@@ -33,7 +33,9 @@ def _recoloured(pixels_BCHW: Tensor) -> Tensor:
     # A turn about the grey axis of the colour cube, a scale of the distance from it, and one of everything.
     angle = 2 * torch.pi * _chance(pixels_BCHW, -HUE, HUE).flatten(1)[..., None]
     turned_B33 = off_33 * angle.cos() + across_33 / 3**0.5 * angle.sin()
-    scale, exposure = (_chance(pixels_BCHW, 1 - most, 1 + most).flatten(1)[..., None] for most in (SATURATION, EXPOSURE))
+    scale, exposure = (
+        _chance(pixels_BCHW, 1 - most, 1 + most).flatten(1)[..., None] for most in (SATURATION, EXPOSURE)
+    )
     x = torch.bmm((grey_33 + turned_B33 * scale) * exposure / 255, pixels_BCHW.flatten(2)).view_as(pixels_BCHW)
     x = x.clamp_(1e-4, 1).pow_(_chance(x, 1 - GAMMA, 1 + GAMMA))
     x = x.lerp(F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), _chance(x, 0, 1))
@@ -53,4 +55,6 @@ def _moved(pixels_BCHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
     moved_BCHW = F.grid_sample(pixels_BCHW, grid, padding_mode="border", align_corners=False)
     points_BM2 = ((2 * objects_BMF[..., :2] - 1 - offset_B2[:, None]) / scale_B2[:, None] + 1) / 2
     is_inside = ((points_BM2 >= 0) & (points_BM2 < 1)).all(2, keepdim=True) & (objects_BMF[..., :1] >= 0)
-    return moved_BCHW, torch.cat([points_BM2.where(is_inside, torch.full_like(points_BM2, -1)), objects_BMF[..., 2:]], 2)
+    return moved_BCHW, torch.cat(
+        [points_BM2.where(is_inside, torch.full_like(points_BM2, -1)), objects_BMF[..., 2:]], 2
+    )

@@ -33,7 +33,12 @@ BASELINES: dict[str, type[nn.Module]] = {
     "cnn_lstm": CNNLSTMBaseline,
     "cnn_lstm_sa": StackedAttentionBaseline,
 }
-CLASSES: dict[str, type[nn.Module]] = {"generator": Seq2Seq, "engine": ExecutionEngine, **BASELINES, "backbone": SceneNetwork}
+CLASSES: dict[str, type[nn.Module]] = {
+    "generator": Seq2Seq,
+    "engine": ExecutionEngine,
+    **BASELINES,
+    "backbone": SceneNetwork,
+}
 DESCRIPTIONS = {
     "generator": "a program generator",
     "engine": "an execution engine",
@@ -50,7 +55,15 @@ FEATURE_SIDES = {
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
 """The constructor arguments that say which features a network is made for, by network, for those that read any."""
-LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims", "depths"}
+LAYERS = {
+    "num_layers",
+    "cnn_res_blocks",
+    "attention_steps",
+    "stem_widths",
+    "classifier_hidden",
+    "classifier_dims",
+    "depths",
+}
 """The constructor arguments that are a number of layers or a list of their widths."""
 VARIANCES, COUNTS = "running_var", "num_batches_tracked"
 """PyTorch's names of the buffers of batch norms that are never negative, and that are integers."""

@@ -227,7 +227,9 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
     elif name == "synth":
         backbone = Scenes(weights or "default", _whole(recipe, "refine", most=2))
         if weights is None and recorded != backbone.recipe()["weights"]:
-            raise InputError(f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE")
+            raise InputError(
+                f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE"
+            )
     elif name in RESNETS:
         seed = re.fullmatch(RANDOM_WEIGHTS + r", seed (\d+)", recorded)
         if weights is None and recorded.startswith("file "):

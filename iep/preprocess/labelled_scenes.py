@@ -134,7 +134,9 @@ def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) ->
         if not isinstance(place, list) or len(place) < 2 or not all(isinstance(x, (int, float)) for x in place):
             raise InputError(f"{what}: pixel_coords is {place!r}, expected [x, y, depth]")
         if not all(0 <= x < most for x, most in zip(place[:2], width_height, strict=True)):
-            raise InputError(f"{what}: pixel_coords is {place!r}, outside its image of {width_height[0]}x{width_height[1]}")
+            raise InputError(
+                f"{what}: pixel_coords is {place!r}, outside its image of {width_height[0]}x{width_height[1]}"
+            )
         values = [_index(thing, attribute, what) for attribute in ATTRIBUTES]
         point = [x / most for x, most in zip(place[:2], width_height, strict=True)]
         found.append((place[2] if len(place) > 2 else 0.0, [*point, *values]))

@@ -356,15 +356,16 @@ def _describe(trainer: Trainer, opened: Opened) -> str:
     held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
     trained = sum(p.numel() for p in trainer.parameters)
     frozen = "" if trained == held else f", {trained:,} of them trained"
-    splits = [
-        f"{len(split.questions):,} questions about {len(set(split.questions.image_idxs.tolist())):,} images of {name}"
-        for name, split in ((config.train_split, opened.training), (config.val_split, opened.validation))
-        if split is not None
-    ]
+    is_of_images = config.model == "backbone"  # which has no questions
+    splits = []
+    for name, split in ((config.train_split, opened.training), (config.val_split, opened.validation)):
+        if split is not None:
+            images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
+            splits.append(images if is_of_images else f"{len(split.questions):,} questions about {images}")
     return (
         f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}\n"
         f"{config.data}: {' and '.join(splits)}\n"
-        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} questions each"
+        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {'images' if is_of_images else 'questions'} each"
     )
 
 

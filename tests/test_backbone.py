@@ -1,0 +1,207 @@
+"""The scene network: its labels, its loss, its changed images, its training, and the features that it makes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_cases import iep_train, weights
+
+from iep.backbone.augment import augmented
+from iep.backbone.network import ABSENT, ATTRIBUTES, SIZES, SceneNetwork, label_cells, named, scene_loss
+from iep.cli.synth import main as synth_main
+from iep.evaluation.objects import NEAR, count_matches
+from iep.preprocess.backbones import Scenes
+from iep.preprocess.compute_features import image_features
+from iep.preprocess.labelled_scenes import open_scenes, scenes_path
+
+SMALL = ["backbone.widths=[4,4,8]", "backbone.depths=[0,0,1]", "backbone.image_size=32", "batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of `iep-synth` with a dozen small images."""
+    out = tmp_path_factory.mktemp("clevr") / "out"
+    options = ["--preset", "mini", "--train", "8", "--val", "4", "--questions-per-image", "1", "--workers", "1"]
+    result = CliRunner().invoke(synth_main, [str(out), *options])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    result = iep_train("--model", "backbone", "--data", clevr, "--out", out, "iterations=4", "validate_every=2", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "8 images of train and 4 images of val" in result.output
+    return out
+
+
+def random_objects(seed: int, images: int = 3, most: int = 5) -> torch.Tensor:
+    """(B, M, F) objects, some of them absent."""
+    chance = torch.Generator().manual_seed(seed)
+    points = torch.rand(images, most, 2, generator=chance)
+    values = [torch.randint(size, (images, most, 1), generator=chance) for size in SIZES]
+    objects = torch.cat([points, *values], 2)
+    objects[torch.rand(images, most, generator=chance) < 0.3, :2] = ABSENT
+    return objects
+
+
+def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tensor:
+    """Return the loss, one cell and one object after the other."""
+    count, _, height, width = scores.shape
+    nearest = {}
+    for image, things in enumerate(objects):
+        for x, y, *values in things.tolist():
+            if x >= 0:
+                nearest[image, int(y * height), int(x * width)] = [int(value) for value in values]
+    presence = []
+    for image in range(count):
+        for row in range(height):
+            for column in range(width):
+                is_there = (image, row, column) in nearest
+                term = -F.logsigmoid(scores[image, 0, row, column] * (1 if is_there else -1))
+                presence.append(term * (4.0 if is_there else 1.0))
+    loss, start = torch.stack(presence).mean(), 1
+    for k, size in enumerate(SIZES):
+        logits = [scores[image, start : start + size, row, column] for image, row, column in nearest]
+        targets = [values[k] for values in nearest.values()]
+        loss = loss + (F.cross_entropy(torch.stack(logits), torch.tensor(targets)) if nearest else 0)
+        start += size
+    return loss
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]))
+def test_the_loss_is_that_of_one_cell_after_the_other(seed: int, dtype: torch.dtype):
+    objects = random_objects(seed)
+    scores = torch.randn(3, 1 + sum(SIZES), 4, 3, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    scores.requires_grad_()
+    expected = loss_of_each_cell(scores, objects)
+    (wanted,) = torch.autograd.grad(expected, scores)
+    found = scene_loss(scores, objects)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    (grad,) = torch.autograd.grad(found, scores)
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_perfect_scores_name_every_object_and_their_negatives_find_none():
+    objects = random_objects(1)
+    labels = label_cells(objects, 6, 6)
+    parts = [F.one_hot(labels[:, k].clamp(min=0), size).movedim(-1, 1) for k, size in enumerate(SIZES)]
+    scores = torch.cat([torch.where(labels[:, :1] >= 0, 1, -1), *parts], 1).float()
+    is_found, is_right = named(scores, objects)
+    assert len(is_found) == (labels[:, 0] >= 0).sum() > 0
+    assert is_found.all()
+    assert is_right.all()
+    assert not named(-scores, objects)[0].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_objects_follow_the_pixels_of_a_changed_image(seed: int):
+    torch.manual_seed(seed)
+    pixels, objects = torch.full((8, 3, 64, 64), 20.0), torch.full((8, 1, 6), ABSENT)
+    for image in range(8):
+        x, y = torch.randint(8, 56, (2,)).tolist()
+        pixels[image, :, y - 2 : y + 3, x - 2 : x + 3] = 220
+        objects[image, 0] = torch.tensor([(x + 0.5) / 64, (y + 0.5) / 64, 1, 1, 1, 1])
+    changed, moved = augmented(pixels, objects)
+    assert torch.equal(moved[..., 2:], objects[..., 2:])
+    for image in range(8):
+        bright = changed[image].mean(0) > 110
+        if moved[image, 0, 0] >= 0 and bright.any():
+            middle = (bright.nonzero().double().mean(0) + 0.5) / 64
+            assert (middle.flip(0) - moved[image, 0, :2]).abs().max() < 0.06
+
+
+def test_every_other_cell_of_a_finer_grid_has_the_features_of_the_coarser_one():
+    torch.manual_seed(0)
+    network = SceneNetwork((4, 8, 8), (1, 0, 2), 64).double().eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    pixels = torch.randint(256, (2, 3, 64, 64)).double()
+    coarse = network.trunk(pixels)
+    network.refine(2)
+    fine = network.trunk(pixels)
+    assert fine.shape == (2, 8, 8, 8)
+    torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
+    network.refine(1)
+    assert torch.equal(network.trunk(pixels), coarse)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_matches_are_those_of_the_nearest_pairs_first(seed: int):
+    objects = random_objects(seed, images=1)[0]
+    peaks = torch.rand(5, 4, generator=torch.Generator().manual_seed(seed)) < 0.3
+    cells = [(row + 0.5, column + 0.5) for row, column in peaks.nonzero().tolist()]
+    things = [(y * 5, x * 4) for x, y, *_ in objects.tolist() if x >= 0]
+    pairs = sorted(
+        (float(np.hypot(a[0] - b[0], a[1] - b[1])), i, j) for i, a in enumerate(cells) for j, b in enumerate(things)
+    )
+    used, count = set(), 0
+    for distance, i, j in pairs:
+        if distance <= NEAR and not used & {("cell", i), ("thing", j)}:
+            used |= {("cell", i), ("thing", j)}
+            count += 1
+    assert count_matches(peaks, objects) == count
+
+
+def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: Path):
+    for iterations in (2, 4):
+        options = [f"iterations={iterations}", "validate_every=2", "features_in_memory=true", *SMALL]
+        result = iep_train("--model", "backbone", "--data", clevr, "--out", tmp_path / "run", "--resume", *options)
+        assert result.exit_code == 0, result.output
+    for name, value in weights(run / "step-4.pt", "backbone").items():
+        assert torch.equal(weights(tmp_path / "run" / "step-4.pt", "backbone")[name], value), name
+
+
+def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
+    image = next((clevr / "images" / "val").iterdir())
+    coarse, fine = (image_features(image, Scenes(str(run), refine)) for refine in (1, 2))
+    assert coarse.shape == (1, 8, 2, 2)
+    torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
+
+
+def damage(scenes: dict, **changes: object) -> None:
+    scenes["scenes"][1]["objects"][0] |= changes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pixel_coords": None}, "scene 1, object 0: pixel_coords is None, expected [x, y, depth]"),
+        ({"pixel_coords": [500, 3, 9.0]}, "scene 1, object 0: pixel_coords is [500, 3, 9.0], outside its image of"),
+        ({"color": "blu"}, "scene 1, object 0: color is 'blu', expected one of gray, red, blue"),
+        ({"shape": 3}, "scene 1, object 0: shape is 3, expected text"),
+    ],
+)
+def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, change: dict, words: str):
+    (tmp_path / "images").symlink_to(clevr / "images")
+    (tmp_path / "scenes").mkdir()
+    scenes = json.loads(scenes_path(clevr, "train").read_text())
+    damage(scenes, **change)
+    scenes_path(tmp_path, "train").write_text(json.dumps(scenes))
+    result = iep_train("--model", "backbone", "--data", tmp_path, "--out", tmp_path / "run", *SMALL)
+    assert result.exit_code != 0
+    assert f"{scenes_path(tmp_path, 'train')}: {words}" in result.output
+    assert "\n" not in result.output.strip()
+
+
+def test_objects_are_read_with_the_farthest_first(clevr: Path):
+    split = open_scenes(clevr, "val", 32)
+    for scene, objects in zip(
+        json.loads(scenes_path(clevr, "val").read_text())["scenes"], split.questions.answers, strict=True
+    ):
+        there = objects[objects[:, 0] >= 0]
+        order = sorted(scene["objects"], key=lambda thing: -thing["pixel_coords"][2])
+        assert len(there) == len(order)
+        for numbers, thing in zip(there, order, strict=True):
+            assert numbers[:2] == pytest.approx([thing["pixel_coords"][k] / 128 for k in range(2)])
+            assert len(numbers) == 2 + len(ATTRIBUTES)
