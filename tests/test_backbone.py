@@ -66,7 +66,7 @@ def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tens
             for column in range(width):
                 is_there = (image, row, column) in nearest
                 term = -F.logsigmoid(scores[image, 0, row, column] * (1 if is_there else -1))
-                presence.append(term * (4.0 if is_there else 1.0))
+                presence.append(term * (8.0 if is_there else 1.0))
     loss, start = torch.stack(presence).mean(), 1
     for k, size in enumerate(SIZES):
         logits = [scores[image, start : start + size, row, column] for image, row, column in nearest]

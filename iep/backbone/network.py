@@ -21,7 +21,7 @@ STRIDE = 16
 """Pixels to a side of a cell."""
 ABSENT = -1.0
 """Stands in place of the coordinates of an object that is not there, where images have different numbers of them."""
-PRESENCE_WEIGHT = 4.0
+PRESENCE_WEIGHT = 8.0
 """Weight in the loss of a cell with an object; about one cell in thirty has one."""
 
 
