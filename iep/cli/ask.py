@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
+from iep.cli.options import PicturePath, backbone_options, chosen_backbone, decoding_options, network_options
 from iep.config import DEFAULT_SALIENCY, SALIENCY, Evaluation
 from iep.errors import InputError
 from iep.runtime.files import check_writable
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
-@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option(
-    "--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline, which answers alone."
-)
+@network_options
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -65,7 +61,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a line with a JSON object for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@backbone_options(None)
+@backbone_options
 def main(
     image: Path | None,
     pg: Path | None,
@@ -84,8 +80,8 @@ def main(
 ) -> None:
     """Answer questions about one image.
 
-    The image's features are computed as those of the engine's training were. Checkpoints record how; for one that does
-    not, such as the original toolkit's, use --backbone and the options after it.
+    The image's features are computed as they were for the training of the network. Checkpoints record how. --backbone
+    and the options after it, except --weights, are only for checkpoints that do not, such as the original toolkit's.
     """
     context = click.get_current_context()
     _check_options(context)
@@ -100,7 +96,7 @@ def main(
     # Imported late: `--help` should not wait for torch.
     from iep.asking.loading import make_asker
 
-    given = {name: of_backbone[name] for name in BACKBONE_OPTIONS if of_backbone[name] is not None}
+    given = {name: value for name, value in of_backbone.items() if value is not None}
     asker = make_asker(
         image=image,
         ee=ee,

@@ -1,5 +1,6 @@
 """`iep-bench`: how fast the engine, other networks, the loader and several processes run, and schedules to look at."""
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -11,22 +12,41 @@ from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
-from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
+from iep.cli.options import (
+    PATH,
+    CommaList,
+    DirectoryPath,
+    PreprocessedPath,
+    all_of,
+    device_options,
+    device_settings,
+    placement_options,
+)
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
-SIZE, DATA = click.IntRange(1, 10**9), click.Path(path_type=Path)
+SIZE = click.IntRange(1, 10**9)
 SIZES, TRIPLE = CommaList(SIZE), (SIZE, SIZE, SIZE)
-FILE, DIRECTORY = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
 option = partial(click.option, show_default=True)
+
+
+class RecordedCommand(Command):
+    """A command that records its arguments for its report."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
+        return super().parse_args(ctx, args)
 
 
 def batching(default: str, *options: str) -> Callable:
     """Return the option of strategies."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[Strategy]:
-        return parsed("--batching", lambda: parse_strategies(value, options))
+        try:
+            return parse_strategies(value, options)
+        except InputError as error:
+            raise click.BadParameter(str(error)) from None
 
     added = f"each may be followed by +OPTION of {', '.join(options)}"
     what = f"Comma-separated list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
@@ -38,11 +58,6 @@ def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable
     return option(flag, name, type=CommaList(click.Choice(known)), default=",".join(known), help=what)
 
 
-def all_of(*added: Callable) -> Callable:
-    """Return a decorator that adds options in the order given."""
-    return lambda command: all_of(*added[:-1])(added[-1](command)) if added else command
-
-
 def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds of measuring.") -> Callable:
     """Return the options of how long to measure, with how many threads, and where to write."""
     enough = "Seconds after which a row needs no more than three rounds."
@@ -50,14 +65,14 @@ def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds
         option("--repeat", type=click.IntRange(min=1), default=repeat, help=of),
         option("--max-seconds", type=click.FloatRange(min=0), default=max_seconds, help=enough),
         option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]"),
-        option("--out", type=DIRECTORY, help="Directory for the tables, all results (JSON) and a picture."),
+        option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and a picture."),
     )
 
 
 seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0)
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
-    option("--data", type=DATA, help="Read data from this directory, which iep-preprocess wrote."),
+    option("--data", type=PreprocessedPath(), help="Directory written by iep-preprocess."),
     option("--split", default="val", help="Split of --data."),
 )
 
@@ -116,9 +131,8 @@ def main() -> None:
 @data
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
-@option("--config", "config_file", type=FILE, help="YAML file, or name of a config, of the engine.")
-@option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
-@placement_options
+@option("--config", "config_file", type=PATH, help="YAML file, or name of a config, of the engine.")
+@device_options
 @option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
 @phases
 @seed
@@ -135,7 +149,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
     config = read_config(config_file, settings).engine
-    given |= where(given)
+    given |= device_settings(given)
     given |= {name: getattr(Config, name) for name in ("device", "placement", "devices") if given[name] is None}
     run(ctx, "engine", config=config, **given)
 
@@ -154,7 +168,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
     help="What computes the scene: a module, or the stem.",
 )
 @placement_options
-@option("--out", type=DIRECTORY, help="Directory for the text, the calls (JSON) and a picture.")
+@option("--out", type=DirectoryPath(), help="Directory for the text, the calls (JSON) and a picture.")
 @click.pass_context
 def plan(ctx: click.Context, **given: Any) -> None:
     """Show which nodes of which programs run in which module call.
@@ -194,8 +208,8 @@ def loader(ctx: click.Context, **given: Any) -> None:
 
 
 @main.command(cls=RecordedCommand)
-@option("--data", type=DATA, required=True, help="Directory that iep-preprocess wrote.")
-@option("--config", type=FILE, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
+@option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
+@option("--config", type=PATH, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
 @option("--processes", type=SIZES, default="1,2", help="Comma-separated list of numbers of processes.")
 @option("--iterations", type=click.IntRange(min=2), default=100, help="Training steps of each run.")
 @measured(3, 3600.0, "Runs of each number of processes.")
@@ -210,7 +224,7 @@ def processes(ctx: click.Context, **given: Any) -> None:
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees per minibatch.")
 @option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM.")
 @option("--width", type=SIZE, help="Hidden size.  [default: 256; of child-sum 150]")
-@option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs.  [default: generate]")
+@option("--data", type=PATH, help="File of SST's bracketed trees, or directory of SICK's pairs.  [default: generate]")
 @network(words=16_000)
 @click.pass_context
 def tree_lstm(ctx: click.Context, **given: Any) -> None:
@@ -239,7 +253,7 @@ def tree_fc(ctx: click.Context, **given: Any) -> None:
 @option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch.")
 @option("--characters/--no-characters", default=False, help="Spell rare words.")
 @option("--width", type=SIZE, default=256, help="Hidden size.")
-@option("--data", type=DATA, help="File of WikiNER's lines of word|POS|tag.  [default: generate]")
+@option("--data", type=PATH, help="File of WikiNER's lines of word|POS|tag.  [default: generate]")
 @network(words=16_000)
 @click.pass_context
 def tagger(ctx: click.Context, **given: Any) -> None:

@@ -7,36 +7,29 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
+from iep.cli.options import (
+    PATH,
+    DirectoryPath,
+    PreprocessedPath,
+    decoding_options,
+    device_settings,
+    execution_options,
+    network_options,
+)
+from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
 from iep.runtime.locks import alone_in
 
 
 @click.command(cls=Command)
-@click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
-@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline of any kind, alone.")
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
+@network_options
+@click.option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
 @click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
-@click.option(
-    "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Evaluation.batching}]"
-)
-@click.option(
-    "--sharing/--no-sharing",
-    default=None,
-    help="Run each image's stem, and equal subtrees over one image, once per batch.  [default: sharing]",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(PRECISIONS),
-    help=f"Number format of the engine's or baseline's arithmetic; program generators always use float32.  "
-    f"[default: {Evaluation.precision}]",
-)
+@execution_options
 @click.option(
     "--order-by-image",
     is_flag=True,
@@ -47,7 +40,6 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
-@families_option
 @click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions (of --families).")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
 @click.option(
@@ -55,14 +47,6 @@ from iep.runtime.locks import alone_in
     type=click.IntRange(min=0),
     help=f"Processes that read and plan batches; 0 for the main process.  [default: {Evaluation.workers}]",
 )
-@click.option(
-    "--features-in-memory",
-    is_flag=True,
-    default=None,
-    help="Read all features into memory first, once for all workers.",
-)
-@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Evaluation.device}]")
-@placement_options
 @click.option(
     "--out",
     type=DirectoryPath(),
@@ -77,7 +61,7 @@ from iep.runtime.locks import alone_in
 )
 @click.option(
     "--images",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="CLEVR_DIR",
     help="Directory in CLEVR's layout; the report shows its images.",
 )
@@ -93,7 +77,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--against",
     "others",
-    type=(str, click.Path(path_type=Path)),
+    type=(str, PATH),
     multiple=True,
     metavar="NAME REPORT",
     help="Column for an earlier report.json (or its directory); may be given several times.",
@@ -123,7 +107,7 @@ def main(
     from iep.runtime.distributed import is_main, joined
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
-    options |= where(options)
+    options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
     page = None
     if report_dir is not None:

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import DirectoryPath, backbone_options, chosen_backbone
-from iep.config import RESNET
+from iep.cli.options import PATH, DirectoryPath, backbone_options, chosen_backbone
 from iep.errors import InputError
 from iep.runtime.locks import alone_in
 
@@ -22,7 +21,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--verify", is_flag=True, help="Read files that are already done, and check that their content is undamaged."
 )
-@backbone_options(RESNET)
+@backbone_options
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
@@ -44,7 +43,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--vocab",
     metavar="FILE|clevr",
-    type=click.Path(path_type=Path),  # `clevr` may also be a directory here
+    type=PATH,  # `clevr` may also be a directory here
     help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
