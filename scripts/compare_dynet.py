@@ -12,7 +12,18 @@ from pathlib import Path
 import click
 import numpy as np
 
-from iep.bench import compare, networks, report, strategy
+from iep.bench.compare import MIN_SAMPLES, Effort
+from iep.bench.measure_networks import (
+    TAGS,
+    Way,
+    binary_network,
+    minibatches_of,
+    network_cases,
+    tagger_network,
+    tree_fc_network,
+)
+from iep.bench.strategy import PHASES, parse_strategies
+from iep.bench.tables import Benchmark, result_files, run_benchmark
 from iep.cli.options import CommaList
 from iep.runtime.allocator import keep_freed_memory
 from iep.workloads import sentences, trees
@@ -25,11 +36,14 @@ try:
 except ImportError:
     dy = None
 
-OURS = (16_000, 256, strategy.parse_strategies("lookahead,lookahead+defer"))
+OURS = (16_000, 256, parse_strategies("lookahead,lookahead+defer"))
 NETWORKS = {
-    "tree-lstm": (networks.binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
-    "tree-fc": (networks.tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
-    "tagger": (networks.tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], networks.TAGS, rng)),
+    "tree-lstm": (binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
+    "tree-fc": (tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
+    "tagger": (
+        tagger_network,
+        lambda count, rng: sentences.wikiner_like(count, OURS[0], TAGS, rng),
+    ),
 }
 
 
@@ -92,7 +106,7 @@ def dynet_way(name, model):
         dy.renew_cg()
         return dy.esum(list(map(loss_of, samples)))
 
-    return networks.Way("DyNet", construct, lambda loss, training: (loss.value(), training and loss.backward())[0])
+    return Way("DyNet", construct, lambda loss, training: (loss.value(), training and loss.backward())[0])
 
 
 @click.command()
@@ -107,13 +121,13 @@ def main(names, batch_sizes, repeat, out):
     keep_freed_memory()
     for name in names:
         make, draw = NETWORKS[name]
-        network, samples = make(*OURS), draw(max(*batch_sizes, compare.MIN_SAMPLES), np.random.default_rng(0))
+        network, samples = make(*OURS), draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
         network = replace(network, ways=[dynet_way(name, network.model), *network.ways[1:]])
         losses = {way.name: way.compute(way.construct(samples[:2]), True) for way in network.ways}
         assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-        cases = networks.network_cases(network, networks.minibatches_of(samples, batch_sizes), strategy.PHASES)
-        benchmark, effort = report.Benchmark(name, cases, "batch", "sample"), compare.Effort(repeat, 30.0)
-        report.run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), report.result_files(out, name))
+        cases = network_cases(network, minibatches_of(samples, batch_sizes), PHASES)
+        benchmark, effort = Benchmark(name, cases, "batch", "sample"), Effort(repeat, 30.0)
+        run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), result_files(out, name))
 
 
 if __name__ == "__main__":

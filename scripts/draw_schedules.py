@@ -5,7 +5,7 @@ python scripts/draw_schedules.py
 
 from pathlib import Path
 
-from iep.bench.plan import draw_plans, walk
+from iep.bench.show_plans import draw_plans, walk
 from iep.bench.workload import encode
 from iep.execution_engine.program_plan import plan_programs
 from iep.runtime.pictures import save

@@ -1,7 +1,7 @@
 """A case and its competitors -> a comparison: the time of each for a minibatch, over a baseline and a limit.
 
 The machine is shared and its speed drifts, so competitors take turns: each round measures every one of them once, and
-medians over rounds are compared. What a competitor runs is its own business. Writes and draws nothing (`report.py`).
+medians over rounds are compared. What a competitor runs is its own business. Writes and draws nothing (`tables.py`).
 """
 
 import statistics

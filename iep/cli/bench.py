@@ -91,7 +91,7 @@ def run(ctx: click.Context, module: str, **given: Any) -> None:
     import torch
 
     from iep.bench.compare import Effort
-    from iep.bench.report import result_files, run_benchmark
+    from iep.bench.tables import result_files, run_benchmark
 
     effort, threads = Effort(given.pop("repeat"), given.pop("max_seconds")), given.pop("threads")
     files = result_files(given.pop("out"), ctx.info_name)
@@ -151,7 +151,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
     config = read_config(config_file, settings).engine
     given |= device_settings(given)
     given |= {name: getattr(Config, name) for name in ("device", "placement", "devices") if given[name] is None}
-    run(ctx, "engine", config=config, **given)
+    run(ctx, "measure_engine", config=config, **given)
 
 
 @main.command(cls=Command)
@@ -179,7 +179,7 @@ def plan(ctx: click.Context, **given: Any) -> None:
         raise click.UsageError("expected either --program or --data")
     exclude(ctx, "questions_per_image")
     exclude(ctx, "num_samples", beside="programs")
-    from iep.bench.plan import show_plans
+    from iep.bench.show_plans import show_plans
 
     given |= {name: getattr(Config, name) for name in ("placement", "devices") if given[name] is None}
     show_plans(**given)
@@ -204,7 +204,7 @@ def plan(ctx: click.Context, **given: Any) -> None:
 def loader(ctx: click.Context, **given: Any) -> None:
     """Time the data loader alone, in questions and bytes per second, without a network."""
     exclude(ctx, "images")
-    run(ctx, "loader", directory=given["out"], **given)
+    run(ctx, "measure_loader", directory=given["out"], **given)
 
 
 @main.command(cls=RecordedCommand)
@@ -217,7 +217,7 @@ def loader(ctx: click.Context, **given: Any) -> None:
 @click.pass_context
 def processes(ctx: click.Context, **given: Any) -> None:
     """Time training by one process and by several processes."""
-    run(ctx, "processes", **given | {"config": find_config(given["config"])})
+    run(ctx, "measure_processes", **given | {"config": find_config(given["config"])})
 
 
 @main.command("tree-lstm", cls=RecordedCommand)
@@ -235,7 +235,7 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
     """
     exclude(ctx, "words")
     given["width"] = given["width"] or {"binary": 256, "child-sum": 150}[given["cell"]]
-    run(ctx, "networks", **given)
+    run(ctx, "measure_networks", **given)
 
 
 @main.command("tree-fc", cls=RecordedCommand)
@@ -246,7 +246,7 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 @click.pass_context
 def tree_fc(ctx: click.Context, **given: Any) -> None:
     """Time Tree-FC on complete binary trees: per instance, batched, by hand, and the limit of the hardware."""
-    run(ctx, "networks", **given)
+    run(ctx, "measure_networks", **given)
 
 
 @main.command(cls=RecordedCommand)
@@ -259,7 +259,7 @@ def tree_fc(ctx: click.Context, **given: Any) -> None:
 def tagger(ctx: click.Context, **given: Any) -> None:
     """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and the limit of the hardware."""
     exclude(ctx, "words")
-    run(ctx, "networks", **given)
+    run(ctx, "measure_networks", **given)
 
 
 @main.command(cls=RecordedCommand)
@@ -277,7 +277,7 @@ def moe(ctx: click.Context, **given: Any) -> None:
     k, few = given["k"], min(given["experts"])
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")
-    run(ctx, "moe", **given)
+    run(ctx, "measure_experts", **given)
 
 
 if __name__ == "__main__":

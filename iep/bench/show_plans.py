@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
-from iep.bench.loader import FEATURE_SHAPE
-from iep.bench.report import result_files
+from iep.bench.measure_loader import FEATURE_SHAPE
 from iep.bench.strategy import Strategy
+from iep.bench.tables import result_files
 from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import open_split

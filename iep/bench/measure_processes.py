@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from iep.bench.compare import Case, Competitor
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.errors import InputError
 from iep.runtime.devices import resolve_device
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.runtime.devices import resolve_device
 from iep.workloads.experts import Experts
 

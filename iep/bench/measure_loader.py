@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from iep.bench.compare import Case, Competitor, seconds
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Batches, Loading

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, arithmetic_limit, seconds
-from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
+from iep.bench.tables import Benchmark
 from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
 from iep.errors import InputError
