@@ -1,4 +1,4 @@
-"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl, answers, a page."""
+"""`iep-eval`: evaluate checkpoints on a split, and write a table, predictions, answers and an HTML report."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,13 +34,13 @@ from iep.runtime.locks import alone_in
     "--order-by-image",
     is_flag=True,
     default=None,
-    help="Evaluate questions image by image: those of one image share a batch. Results stay in the file's order.",
+    help="Evaluate questions image by image, so that those of one image share a batch. Results keep the file's order.",
 )
 @decoding_options
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
-@click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions (of --families).")
+@click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions, after --families.")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
 @click.option(
     "--workers",
@@ -70,7 +70,7 @@ from iep.runtime.locks import alone_in
     "most_questions",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Most questions that the report lists: of a larger split the worst, and some of every kind.  "
+    help="Largest number of questions in the report; of a larger split, the worst and some of every kind.  "
     f"[default: {REPORT_QUESTIONS}]",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
@@ -91,7 +91,7 @@ def main(
     most_questions: int | None,
     **options: Any,
 ) -> None:
-    """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
+    """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second."""
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):

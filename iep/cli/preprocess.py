@@ -1,4 +1,4 @@
-"""`iep-preprocess`: a CLEVR directory -> vocab.json and the HDF5 files that training reads."""
+"""`iep-preprocess`: convert a CLEVR directory to vocab.json and the HDF5 files that training reads."""
 
 import os
 from pathlib import Path
@@ -29,10 +29,12 @@ from iep.runtime.locks import alone_in
     show_default=True,
     help="Type of the stored features.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images in a batch.")
+@click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images per batch.")
 @click.option(
-    "--workers", type=click.IntRange(min=0), help="Processes that decode images.  [default: one per core, at most 8]"
+    "--workers",
+    type=click.IntRange(min=0),
+    help="Processes that decode images.  [default: one per core, at most 8]",
 )
 @click.option(
     "--questions",
@@ -120,7 +122,7 @@ def main(
 def _inputs(
     clevr_dir: Path, splits: tuple[str, ...], parts: set[str], given: dict[str, Path] | None
 ) -> tuple[dict[str, Path], dict[str, list[Path]], dict[str, int]]:
-    """Return by split the question files to encode (`given` or the directory's), the images, and their number.
+    """Return, by split, the question files to encode (`given` or those of the directory), the images, and their number.
 
     Raises:
         InputError: a split is missing, or image indices have gaps.
@@ -142,7 +144,11 @@ def _inputs(
 
 
 def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:
-    """Return the splits that the user named, or all that were found."""
+    """Return the files of the splits that the user named, or all that were found.
+
+    Raises:
+        InputError: a split was not found.
+    """
     for split in splits or ([] if found else ["train"]):
         if split not in found:
             there = ", ".join(found) or "none"

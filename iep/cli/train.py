@@ -1,4 +1,4 @@
-"""`iep-train`: preprocessed data in, a run directory with checkpoints out."""
+"""`iep-train`: train a model on preprocessed data, and write checkpoints into a run directory."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,11 +74,11 @@ if TYPE_CHECKING:
     default=None,
     help="Compute the gradient of each module's weights once per step, over all its calls.",
 )
-@click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
+@click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
 @click.option(
     "--num-val-samples",
     type=click.IntRange(min=1),
-    help=f"Validate on the first N questions only.  [default: {Config.num_val_samples}]",
+    help=f"Validate only on the first N questions.  [default: {Config.num_val_samples}]",
 )
 @click.option(
     "--freeze",
@@ -165,7 +165,7 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
                 changes(start, begun)
         elif begun is not None:  # the run was stopped before its first checkpoint
             base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
-        # What the file held when the run was started is not given anew: other settings may have replaced it since.
+        # Settings that the file had when the run started are not new: other settings may have replaced them since.
         before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
         said = [(name, value) for _, name, value in before]
         given = [each for each in given if each[0] != str(file) or each[1:] not in said]
