@@ -1,8 +1,9 @@
-"""Tree-LSTM, Tree-FC and a BiLSTM tagger in DyNet with automatic batching, by hand in torch, and by iep, in one run.
+"""Compare DyNet with automatic batching, batching by hand in PyTorch, and iep on trees and sentences in one run.
 
-`pip install dynet38`, then `OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet`. DyNet batches what it
-finds as it goes (Neubig et al. 2017, On-the-fly Operation Batching). Its networks have a matrix for each gate, which is
-faster there than one for all. All ways have the same weights, minibatches and losses, take turns, and use one thread.
+`pip install dynet38`, then `OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet`. The networks are
+Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet batches operations on the fly (Neubig et al. 2017, On-the-fly Operation
+Batching). Its networks have a matrix for each gate, which is faster there than one for all gates. All competitors have
+the same weights, minibatches and losses, take turns, and use one thread.
 """
 
 import sys
@@ -40,10 +41,7 @@ OURS = (16_000, 256, parse_strategies("lookahead,lookahead+defer"))
 NETWORKS = {
     "tree-lstm": (binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
     "tree-fc": (tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
-    "tagger": (
-        tagger_network,
-        lambda count, rng: sentences.wikiner_like(count, OURS[0], TAGS, rng),
-    ),
+    "tagger": (tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], TAGS, rng)),
 }
 
 
@@ -61,11 +59,12 @@ def lstm(gates, hs, cs=()):
 
 
 def dynet_way(name, model):
-    """Return DyNet's way to run a network, with the numbers of a model's parameters, which `collection` keeps."""
+    """Return the way to run a network in DyNet, with parameters copied from `model`."""
     collection = dy.ParameterCollection()
     words = collection.lookup_parameters_from_numpy(model.embedding.weight.detach().numpy())
 
-    def layers(count, *parameters):  # those that equal parts of the rows of a bias and weights are
+    def layers(count, *parameters):
+        """Return `count` layers, each of which has an equal part of the rows of a bias and weights."""
         parts = ([part.contiguous().numpy() for part in each.detach().chunk(count)] for each in parameters)
         return [list(map(collection.parameters_from_numpy, each)) for each in zip(*parts, strict=True)]
 
@@ -115,7 +114,7 @@ def dynet_way(name, model):
 @click.option("--repeat", type=click.IntRange(min=1), default=7, show_default=True, help="Rounds of measuring.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Directory for NETWORK.json, .txt, .png.")
 def main(names, batch_sizes, repeat, out):
-    """Compare with DyNet on one thread."""
+    """Compare DyNet, PyTorch and iep on one thread."""
     if dy is None:
         raise click.ClickException("DyNet is not installed: pip install dynet38")
     keep_freed_memory()

@@ -27,7 +27,7 @@ QUESTIONS = {
 
 
 def main() -> None:
-    """Draw one schedule for the README, and two that can be compared for docs/architecture.md."""
+    """Draw one schedule for the README, and two schedules to compare for docs/architecture.md."""
     vocab = Vocab.clevr()
     programs_BL = encode([program.split() for program in QUESTIONS.values()], vocab)
     plans = {
