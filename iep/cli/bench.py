@@ -68,7 +68,7 @@ def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds
     )
 
 
-seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the weights and generated data.")
+seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
@@ -192,15 +192,11 @@ def plan(ctx: click.Context, **given: Any) -> None:
 @option("--images", type=SIZE, default=10_000, help="Generated images, 0.4 GB per thousand; removed at the end.")
 @choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk (cold), cache (warm) or memory.")
 @choices("--order", "orders", ("image", "random"), "image: all questions by image; random: one per image.")
-@option(
-    "--workers",
-    type=CommaList(click.IntRange(min=0)),
-    default="1,2",
-    help="Comma-separated list of numbers of workers.",
-)
+@option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Numbers of worker processes.")
 @option("--batch-size", type=SIZE, default=256, help="Questions per batch.")
 @option("--batches", type=SIZE, default=200, help="Largest number of batches of a pass.")
 @seed
+@threads
 @measured(3, 600.0, "Number of passes of each row.")
 @click.pass_context
 def loader(ctx: click.Context, **given: Any) -> None:
