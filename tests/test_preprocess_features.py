@@ -214,7 +214,7 @@ def test_a_torchvision_that_does_not_fit_its_torch_is_one_clear_line(clevr, out,
     [
         ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches"),
         ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches"),
-        ((*RESNET, "--patch-size", 8), "--patch-size goes with --backbone patches"),
+        ((*RESNET, "--patch-size", 8), "--patch-size does not go with --backbone resnet18"),
         (("--stage", 5), "5 is not in the range 1<=x<=4"),
         (("--backbone", "patches", "--patch-size", 60_000), "60000 is not in the range 1<=x<=256"),
     ],

@@ -16,7 +16,7 @@ from iep.errors import InputError
 from iep.evaluation.predict import Predictor
 from iep.models.build import FEATURE_SIDES, check_features, check_vocab, features_shape, load_network, place, unpack
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
-from iep.preprocess.backbones import GRID, Patches, ResNet, backbone_of
+from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
@@ -30,13 +30,15 @@ DTYPES = ("float32", "float16")
 class Extraction:
     """How an image's features are computed: the backbone, and the dtype whose precision they have."""
 
-    backbone: Patches | ResNet
+    backbone: Backbone
     dtype: str = "float32"
 
     def __str__(self) -> str:
         made_by = self.backbone
         if isinstance(made_by, Patches):
             return f"{GRID}x{GRID} patches of {made_by.patch_size}x{made_by.patch_size} pixels"
+        if isinstance(made_by, Scenes):
+            return f"the backbone synth with {made_by.weights} weights"
         size = made_by.image_size
         return f"{made_by.name} to stage {made_by.stage}, {size}x{size} pixels, {made_by.weights} weights"
 
@@ -51,7 +53,7 @@ def make_asker(
     ee: Path | None = None,
     pg: Path | None = None,
     baseline: Path | None = None,
-    backbone: Patches | ResNet | None = None,
+    backbone: Backbone | None = None,
     weights: str | None = None,
     options: Sequence[str] = (),
 ) -> Asker:

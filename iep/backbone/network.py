@@ -116,8 +116,8 @@ def scene_loss(scores_BKHW: Tensor, objects_BMF: Tensor) -> Tensor:
 
 
 def named(scores_BKHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for the N objects of all images whether each was found, (N,), and which of its attributes were named right,
-    (N, 4), at the cell of its centre."""
+    """Return for the N objects of all images whether each was found, (N,), and which of its attributes were named
+    right, (N, 4), at the cell of its centre."""
     labels = label_cells(objects_BMF, *scores_BKHW.shape[2:]).movedim(1, -1)
     is_there = labels[..., 0] >= 0
     parts = scores_BKHW[:, 1:].split(SIZES, dim=1)

@@ -21,8 +21,7 @@ from iep.bench.tables import Benchmark
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Batches, Loading
-from iep.data.question_file import Questions, Split, open_split
-from iep.vocab import Vocab
+from iep.data.question_file import Questions, Split, load_vocab, open_split
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH = (1024, 14, 14), 10, 46
 """Sizes of the generated data; the engine's defaults are meant for features of this shape."""
@@ -52,7 +51,7 @@ def loader_benchmark(
     """
     opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, generated"
     if data is not None:
-        opened = open_split(data, split, Vocab.load(data / "vocab.json"), with_features=True, num_samples=None)
+        opened = open_split(data, split, load_vocab(data), with_features=True, num_samples=None)
         description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
 
     def competitor(found: Split, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:

@@ -23,7 +23,7 @@ from iep.bench.strategy import Strategy
 from iep.bench.tables import result_files
 from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
-from iep.data.question_file import open_split
+from iep.data.question_file import load_vocab, open_split
 from iep.errors import InputError, nearest
 from iep.evaluation.json_report import align_rows
 from iep.execution_engine.placement import NONE, Sample, check_options, costs_of, describe_engine, make_placement
@@ -152,7 +152,7 @@ def show_plans(
     """
     check_options(placement, devices)
     files = result_files(out, "plan")
-    vocab = Vocab.clevr() if data is None else Vocab.load(data / "vocab.json")
+    vocab = Vocab.clevr() if data is None else load_vocab(data)
     if programs:
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
         image_idxs_B = np.arange(len(programs)) // questions_per_image

@@ -17,7 +17,7 @@ import torch
 
 from iep.bench.compare import MIN_SAMPLES
 from iep.data.datasets import ClevrDataset
-from iep.data.question_file import Questions, open_split
+from iep.data.question_file import Questions, load_vocab, open_split
 from iep.errors import InputError
 from iep.programs import json_to_prefix
 from iep.synth.presets import PRESETS
@@ -92,7 +92,7 @@ def read_workload(largest: int, data: Path, split: str) -> Workload:
     Raises:
         InputError: a file is missing or damaged, or the split has too few questions or no programs.
     """
-    vocab = Vocab.load(data / "vocab.json")
+    vocab = load_vocab(data)
     opened = open_split(data, split, vocab, with_features=True, num_samples=max(largest, MIN_SAMPLES))
     questions, features = opened.questions, opened.features
     ClevrDataset(questions, features)  # checks that every question's image is there

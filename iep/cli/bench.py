@@ -16,7 +16,6 @@ from iep.cli.options import (
     PATH,
     CommaList,
     DirectoryPath,
-    PreprocessedPath,
     all_of,
     device_options,
     device_settings,
@@ -72,7 +71,7 @@ seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
-    option("--data", type=PreprocessedPath(), help="Directory written by iep-preprocess."),
+    option("--data", type=PATH, help="Directory written by iep-preprocess."),
     option("--split", default="val", help="Split of --data."),
 )
 
@@ -206,7 +205,7 @@ def loader(ctx: click.Context, **given: Any) -> None:
 
 
 @main.command(cls=RecordedCommand)
-@option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
+@option("--data", type=PATH, required=True, help="Directory written by iep-preprocess.")
 @option("--config", type=PATH, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
 @option("--processes", type=SIZES, default="1,2", help="Comma-separated list of numbers of processes.")
 @option("--iterations", type=click.IntRange(min=2), default=100, help="Number of training steps of each run.")

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from iep.cli.command import Command
 from iep.cli.options import (
     PATH,
     DirectoryPath,
-    PreprocessedPath,
     decoding_options,
     device_settings,
     execution_options,
@@ -22,7 +22,14 @@ from iep.runtime.locks import alone_in
 
 @click.command(cls=Command)
 @network_options
-@click.option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
+@click.option("--data", type=PATH, help="Directory written by iep-preprocess.")
+@click.option(
+    "--backbone",
+    metavar="synth|FILE",
+    help="Evaluate a backbone alone, on --scenes: the one that comes with this package, a .safetensors file, or a "
+    "checkpoint or run directory of iep-train --model backbone.",
+)
+@click.option("--scenes", type=PATH, metavar="CLEVR_DIR", help="Directory in CLEVR's layout with images and scenes.")
 @click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
 @click.option(
     "--programs",
@@ -89,9 +96,20 @@ def main(
     report_dir: Path | None,
     images: Path | None,
     most_questions: int | None,
+    backbone: str | None,
+    scenes: Path | None,
     **options: Any,
 ) -> None:
-    """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second."""
+    """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second.
+
+    With --backbone and --scenes, evaluate a backbone instead: precision and recall of the objects that it finds, and
+    the accuracy of each attribute.
+    """
+    if backbone is not None or scenes is not None:
+        _evaluate_backbone(backbone, scenes, options)
+        return
+    if options["data"] is None:
+        raise click.UsageError("give --data DIR, a directory written by iep-preprocess, or --backbone and --scenes")
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
@@ -136,6 +154,22 @@ def main(
         click.echo(f"Wrote {report_dir / PAGE}")
     if out is not None and (out / PAGE).exists() and (page is None or not out.samefile(page.directory)):
         click.echo(f"{out / PAGE} is the page of another evaluation; --report {out} replaces it.")
+
+
+def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[str, Any]) -> None:
+    context, used = click.get_current_context(), {"backbone", "scenes", "split", "num_samples", "device"}
+    for name in context.params:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in used:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --backbone")
+    if backbone is None or scenes is None:
+        raise click.UsageError("--backbone and --scenes go together")
+    from iep.evaluation.objects import evaluate_backbone
+    from iep.preprocess.backbones import Scenes
+    from iep.runtime.devices import resolve_device
+
+    split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
+    weights = Scenes("default" if backbone == "synth" else backbone)
+    click.echo(evaluate_backbone(weights, scenes, split, options["num_samples"], device))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The options that several commands share, and the types of their values."""
 
 import re
-import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from iep.config import (
 )
 
 if TYPE_CHECKING:
-    from iep.preprocess.backbones import Patches, ResNet
+    from iep.preprocess.backbones import Backbone
 
 PATH = click.Path(path_type=Path)
 PICTURES = (".png", ".svg", ".pdf")
@@ -50,21 +50,6 @@ class DirectoryPath(click.Path):
         if value == "":
             self.fail("the name is empty, expected a directory", param, ctx)
         return super().convert(value, param, ctx)
-
-
-class PreprocessedPath(click.Path):
-    """A directory that `iep-preprocess` wrote; CLEVR's own directory is an error that shows the missing step."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = super().convert(value, param, ctx)
-        is_raw = (path / "questions").is_dir() and (path / "images").is_dir()
-        if is_raw and not any(path.glob("*_questions.h5")):
-            command = f"iep-preprocess {shlex.quote(str(path))} --out DIR"
-            self.fail(f"{path} is not preprocessed yet; run {command}, and then give --data DIR", param, ctx)
-        return path
 
 
 class CommaList(click.ParamType):
@@ -160,21 +145,31 @@ execution_options = all_of(
 backbone_options = all_of(
     click.option(
         "--backbone",
-        type=click.Choice((*RESNETS, "patches")),
-        help="How features are computed from pixels: by a ResNet, or as patches, which need no weights.  "
-        f"[default: {RESNET}]",
+        type=click.Choice((*RESNETS, "synth", "patches")),
+        help="How features are computed from pixels: by a ResNet, by the network that comes with this package and has "
+        "learnt from images of iep-synth, or as patches, which need no weights.  "
+        f"[default: synth for data of iep-synth, {RESNET} for others]",
     ),
     click.option(
         "--stage",
         type=click.IntRange(1, 4),
         help=f"ResNet: stage whose output is the features.  [default: {RESNET_STAGE}]",
     ),
-    click.option("--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file."),
+    click.option(
+        "--weights",
+        help="ResNet: default (ImageNet, downloaded), random, or a .pth file. synth: default, a .safetensors file, or a "
+        "checkpoint or run directory of iep-train --model backbone.",
+    ),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]"),
     click.option(
         "--image-size",
         type=click.IntRange(32, 4096),
         help=f"ResNet: side length in pixels after resizing.  [default: {RESNET_IMAGE_SIZE}]",
+    ),
+    click.option(
+        "--refine",
+        type=click.IntRange(1, 2),
+        help="synth: factor by which the grid of the features is finer than 14x14.  [default: 1]",
     ),
     click.option(
         "--patch-size",
@@ -185,23 +180,21 @@ backbone_options = all_of(
 """The options that determine how features are computed; each is None unless it is given."""
 
 
-def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
+def chosen_backbone(options: Mapping[str, Any], default: str = RESNET) -> "Backbone":
     """Return the backbone that the options of `backbone_options` determine; None stands for an option that is unset.
 
     Raises:
-        click.UsageError: an option of patches was given for a ResNet, or vice versa.
+        click.UsageError: an option that the backbone does not have was given.
     """
-    from iep.preprocess.backbones import Patches, ResNet
+    from iep.preprocess.backbones import Patches, ResNet, Scenes
 
     given = {name: value for name, value in options.items() if value is not None}
-    name, patch_size = given.pop("backbone", RESNET), given.pop("patch_size", None)
-    if name == "patches":
-        if given:
-            raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} does not go with --backbone patches")
-        return Patches() if patch_size is None else Patches(patch_size)
-    if patch_size is not None:
-        raise click.UsageError("--patch-size goes with --backbone patches")
-    return ResNet(name, **given)
+    name = given.pop("backbone", default)
+    kind = {"patches": Patches, "synth": Scenes}.get(name, ResNet)
+    for option in given:
+        if option not in {field.name for field in fields(kind)}:
+            raise click.UsageError(f"--{option.replace('_', '-')} does not go with --backbone {name}")
+    return kind(name, **given) if kind is ResNet else kind(**given)
 
 
 def device_settings(options: Mapping[str, Any]) -> dict[str, Any]:

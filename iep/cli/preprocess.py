@@ -8,6 +8,7 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import PATH, DirectoryPath, backbone_options, chosen_backbone
+from iep.config import RESNET
 from iep.errors import InputError
 from iep.runtime.locks import alone_in
 
@@ -93,9 +94,9 @@ def main(
     from iep.preprocess.write_questions import QuestionOptions, preprocess_questions
     from iep.runtime.devices import resolve_device
     from iep.runtime.distributed import by_main, is_main, joined, main_first
-    from iep.synth.synthesize import possible_tokens
+    from iep.synth.synthesize import RECORD, possible_tokens
 
-    model = chosen_backbone(of_backbone)
+    model = chosen_backbone(of_backbone, default="synth" if (clevr_dir / RECORD).exists() else RESNET)
     parts = {only} if only else {"questions"} if question_file else {"questions", "features"}
     with joined():
         say = click.echo if is_main() else lambda line: None

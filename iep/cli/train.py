@@ -11,7 +11,6 @@ from iep.cli.options import (
     PATH,
     CommaList,
     DirectoryPath,
-    PreprocessedPath,
     device_settings,
     execution_options,
     network_options,
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     help="Model to train: the program generator, the execution engine, both jointly, or a baseline without programs.  "
     f"[default: {Config.model}]",
 )
-@click.option("--data", type=PreprocessedPath(), help="Directory written by iep-preprocess.")
+@click.option("--data", type=PATH, help="Directory written by iep-preprocess.")
 @click.option("--out", type=DirectoryPath(), required=True, help="Run directory for settings, checkpoints and metrics.")
 @click.option(
     "--config",

@@ -7,6 +7,7 @@ Making batches is `datasets.py`.
 Shapes: N questions, T question tokens, L program tokens.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -111,6 +112,19 @@ def _read_arrays(file: h5py.File) -> dict[str, np.ndarray]:
 def split_files(data: Path, split: str) -> tuple[Path, Path]:
     """Return the paths of a split's questions and features files in a directory that `iep-preprocess` wrote."""
     return data / f"{split}_questions.h5", data / f"{split}_features.h5"
+
+
+def load_vocab(data: Path) -> Vocab:
+    """Return the vocabulary of a directory that `iep-preprocess` wrote.
+
+    Raises:
+        InputError: `data` is a CLEVR directory, which must be preprocessed first, or as `Vocab.load`.
+    """
+    path = data / "vocab.json"
+    if not path.exists() and (data / "questions").is_dir():
+        command = f"iep-preprocess {shlex.quote(str(data))} --out DIR"
+        raise InputError(f"{data}: not preprocessed yet; run {command}, and then give --data DIR")
+    return Vocab.load(path)
 
 
 def training_split(data: Path) -> str | None:

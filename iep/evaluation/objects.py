@@ -4,13 +4,18 @@ Shapes: B images, K scores of a cell, H W cells, M objects of an image at most, 
 """
 
 from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from iep.backbone.network import ATTRIBUTES, SceneNetwork, named
-from iep.data.datasets import Batch
+from iep.data.datasets import Batch, ClevrDataset, sequential_batches
+from iep.data.loader import on_device
+from iep.preprocess.backbones import Scenes
+from iep.preprocess.labelled_scenes import open_scenes
 
 NEAR = 1.5
 """Greatest distance, in cells, from an object's centre to the middle of the cell in which it is found."""
@@ -36,10 +41,26 @@ def count_matches(peaks_HW: Tensor, objects_MF: Tensor) -> int:
     return count
 
 
+def evaluate_backbone(
+    backbone: Scenes, clevr_dir: Path, split: str, num_samples: int | None, device: torch.device, batch_size: int = 64
+) -> str:
+    """Return a text with the scores of a backbone's network on a split of a CLEVR directory with scenes.
+
+    Raises:
+        InputError: as `open_scenes`, `Scenes.network` and reading images.
+    """
+    network = deepcopy(backbone.network).to(device)
+    found = open_scenes(clevr_dir, split, network.image_size, num_samples)
+    batches = sequential_batches(ClevrDataset(found.questions, found.features), batch_size)
+    scores = score_objects(network, on_device(batches, device))
+    head = f"{clevr_dir}, {split}: {found.total:,} images, {scores.pop('objects'):,} objects"
+    return "\n".join([head, *(f"{name:9}  {100 * share:5.1f}%" for name, share in scores.items())])
+
+
 @torch.no_grad()
 def score_objects(network: SceneNetwork, batches: Iterable[Batch]) -> dict[str, float]:
-    """Return the number of `objects`, the `precision` and `recall` with which they are found, and for each attribute the
-    share of all objects whose value is named right at the cell of their centre, from 0 to 1."""
+    """Return the number of `objects`, the `precision` and `recall` with which they are found, and for each attribute
+    the share of all objects whose value is named right at the cell of their centre, from 0 to 1."""
     objects = found = matches = 0
     right = torch.zeros(len(ATTRIBUTES), dtype=torch.long)
     named_count = 0

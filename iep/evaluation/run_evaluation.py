@@ -18,7 +18,7 @@ from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Loading
 from iep.data.question_families import family_filter
-from iep.data.question_file import Questions, Split, open_split, read_questions, split_files, training_split
+from iep.data.question_file import Questions, Split, load_vocab, open_split, read_questions, split_files, training_split
 from iep.errors import InputError
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.json_report import Report
@@ -60,7 +60,7 @@ def evaluate(
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
     pictures = None if page is None else page.pictures(settings.split)
-    vocab = Vocab.load(settings.data / "vocab.json")
+    vocab = load_vocab(settings.data)
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)

@@ -1,8 +1,8 @@
 """The networks of a model: built from settings and the data's shapes, or loaded from a checkpoint.
 
 A checkpoint keeps the constructor arguments of each network beside its weights, so that loading needs no config. The
-networks are called `generator`, `engine`, `lstm`, `cnn_lstm`, `cnn_lstm_sa` and `backbone`, as their settings in a config are.
-`NETWORKS` lists those of each model.
+networks are called `generator`, `engine`, `lstm`, `cnn_lstm`, `cnn_lstm_sa` and `backbone`, as their settings in a
+config are. `NETWORKS` lists those of each model.
 """
 
 import inspect

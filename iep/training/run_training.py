@@ -32,7 +32,7 @@ from iep.data.datasets import Batches, ClevrDataset, sequential_batches, trainin
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
-from iep.data.question_file import Split, open_split, split_files
+from iep.data.question_file import Split, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
@@ -200,7 +200,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_options(config.placement, config.devices, config.device)
     device = main_device(config.placement, config.devices, config.device)
     # A backbone reads a CLEVR directory, which has no vocabulary: it names the attributes of CLEVR's.
-    vocab = Vocab.clevr() if config.model == "backbone" else Vocab.load(Path(config.data) / "vocab.json")
+    vocab = Vocab.clevr() if config.model == "backbone" else load_vocab(Path(config.data))
     training, validation = _open_splits(config, vocab)
     for split in filter(None, (training, validation)):
         task.check_questions(config, split.questions)
@@ -356,16 +356,16 @@ def _describe(trainer: Trainer, opened: Opened) -> str:
     held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
     trained = sum(p.numel() for p in trainer.parameters)
     frozen = "" if trained == held else f", {trained:,} of them trained"
-    is_of_images = config.model == "backbone"  # which has no questions
+    unit = "images" if config.model == "backbone" else "questions"
     splits = []
     for name, split in ((config.train_split, opened.training), (config.val_split, opened.validation)):
         if split is not None:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
-            splits.append(images if is_of_images else f"{len(split.questions):,} questions about {images}")
+            splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
     return (
         f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}\n"
         f"{config.data}: {' and '.join(splits)}\n"
-        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {'images' if is_of_images else 'questions'} each"
+        f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
 
 
