@@ -39,12 +39,10 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
 }
 """The parts of a checkpoint and their types, for `check_parts`."""
 BEST = "best.pt"
-_BEFORE_ARCHIVES = {
-    pickle.dumps(0x1950A86A20F9469CFC6C, protocol): protocol for protocol in range(pickle.HIGHEST_PROTOCOL, -1, -1)
-}
-"""How torch's files began until version 1.6, which made them zip archives, and with which pickle protocol."""
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""The number that torch pickled at the beginning of a file until version 1.6, which made its files zip archives."""
 _SAFE_PROTOCOLS = (2, 3)
-"""Those that torch loads without executing anything; it writes the first unless told otherwise."""
+"""The pickle protocols that torch loads without executing anything; it writes the first by default."""
 WHAT = "a whole checkpoint file"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
@@ -159,18 +157,14 @@ def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> No
 
 
 def _read(path: Path) -> Any:
-    """Return what a torch file holds, whoever wrote it; nothing in it is executed."""
-    with open(path, "rb") as file:
-        start = file.read(max(map(len, _BEFORE_ARCHIVES)))
-    protocol = next((number for begins, number in _BEFORE_ARCHIVES.items() if start.startswith(begins)), None)
-    if protocol is None:
-        protocol = _check_archive(path)
-    if protocol not in _SAFE_PROTOCOLS:
-        what = (
-            f"pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected {_SAFE_PROTOCOLS[0]}"
+    """Return the content of a torch file without executing anything in it."""
+    start = _start_of_pickle(path)
+    if (protocol := start[1] if start.startswith(pickle.PROTO) else 0) not in _SAFE_PROTOCOLS:
+        raise InputError(
+            f"written with pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected "
+            f"{_SAFE_PROTOCOLS[0]}; if you trust the file, torch.save anew what "
+            "torch.load(FILE, 'cpu', weights_only=False) gives"
         )
-        how = "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives"
-        raise InputError(f"written with {what}; {how}")
     try:
         with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")
@@ -181,22 +175,24 @@ def _read(path: Path) -> Any:
         raise InputError(f"holds more than plain tensors; not loaded, for that could execute code{what}") from None
 
 
-def _check_archive(path: Path) -> int:
-    """Compare the parts of a torch file, which is a zip archive, with their checksums before anything is unpickled;
-    return its pickle protocol, 0 standing for 1 too.
+def _start_of_pickle(path: Path) -> bytes:
+    """Return the first bytes of the pickle in a torch file; before, compare the parts of a zip archive with their
+    checksums.
 
     Raises:
-        BadZipFile: the file is not an archive, or a part differs from what was written.
+        BadZipFile: the file is neither an archive nor one of torch before 1.6, or a part differs from what was written.
     """
+    with open(path, "rb") as file:
+        start = file.read(32)
+    if _MAGIC.to_bytes(10, "little") in start or str(_MAGIC).encode() in start:
+        return start
     with zipfile.ZipFile(path) as archive:
         if (damaged := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"{damaged} is damaged")
-        pickled = next((name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"), None)
-        if pickled is None:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if not pickles:
             raise zipfile.BadZipFile("it is an archive without data.pkl")
-        with archive.open(pickled) as part:
-            start = part.read(2)
-    return start[1] if start[:1] == pickle.PROTO and len(start) > 1 else 0
+        return archive.read(pickles[0])[:2]
 
 
 def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: str) -> Saved:
@@ -220,22 +216,47 @@ def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: 
 
 
 def load_newest(out: Path) -> Saved | None:
-    """Return the newest checkpoint of the run in `out`, to resume from; None when it has none.
+    """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
     Raises:
-        InputError: the newest is damaged, or no checkpoint of a run, and names the newest one that is good; or the best
-            one, which nothing may ever replace, is damaged.
+        InputError: the newest checkpoint is damaged or not that of a run (names the newest one that is good); or the
+            best checkpoint, which resuming would leave as it is, is damaged or belongs to another run.
     """
     if not (found := checkpoints(out)):
         return None
     newest = _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}")
-    if (out / BEST).exists():
+    best = out / BEST
+    if best.exists() and newest.path != best:
         try:
-            with reading(out / BEST, WHAT):
-                _check_archive(out / BEST)
+            _check_best(Saved(best, load_checkpoint(best, PARTS_OF_A_RUN)), newest)
         except InputError as error:
             raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
     return newest
+
+
+def _check_best(best: Saved, newest: Saved) -> None:
+    """Check that the best checkpoint belongs to the run of the newest one.
+
+    The best checkpoint is saved before the numbered one of its iteration, so a run that was killed in between has a
+    newer one than its numbered checkpoints record.
+
+    Raises:
+        InputError: its networks have other weights, or it is not the one that the newest checkpoint records.
+    """
+    held, run = best.content, newest.content
+    if _weight_shapes(held) != _weight_shapes(run):
+        raise InputError(f"{best.path}: belongs to another run: its networks are not those of {newest.path.name}")
+    is_recorded = run.get("best_step") is None or (held["step"], held["best"]) == (run["best_step"], run["best"])
+    if held["step"] < run["step"] and not is_recorded:
+        raise InputError(
+            f"{best.path}: belongs to another run: it is of iteration {held['step']} and accuracy {held['best']:.4f}, "
+            f"and {newest.path.name} records iteration {run['best_step']} and {run['best']:.4f} as the best"
+        )
+
+
+def _weight_shapes(content: Mapping[str, Any]) -> dict[str, dict[str, torch.Size]]:
+    networks = content["networks"].items()
+    return {name: {key: value.shape for key, value in packed["weights"].items()} for name, packed in networks}
 
 
 def remove_old(out: Path, keep: int) -> None:
