@@ -7,6 +7,7 @@ Shapes: N examples, B of a batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +48,7 @@ def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
     return [np.sort(part) for part in np.split(order, cuts)]
 
 
+@dataclass
 class Order:
     """The examples of each training step: a new order in each epoch, with short programs first if asked.
 
@@ -54,21 +56,14 @@ class Order:
     groups of up to `questions_per_image` random questions about one image.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[tuple[int, np.ndarray]],
-        image_idxs: np.ndarray,
-        batch_size: int,
-        seed: int,
-        questions_per_image: int = 1,
-    ):
-        """Take `stages` as pairs (first step, positions that may be drawn), with first steps rising from 0."""
-        self.stages = stages
-        self.image_idxs = image_idxs
-        self.batch_size = batch_size
-        self.seed = seed
-        self.questions_per_image = questions_per_image
-        self._shuffled: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0, dtype=np.int64))
+    stages: Sequence[tuple[int, np.ndarray]]
+    """Pairs (first step, positions that may be drawn), with first steps rising from 0."""
+    image_idxs: np.ndarray
+    """(N,) the image of each example."""
+    batch_size: int
+    seed: int
+    questions_per_image: int = 1
+    _shuffled: tuple[tuple[int, int], np.ndarray] = field(default=((-1, -1), np.empty(0)), init=False)
 
     def rows(self, step: int) -> np.ndarray:
         """Return the (B,) positions of a batch; B is `batch_size`, or less if a stage has fewer examples."""
@@ -112,18 +107,13 @@ def make_order(
     """
     stages = [(0, np.arange(len(image_idxs)))]
     if curriculum:
-        stages = _stages(lengths, curriculum)
+        firsts = [first for first, _ in curriculum]
+        if firsts[0] != 0 or firsts != sorted(set(firsts)):
+            raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
+        if lengths is None:
+            raise InputError("a curriculum needs programs, and the training questions have none")
+        stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
+        for (_, longest), (_, pool) in zip(curriculum, stages, strict=True):
+            if not len(pool):
+                raise InputError(f"curriculum: no training program has at most {longest} functions")
     return Order(stages, image_idxs, batch_size, seed, questions_per_image)
-
-
-def _stages(lengths: np.ndarray | None, curriculum: Sequence[tuple[int, int]]) -> list[tuple[int, np.ndarray]]:
-    firsts = [first for first, _ in curriculum]
-    if firsts[0] != 0 or firsts != sorted(set(firsts)):
-        raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
-    if lengths is None:
-        raise InputError("a curriculum needs programs, and the training questions have none")
-    stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
-    for (_, longest), (_, pool) in zip(curriculum, stages, strict=True):
-        if not len(pool):
-            raise InputError(f"curriculum: no training program has at most {longest} functions")
-    return stages

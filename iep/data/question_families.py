@@ -7,7 +7,7 @@ Shapes: N questions, L program tokens.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -35,22 +35,30 @@ def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Calla
         InputError: as `read_families`. The returned function raises it if questions have no families, a family has no
             program to measure it by, or no question is left.
     """
-    if families not in (SHORT, LONG):
-        listed = read_families(Path(families))
-        return lambda questions: _only(questions, listed, families)
+    only = None if families in (SHORT, LONG) else read_families(Path(families))
 
     @cache
     def lengths_of_training() -> Mapping[int, float]:
         return {} if train_path is None or not train_path.exists() else mean_lengths(read_questions(train_path, vocab))
 
-    def choose(questions: Questions) -> Questions:
+    def chosen(questions: Questions, found: list[int]) -> list[int]:
+        """Return the families that are short or long, of all those `found` among the questions."""
         lengths = mean_lengths(questions)
         if questions.path != train_path:
             lengths |= lengths_of_training()
-        for family in _families(questions, families):
-            if family not in lengths:
-                raise InputError(f"{questions.path}: no program tells whether family {family} is short or long")
-        return _only(questions, [f for f in lengths if (lengths[f] < LONG_FROM) == (families == SHORT)], families)
+        if unknown := [family for family in found if family not in lengths]:
+            raise InputError(f"{questions.path}: no program tells whether family {unknown[0]} is short or long")
+        return [family for family in found if (lengths[family] < LONG_FROM) == (families == SHORT)]
+
+    def choose(questions: Questions) -> Questions:
+        if questions.families is None:
+            what = f"has no dataset 'question_families', by which families {families} are chosen"
+            raise InputError(f"{questions.path}: {what}")
+        found = np.unique(questions.families).tolist()
+        rows = np.flatnonzero(np.isin(questions.families, chosen(questions, found) if only is None else only))
+        if not len(rows):
+            raise InputError(f"{questions.path}: no question of the families {families}, only of {_ranges(found)}")
+        return questions.select(rows)
 
     return choose
 
@@ -92,21 +100,6 @@ def mean_lengths(questions: Questions) -> dict[int, float]:
     families, index_N = np.unique(questions.families, return_inverse=True)
     means = np.bincount(index_N, lengths_N) / np.bincount(index_N)
     return dict(zip(families.tolist(), means.tolist(), strict=True))
-
-
-def _families(questions: Questions, chosen: str) -> list[int]:
-    if questions.families is None:
-        raise InputError(f"{questions.path}: has no dataset 'question_families', by which families {chosen} are chosen")
-    return np.unique(questions.families).tolist()
-
-
-def _only(questions: Questions, families: Collection[int], chosen: str) -> Questions:
-    """Return the questions of `families`, in their order."""
-    found = _families(questions, chosen)
-    rows = np.flatnonzero(np.isin(questions.families, list(families)))
-    if not len(rows):
-        raise InputError(f"{questions.path}: no question of the families {chosen}, only of {_ranges(found)}")
-    return questions.select(rows)
 
 
 def _ranges(numbers: list[int]) -> str:

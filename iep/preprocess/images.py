@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset
 
-from iep.data.loader import worker_options
+from iep.data.loader import Loading, made_ahead
 from iep.errors import InputError
 from iep.runtime.reading import reading
-from iep.runtime.signals import waited_for
 
 _OF_16_BITS = ("PNG", "PPM")
 """Formats whose grey has at most 16 bits, though Pillow may store it in 32 (mode I)."""
@@ -54,24 +52,6 @@ def read_image(path: Path, size: int) -> np.ndarray:
     return np.asarray(pixels).transpose(2, 0, 1)
 
 
-class _Batches(Dataset):
-    """Batches of images. A bad image gives its InputError as the item: raised in a worker process, it would arrive
-    wrapped in that process's traceback."""
-
-    def __init__(self, paths: Sequence[Path], size: int, batch_size: int) -> None:
-        self.paths, self.size, self.batch_size = paths, size, batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.paths) // self.batch_size)
-
-    def __getitem__(self, batch: int) -> torch.Tensor | InputError:
-        paths = self.paths[batch * self.batch_size : (batch + 1) * self.batch_size]
-        try:
-            return torch.from_numpy(np.stack([read_image(path, self.size) for path in paths]))
-        except InputError as error:
-            return error
-
-
 def image_batches(
     paths: Sequence[Path], size: int, batch_size: int, workers: int, first: int = 0, step: int = 1
 ) -> Iterator[torch.Tensor]:
@@ -81,11 +61,9 @@ def image_batches(
     Raises:
         InputError: an image cannot be read (names it).
     """
-    batches = _Batches(paths, size, batch_size)
-    numbers = range(first, len(batches), step)
-    # batch_size=None: the data set's items are batches already.
-    loader = DataLoader(batches, batch_size=None, sampler=numbers, **worker_options(workers, prefetch=2))
-    for batch in waited_for(loader):
-        if isinstance(batch, InputError):
-            raise batch
-        yield batch
+
+    def read(start: int) -> torch.Tensor:
+        return torch.from_numpy(np.stack([read_image(path, size) for path in paths[start : start + batch_size]]))
+
+    starts = range(first * batch_size, len(paths), step * batch_size)
+    return made_ahead(read, starts, Loading(workers))
