@@ -1,10 +1,10 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, which question families the config's file lists, vocabulary, and how the features that it was
-trained on were made of images. Random states are none of it: a step's chance is a function of the seed and its number.
-A run keeps its newest checkpoints by number, and the best. Building networks from one is `build.py`. Checkpoints of
-the original toolkit load as well, to start from or to evaluate.
+step, resolved config, the question families that the config's file lists, vocabulary, and how the features that it was
+trained on were made of images. It holds no random states, because the random numbers of a step are a function of the
+seed and the step. A run keeps its newest checkpoints by number, and the best. `build.py` builds networks from one.
+Checkpoints of the original toolkit load as well, to start from or to evaluate.
 """
 
 import io
@@ -75,7 +75,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write `content` (plain containers and tensors) to `path`, whole or not at all.
 
     Raises:
-        OSError: the disk is full; what stood at `path` still stands.
+        OSError: the file cannot be written, as on a full disk; the previous file at `path` is unchanged.
     """
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)
@@ -83,13 +83,17 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else
-    its newest. Of a checkpoint of the original toolkit, return what `iep.models.original.from_original` makes of it.
+    """Return the content of a checkpoint, with tensors on the CPU.
 
-    `parts` are those that it must have, as `check_parts` takes them.
+    A run directory stands for its best checkpoint, or else its newest. A checkpoint of the original toolkit is
+    converted by `iep.models.original.from_original`.
+
+    Args:
+        parts: the parts that the checkpoint must have, as `check_parts` takes them.
 
     Raises:
-        InputError: the file is missing, truncated, not a checkpoint, holds more than plain data, or lacks a part.
+        InputError: the file is missing, truncated or not a checkpoint, holds more than plain data, or a part is
+            missing.
     """
     path = Path(path)
     if path.is_dir():
@@ -111,13 +115,12 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
 
 
 def check_parts(value: Any, parts: Any, name: str = "") -> None:
-    """Compare a value with what it should be.
+    """Check that plain data has the expected parts and types.
 
     Args:
-        value: plain data.
-        parts: a type; or a mapping of keys to what their values should be, where a type in place of a key stands for
+        parts: a type; or a mapping of keys to the `parts` of their values, where a type in place of a key stands for
             any number of keys of that type.
-        name: of the value, dotted.
+        name: the dotted name of the value.
 
     Raises:
         InputError: a part is missing or of another type.
@@ -135,8 +138,9 @@ def check_parts(value: Any, parts: Any, name: str = "") -> None:
 
 
 def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
-    """Compare a saved state of Adam with the parameters that it is of, before torch loads it: the fused optimiser
-    trusts its shapes, and would read and write beyond its memory.
+    """Check that a saved state of Adam belongs to the parameters, before torch loads it.
+
+    The fused optimiser does not check shapes itself, and would read and write beyond its memory.
 
     Raises:
         InputError: it is of another number of parameters, or a tensor is missing, unknown, or of another shape or type.
@@ -148,7 +152,7 @@ def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> No
     groups = held["param_groups"]
     numbers = groups[0].get("params") if len(groups) == 1 and isinstance(groups[0], dict) else None
     if numbers != list(range(len(parameters))) or not held["state"].keys() <= set(numbers):
-        raise InputError(f"optimizer is not one of {len(parameters)} parameters, as these networks have")
+        raise InputError(f"optimizer is not the state of {len(parameters)} parameters, as these networks have")
     for number, tensors in held["state"].items():
         like = parameters[number]
         expected = describe({"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like})
@@ -172,12 +176,11 @@ def _read(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))
         what = f" ({found[0]})" if found else ""
-        raise InputError(f"holds more than plain tensors; not loaded, for that could execute code{what}") from None
+        raise InputError(f"holds more than plain tensors; loading it could execute code{what}") from None
 
 
 def _start_of_pickle(path: Path) -> bytes:
-    """Return the first bytes of the pickle in a torch file; before, compare the parts of a zip archive with their
-    checksums.
+    """Return the first bytes of the pickle in a torch file, after checking all parts of a zip archive.
 
     Raises:
         BadZipFile: the file is neither an archive nor one of torch before 1.6, or a part differs from what was written.
@@ -199,7 +202,7 @@ def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: 
     """Return the first of a run's checkpoints `paths`.
 
     Raises:
-        InputError: it is damaged or lacks a part. Names the next one that is good, and gives the `advice` to it.
+        InputError: it is damaged or a part is missing (names the next checkpoint that is good, with the `advice`).
     """
     problem, bad = None, []
     for path in paths:
@@ -219,39 +222,38 @@ def load_newest(out: Path) -> Saved | None:
     """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
     Raises:
-        InputError: the newest checkpoint is damaged or not that of a run (names the newest one that is good); or the
-            best checkpoint, which resuming would leave as it is, is damaged or belongs to another run.
+        InputError: it is damaged or not the checkpoint of a run (names the newest one that is good).
     """
-    if not (found := checkpoints(out)):
-        return None
-    newest = _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}")
-    best = out / BEST
-    if best.exists() and newest.path != best:
-        try:
-            _check_best(Saved(best, load_checkpoint(best, PARTS_OF_A_RUN)), newest)
-        except InputError as error:
-            raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
-    return newest
+    found = checkpoints(out)
+    return _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}") if found else None
 
 
-def _check_best(best: Saved, newest: Saved) -> None:
-    """Check that the best checkpoint belongs to the run of the newest one.
+def check_best(newest: Saved) -> None:
+    """Check that the best checkpoint beside the newest one, if any, belongs to the same run.
 
-    The best checkpoint is saved before the numbered one of its iteration, so a run that was killed in between has a
-    newer one than its numbered checkpoints record.
+    A run that resumes may never replace its best checkpoint. The best checkpoint is saved before the numbered one of
+    its iteration, so that it can be ahead of the newest numbered one if the run was killed.
 
     Raises:
-        InputError: its networks have other weights, or it is not the one that the newest checkpoint records.
+        InputError: the best checkpoint is damaged, its networks have other weights, or it is not the one that the
+            newest checkpoint records.
     """
-    held, run = best.content, newest.content
+    path = newest.path.with_name(BEST)
+    if path == newest.path or not path.exists():
+        return
+    without = "without it, the next validation's checkpoint becomes the best"
+    try:
+        held, run = load_checkpoint(path, PARTS_OF_A_RUN), newest.content
+    except InputError as error:
+        raise InputError(f"{error}; {without}") from None
+    other = f"{path}: belongs to another run than {newest.path.name}"
     if _weight_shapes(held) != _weight_shapes(run):
-        raise InputError(f"{best.path}: belongs to another run: its networks are not those of {newest.path.name}")
+        raise InputError(f"{other}: it has other networks; {without}")
     is_recorded = run.get("best_step") is None or (held["step"], held["best"]) == (run["best_step"], run["best"])
     if held["step"] < run["step"] and not is_recorded:
-        raise InputError(
-            f"{best.path}: belongs to another run: it is of iteration {held['step']} and accuracy {held['best']:.4f}, "
-            f"and {newest.path.name} records iteration {run['best_step']} and {run['best']:.4f} as the best"
-        )
+        found = f"it is of iteration {held['step']} and accuracy {held['best']:.4f}"
+        recorded = f"the best one of this run of iteration {run['best_step']} and accuracy {run['best']:.4f}"
+        raise InputError(f"{other}: {found}, {recorded}; {without}")
 
 
 def _weight_shapes(content: Mapping[str, Any]) -> dict[str, dict[str, torch.Size]]:
@@ -260,6 +262,6 @@ def _weight_shapes(content: Mapping[str, Any]) -> dict[str, dict[str, torch.Size
 
 
 def remove_old(out: Path, keep: int) -> None:
-    """Remove the numbered checkpoints of the run in `out` but for the newest `keep`."""
+    """Remove the numbered checkpoints of the run in `out` except the newest `keep`."""
     for path in step_checkpoints(out)[keep:]:
         path.unlink(missing_ok=True)
