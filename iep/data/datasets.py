@@ -21,7 +21,7 @@ from iep.execution_engine.program_plan import Planner, ProgramPlan
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch. Parts that the split's files do not have are None."""
+    """A minibatch, with None for parts that the split's files do not have."""
 
     index: torch.Tensor
     """(B,) position of each question in its data set."""
@@ -95,7 +95,7 @@ class ClevrDataset:
 
     @property
     def bytes_an_image(self) -> int:
-        """Bytes of one image's features in a batch."""
+        """The number of bytes of one image's features in a batch."""
         return 0 if self.features is None else self.features.row_bytes
 
     def batch(self, choice: Choice, allocate: Callable[..., np.ndarray] = np.empty) -> Batch:
@@ -155,7 +155,7 @@ def sequential_batches(
 ) -> Batches:
     """Return batches of every example once, in the file's order or, with `by_image`, ordered by image.
 
-    Of these batches, every `world_size`th is for process `rank`.
+    Process `rank` gets every `world_size`th of these batches.
     """
     order = np.arange(len(dataset))
     if by_image:

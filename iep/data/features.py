@@ -1,7 +1,7 @@
-"""A features file -> rows of features, on demand, checked against the file's checksums; or all of them in memory.
+"""A features file -> rows of features, on demand or all in memory, checked against the file's checksums.
 
-Rows that are stored as numpy stores them (those of `iep-preprocess` are) are read without HDF5, in half the time.
-Files without checksums and compressed files are read as well.
+Rows that are stored as numpy stores them, as `iep-preprocess` does, are read without HDF5, in half the time. Files
+without checksums and compressed files are read as well.
 
 Shapes: N images, C H W feature maps.
 """
@@ -28,7 +28,7 @@ from iep.runtime.reading import reading
 LOAD_BYTES = 2**25
 """How many bytes `Features.in_memory` reads at once."""
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
-"""The attributes that tell which images the rows were made of; all others are their recipe."""
+"""The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
@@ -40,7 +40,7 @@ class Features:
     Attributes:
         path: the file.
         shape: (N, C, H, W).
-        dtype: of the values, float16, float32 or float64.
+        dtype: the dtype of the values, float16, float32 or float64.
         recipe: how the rows were made of images, as `iep-preprocess` recorded it; empty if it is not recorded.
         images: how many images they were made of, and the digest of the files' names and sizes; None if they are not
             recorded.
@@ -77,7 +77,7 @@ class Features:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one image's features."""
+        """The number of bytes of one image's features."""
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Features:
 
     @contextmanager
     def _reader(self, rows: np.ndarray) -> Iterator[Callable[[int, np.ndarray], None]]:
-        """Open what holds the features, and yield a function that reads one of the `rows` into an array."""
+        """Open the file or the memory, and yield a function that reads one of the `rows` into an array."""
         if self._memory is None and self._offset is None:
             with open_hdf5(self.path) as file:
                 dataset = file["features"]
@@ -167,7 +167,7 @@ class Features:
             yield lambda row, values_CHW: _read_into(values_CHW, self._memory.fileno(), row * size)
             return
         with reading(self.path, "a features file"), open(self.path, "rb", buffering=0) as file:
-            for row in rows.tolist() if len(rows) > 1 else ():  # have the disk fetch all rows at once
+            for row in rows.tolist() if len(rows) > 1 else ():  # lets the disk fetch all rows at once
                 os.posix_fadvise(file.fileno(), start + row * size, size, os.POSIX_FADV_WILLNEED)
             yield lambda row, values_CHW: _read_into(values_CHW, file.fileno(), start + row * size)
 

@@ -32,12 +32,12 @@ Make = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are made.
+    """The processes and memory that make batches.
 
     Args:
-        workers: number of processes that make them; 0 makes them in this process.
+        workers: number of processes that make batches; with 0, this process makes them.
         prefetch: number of batches that each worker makes ahead.
-        pin: copy batches to page-locked memory, from which copies to a GPU run while it computes.
+        pin: copy batches to page-locked memory, from which they are copied to a GPU while it computes.
     """
 
     workers: int = 0
@@ -52,7 +52,7 @@ class Batches:
     """Batches in order, which can be iterated over several times."""
 
     def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, buffer_bytes: int, loading: Loading):
-        """Batch n is `make(choose(n), allocate)`, for the n of `numbers`; its features have at most `buffer_bytes`."""
+        """Define batch n as `make(choose(n), allocate)`, for n in `numbers`, with features of up to `buffer_bytes`."""
         self._make, self._choose, self._numbers = make, choose, numbers
         self._buffer_bytes, self._loading = buffer_bytes, loading
 
@@ -80,7 +80,7 @@ def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Load
     """
     options: dict[str, Any] = {}
     if loading.workers:
-        # Forked, whatever Python's default: they start at once, and share the parent's buffers and what it has read.
+        # Forked processes start at once, and share the parent's buffers and data.
         options = {"prefetch_factor": loading.prefetch, "multiprocessing_context": "fork"}
     loader = DataLoader(
         _Made(make),
@@ -89,7 +89,7 @@ def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Load
         num_workers=loading.workers,
         worker_init_fn=_leave_signals_to_parent,
         pin_memory=loading.pin,
-        # Without a generator of its own it would draw a seed for its workers from the one that training uses.
+        # Without a generator, it would draw a seed for its workers from the generator that training uses.
         generator=torch.Generator(),
         **options,
     )
@@ -116,25 +116,25 @@ class _Made(Dataset):
 
 
 class BatchBuffers:
-    """Memory for the features of batches, shared with forked worker processes; each worker has buffers of its own.
+    """Memory for the features of batches, shared with forked worker processes.
 
-    A worker takes a buffer, and the process that made the buffers releases it. Pages that are never written take no
-    memory.
+    Each worker has buffers of its own. A worker takes a buffer, and the process that made the buffers releases it.
+    Pages that are never written take no memory.
     """
 
     def __init__(self, workers: int, per_worker: int, size: int) -> None:
-        """Make `per_worker` free buffers of `size` bytes for each worker."""
+        """Allocate `per_worker` buffers of `size` bytes for each worker."""
         self.per_worker = per_worker
         self._buffers = [mmap.mmap(-1, size) for _ in range(workers * per_worker)]
         self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
         _MADE[id(self)] = self
 
     def __reduce__(self) -> tuple[Callable[[int], "BatchBuffers"], tuple[int]]:
-        """Pickle the identity, by which the process that made the buffers finds them again."""
+        """Pickle the identity, by which the process that made the buffers finds them."""
         return _made_here, (id(self),)
 
     def take(self, worker: int) -> int | None:
-        """Take a free buffer of `worker`, and return its number; None if all of them are in use."""
+        """Take a free buffer of `worker`, and return its number, or None if all are in use."""
         first = worker * self.per_worker
         free = np.flatnonzero(self._taken[first : first + self.per_worker] == 0)
         if not len(free):
@@ -148,7 +148,7 @@ class BatchBuffers:
         return np.ndarray(shape, dtype, self._buffers[number])
 
     def tensor(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
-        """Return the array as a tensor; the buffer is free again when no tensor shares its memory any more."""
+        """Return the array as a tensor, and free the buffer once no tensor shares its memory any more."""
         array = self.array(number, shape, dtype)
         finalize(array, self._taken.__setitem__, number, 0)
         return torch.from_numpy(array)
@@ -163,7 +163,7 @@ def _made_here(key: int) -> BatchBuffers:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A pickled batch on its way from a worker; its features are in a buffer if one was free."""
+    """A pickled batch as a worker sends it, with its features in a buffer if one was free."""
 
     content: bytes
     buffers: BatchBuffers | None = None
@@ -179,7 +179,7 @@ class Parcel:
         return replace(batch, features=self.buffers.tensor(self.number, self.shape, self.dtype))
 
     def pin_memory(self) -> Any:
-        """Return the batch in page-locked memory; the data loader calls this in a thread of its own."""
+        """Return the batch in page-locked memory, as the data loader asks in a thread of its own."""
         return self.opened().pin_memory()
 
 
