@@ -116,7 +116,7 @@ def preprocess_questions(
         say(f"{path}: {made.get(path, 'already done')}")
     for path in sorted(out.glob("*_questions.h5")):
         if _recorded_if_sound(path).get("vocab_digest", vocab.digest) != vocab.digest:
-            say(f"{path}: was encoded with another vocabulary than the new vocab.json; preprocess that split again")
+            say(f"{path}: encoded with another vocabulary than the new vocab.json; preprocess that split again")
 
 
 def _vocabulary(
