@@ -157,8 +157,8 @@ backbone_options = all_of(
     ),
     click.option(
         "--weights",
-        help="ResNet: default (ImageNet, downloaded), random, or a .pth file. synth: default, a .safetensors file, or a "
-        "checkpoint or run directory of iep-train --model backbone.",
+        help="ResNet: default (ImageNet, downloaded), random, or a .pth file. synth: default, a .safetensors file, or "
+        "a checkpoint or run directory of iep-train --model backbone.",
     ),
     click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]"),
     click.option(
