@@ -54,7 +54,7 @@ from iep.models.build import (
 )
 from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
 from iep.programs import program_lengths
-from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
+from iep.runtime.distributed import attempt, broadcast, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.freezing import check_freeze, freeze, is_trained
@@ -83,13 +83,11 @@ def load_start(out: Path) -> Saved | None:
     Raises:
         InputError: as `load_newest`, or another process cannot load it.
     """
-    start, error = attempt(lambda: load_newest(out)) if is_main() else (None, None)
-    raise_any(error)
+    start = attempt(lambda: load_newest(out), is_main())
     path = broadcast(None if start is None else start.path)
-    if path is not None and not is_main():
-        start, error = attempt(lambda: Saved(path, load_checkpoint(path, PARTS_OF_A_RUN)))
-    raise_any(error)
-    return start
+    is_other = path is not None and not is_main()
+    loaded = attempt(lambda: Saved(path, load_checkpoint(path, PARTS_OF_A_RUN)), is_other)
+    return start if is_main() else loaded
 
 
 def was_restarted(out: Path) -> bool:
