@@ -134,9 +134,9 @@ def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: li
         ("joint", ["pg"], "joint training starts from trained parts: give --ee CKPT"),
         ("ee", ["pg"], "which training ee does not use; --programs predicted runs its programs"),
         ("lstm", ["pg"], "which training lstm does not use"),
-        ("pg", ["freeze=engine"], "freeze: 'engine' is no part of pg, expected encoder, decoder"),
-        ("joint", ["freeze=engin"], "freeze: 'engin' is no part of joint, expected generator, engine; did you mean"),
-        ("lstm", ["freeze=cnn"], "freeze: 'cnn' is no part of lstm, expected rnn, classifier"),
+        ("pg", ["freeze=engine"], "freeze: 'engine' is not a part of pg, expected encoder, decoder"),
+        ("joint", ["freeze=engin"], "freeze: 'engin' is not a part of joint, expected generator, engine; did you mean"),
+        ("lstm", ["freeze=cnn"], "freeze: 'cnn' is not a part of lstm, expected rnn, classifier"),
         ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
         (
             "cnn-lstm",

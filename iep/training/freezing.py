@@ -40,7 +40,7 @@ def check_freeze(model: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in parts:
             raise InputError(
-                f"freeze: {name!r} is no part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
+                f"freeze: {name!r} is not a part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
             )
     if set(names) == set(parts):
         raise InputError(f"freeze: {', '.join(parts)} are all parts of {model}; nothing is left to train")
