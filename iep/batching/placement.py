@@ -1,8 +1,8 @@
 """Graph, schedule and a device for every op -> a plan in which values are copied to the devices that need them.
 
 Every call runs on the device of its op. A value that is needed on another device is copied there once, by a *copy
-call* right after the call that computes it, and what needs it there reads the copy. One thread issues all calls in
-order; launches on GPUs are asynchronous, so that calls on different devices run at the same time (the scheme for
+call* right after the call that computes it, and the calls on that device read the copy. One thread issues all calls
+in order. Launches on GPUs are asynchronous, so that calls on different devices run at the same time (the scheme for
 several GPUs of Suarez & Zhu 2017, section 3.1, last paragraph).
 
 Shapes: N nodes, S slots, D devices, X copies, A greatest number of arguments.
@@ -22,14 +22,14 @@ from iep.batching.schedulers import Group, Schedule, pooled
 
 @dataclass(frozen=True)
 class OpPlacement:
-    """Where everything runs: positions in a list of devices, which may contain a device several times."""
+    """The devices of ops, inputs and roots, as positions in a list that may contain a device several times."""
 
     devices: tuple[torch.device, ...]
     ops: Mapping[int, int]
-    """The position of every op that may run."""
+    """The position of the device of every op that may run."""
     inputs: int
     roots: int
-    """The position where the results are wanted."""
+    """The position of the device to which the results go."""
 
 
 def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, types: Types | None = None) -> Plan:
