@@ -62,10 +62,9 @@ def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, 
 
 
 class DeferredWeightGrads(TorchFunctionMode):
-    """A mode in which 2-D convolutions and linear layers compute their weights' gradients at the last of their calls
-    in the backward pass. Their outputs and the gradients of their inputs are computed as usual.
+    """A mode in which 2-D convolutions and linear layers compute each weight's gradient once in the backward pass.
 
-    Use one object for each step. The input and the output gradient of every call are kept until the end and then
+    Use one object for each step. The input and the output gradient of every call are kept until the last call and then
     concatenated, which takes memory. Gradients cannot be differentiated again. Activation checkpointing inside, which
     calls layers again in the backward pass, raises an error.
     """

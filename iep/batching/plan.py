@@ -50,7 +50,7 @@ class Types:
     """The columns of a graph's values, for nodes that return several tensors or tensors of several shapes."""
 
     inputs: np.ndarray
-    """The column of each input, (num_inputs,), which is one tensor. Inputs of a column are in the order of the slots."""
+    """The column of each input, (num_inputs,), one tensor each. Inputs of a column are in the order of slots."""
     signatures: Mapping[int, Signature]
     """The signature of each op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
