@@ -40,7 +40,7 @@ def op_strings(op_N: np.ndarray, reads_NA: np.ndarray, among_N: np.ndarray) -> n
 def _prefix_tree(
     op_N: np.ndarray, reads_NA: np.ndarray, among_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the parent (-1 at a root), the last op and the length of every prefix from the roots, shorter ones first."""
+    """Return parent (-1 at a root), last op and length of every prefix from the roots on, shorter ones first."""
     count, width = len(op_N), int(op_N.max(initial=0)) + 1
     node = roots(reads_NA, among_N)
     entry = np.full(len(node), -1)
