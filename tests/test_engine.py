@@ -136,7 +136,7 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
         ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
         (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
         (PIXELS | {"feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
-        (PIXELS, "make 2 convolutions, expected 3 or more to halve patches of 8"),
+        (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
         (PIXELS | {"stem_pixels": 3}, "stem_pixels is 3, expected a divisor of the patches' 8 pixels"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"stem": "none", "module_dim": 5, "stem_stride": 2}, "stem_stride is 2, and there is no stem"),

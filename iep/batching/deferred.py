@@ -42,7 +42,7 @@ class _Layer(NamedTuple):
         if not wanted[1]:
             return of_input, None, None
         gradient, input = gradient.flatten(0, -2), input.flatten(0, -2)
-        # In the order of the weight's memory: autograd would copy a gradient that is in another.
+        # The gradient has the memory order of the weight, as autograd would copy a gradient in another order.
         of_weight = (input.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ input
         return of_input, of_weight, gradient.sum(0) if wanted[2] else None
 

@@ -64,7 +64,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
     before, last = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ())
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
     context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
-    # In the backward pass the token orders the exchanges: each has that of the one before as an input.
+    # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
         if is_recorded:
@@ -74,7 +74,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
         if call is not last:
             with context:
                 results, before = run_call(plan, modules, call, arguments), call
-    buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
+    buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments
 
 
@@ -86,7 +86,7 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     """
     if call.op < 0:
         devices = [plan.columns[result.column].device for result in call.results]
-        # A copy to the CPU has to be waited for: calls there read it as soon as it is issued.
+        # A copy to the CPU must not be asynchronous, because calls on the CPU read it at once.
         return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
     if call.segments is None:
         returned = modules[call.op](*arguments)
@@ -171,9 +171,9 @@ class Buffers:
         kind, values = self.kinds[argument.column], self.values[argument.column]
         if not argument.is_adjacent:
             return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
-        # A row is written once, before it is read, so that the backward pass may save the buffer's own memory: `.data`
-        # does not share the buffer's version counter, which later writes increase. What is saved keeps the whole
-        # buffer, so that a copy of a small part of it takes less memory.
+        # A row is written once, before it is read, so that the backward pass may save a view of the buffer. `.data`
+        # does not share the buffer's version counter, which later writes increase. A saved view keeps the whole buffer,
+        # so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
 
@@ -196,7 +196,7 @@ class Buffers:
             return
         flat = kind.flatten(gradient)
         if flat.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
-            flat = flat.clone()  # of a module that returns its argument, the gradient of its result
+            flat = flat.clone()  # if a module returns its argument, this is also the gradient of its result
         rows.index_add_(0, self.plan.rows(argument), flat)
 
     def gradient(self, made: Result) -> Tensor | None:
@@ -220,7 +220,7 @@ class _Exchange(Function):
         ctx.buffers, ctx.before, ctx.call = buffers, before, call
         ctx.set_materialize_grads(False)
         if before.results is buffers.plan.inputs:
-            ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
+            ctx.save_for_backward(*results)  # autograd detects changes of the inputs, which are not copied
         arguments = buffers.exchange(before, call, results)
         whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
         ctx.mark_non_differentiable(*whole)
@@ -234,6 +234,6 @@ class _Exchange(Function):
         for argument, gradient in zip(ctx.call.arguments, gradients, strict=True):
             buffers.add_gradient(argument, gradient)
         found = [buffers.gradient(each) for each in ctx.before.results]
-        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass: it ends here
+        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass
             buffers.gradients.pop(torch._C._current_graph_task_id(), None)
         return None, None, None, None, *found

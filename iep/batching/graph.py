@@ -48,7 +48,7 @@ class Graph:
         if self.num_nodes and not self.args.shape[1]:
             raise ValueError("nodes have no arguments, expected at least one of each")
         own_slot = self.num_inputs + np.arange(self.num_nodes)
-        # Argument by argument: numpy goes through long rows of a matrix much faster than through short ones.
+        # One argument at a time: numpy processes long rows of a matrix much faster than short ones.
         args_AN = self.args.T.copy()
         bad = (args_AN >= own_slot).any(axis=0) | (args_AN[:1] < 0).any(axis=0)
         if bad.any():
@@ -59,7 +59,7 @@ class Graph:
         if self.num_nodes and ops[0] < 0:
             raise ValueError(f"node {np.argmin(self.op)} has op {ops[0]}, expected 0 or greater")
         arity_of_op = np.zeros(len(ops), dtype=np.int64)
-        arity_of_op[kind[::-1]] = arity[::-1]  # of the first node of each op
+        arity_of_op[kind[::-1]] = arity[::-1]  # the arity of the first node of each op
         if (arity_of_op[kind] != arity).any():
             node = int(np.argmax(arity_of_op[kind] != arity))
             raise ValueError(
@@ -147,7 +147,7 @@ def graph_from_prefix(
     arity_M = arity_V[op_M]
     argument_M, end_M = _arguments_and_ends(arity_M)
 
-    # Trees that end first come first; of those that end together, the innermost, which begins last.
+    # Trees that end first are first; of trees that end together, the innermost one, which begins last.
     count = len(op_M)
     postorder = np.argsort(end_M * (count + 1) - np.arange(count))
     nodes = postorder[op_M[postorder] != leaf] if leaf_is_input else postorder
@@ -189,7 +189,7 @@ def _without(tokens_BL: np.ndarray, skip: int, filler: int) -> np.ndarray:
 
 def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the example and the op of every position in a tree, (M,) each, row by row; `leaf` completes the trees."""
-    # How many subtrees are still awaited before each position, and after the last.
+    # The number of expected subtrees before each position, and after the last.
     awaited = np.ones((len(tokens_BL), tokens_BL.shape[1] + 1), dtype=np.int64)
     np.cumsum(arity_V[tokens_BL] - 1, axis=1, out=awaited[:, 1:])
     awaited[:, 1:] += 1

@@ -89,7 +89,7 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
             rows = torch.zeros(3, wide, dtype=dtype, device=device)
             weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
             ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-            # The three products that a layer and its gradients need.
+            # The products of a layer, of its input gradient and of its weight gradient.
             for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
                 _product(left, right, ends)
     except torch.OutOfMemoryError:

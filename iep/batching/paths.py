@@ -46,7 +46,7 @@ def _prefix_tree(
     entry = np.full(len(node), -1)
     entries, steps = 0, [np.empty(0, dtype=np.int64)]
     while len(node):
-        # An entry, the op that follows it, and a node where that leads; sorted, those of one new entry lie together.
+        # An entry, the op that follows it, and the node that runs it; sorting puts the nodes of a new entry together.
         key = np.sort(((entry + 1) * width + op_N[node]) * count + node)
         key = _some(key[_differs(key)], MOST_PATHS)
         step, node = np.divmod(key, count)

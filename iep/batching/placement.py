@@ -44,14 +44,14 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     ops, kind_N = graph.kinds
     missing = set(ops.tolist()) - placement.ops.keys()
     if missing:
-        raise ValueError(f"op {min(missing)} is to run, but is placed on no device")
+        raise ValueError(f"op {min(missing)} runs, but is not placed on a device")
     device_N = np.array([placement.ops[op] for op in ops.tolist()], dtype=np.int64)[kind_N]
     for group in schedule:
         if (device_N[group.nodes] != device_N[group.nodes[:1]]).any():
             raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
     device_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), device_N])
 
-    # Every value that another device needs, once for each such device.
+    # The values that other devices need, once for each such device.
     node, argument = np.nonzero(graph.args >= 0)
     slot_X = np.concatenate([graph.args[node, argument], *(slots for slots, _ in types.roots)])
     device_X = np.concatenate([device_N[node], np.full(len(slot_X) - len(node), placement.roots)])
@@ -61,8 +61,8 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     def on_device(signature: Signature, device: int) -> Signature:
         return signature._replace(makes=tuple(column * count + device for column in signature.makes))
 
-    # Copies of one call's results to one device are one call, right after it; so are those of one column's inputs,
-    # which count as the results of a call before the first, with a negative number.
+    # Copies of one call's results to one device are one call, right after it. The inputs of a column are treated in the
+    # same way, as results of a call before the first, with a negative number.
     num_columns = int(types.inputs.max(initial=-1)) + 1
     call_S = np.concatenate([types.inputs - num_columns, np.zeros(graph.num_nodes, dtype=np.int64)])
     for number, group in enumerate(schedule):

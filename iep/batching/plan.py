@@ -197,7 +197,7 @@ def make_plan(
     num_fields = max((len(each.makes) for each in used), default=1)
     layout = _Layout(graph.num_inputs + graph.num_nodes, num_fields, num_columns)
     inputs = [layout.write(np.flatnonzero(types.inputs == each), 0, each) for each in np.unique(types.inputs).tolist()]
-    # Argument by argument, up to the last that any call reads.
+    # One argument at a time, up to the last that any call reads.
     most = graph.args.shape[1]
     width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
     args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)

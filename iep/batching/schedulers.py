@@ -100,7 +100,7 @@ def agenda(graph: Graph) -> Schedule:
     node, depth = np.arange(graph.num_nodes), graph.height
     ops, kind = graph.kinds
     args = graph.args.T.copy()
-    # The last entry is that of -1, no argument.
+    # The last entry is for -1, which is no argument.
     has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
     has_run[-1] = True
     schedule = []
@@ -131,8 +131,8 @@ def lookahead(graph: Graph) -> Schedule:
     reads = _reads(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
-    # Once round, but for graphs of so many paths that the strings are not all of them: what finds no call before its
-    # readers then runs first, with all that it reads.
+    # The loop runs once, unless the graph has too many paths for the strings to cover all of them. Nodes that find no
+    # call before their readers then run first, with all that they read.
     while left.any():
         calls = np.array(supersequence.short_supersequence(op_strings(kind, reads, left)))
         call = _last_calls(calls, kind, reads, left)
@@ -153,11 +153,11 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: n
         reads: (N, A) nodes whose results each node reads, -1 elsewhere.
         among: (N,) bool, the nodes to consider; every node that one of them reads is among them too.
     """
-    # Every call as one number, by kind and then by time; the first stands for none.
+    # Every call as one number, by kind and then by time; the first entry means no call.
     width = len(calls) + 1
     by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
     call = np.full(len(kind), -1)
-    limit = np.full(len(kind) + 1, len(calls))  # the first of the readers' calls; the last entry is that of -1, no node
+    limit = np.full(len(kind) + 1, len(calls))  # the first call of any reader; the last entry is for -1, no node
     nodes = roots(reads, among)
     while len(nodes):
         own = kind[nodes] * width
@@ -210,7 +210,7 @@ def make_schedule(graph: Graph, name: str, families: Mapping[int, int] | None = 
     numbers = set(families.values())
     clashes = numbers & set(ops.tolist())
     if clashes:
-        raise ValueError(f"family {min(clashes)} has the number of an op, expected another")
+        raise ValueError(f"family {min(clashes)} has the number of an op, expected a number that no op has")
     family = np.array([families.get(op, op) for op in ops.tolist()], dtype=np.int64)
     by_family = SCHEDULERS[name](replace(graph, op=family[kind]))
     return tuple(_by_function(group, graph.op) if group.op in numbers else group for group in by_family)

@@ -21,7 +21,7 @@ def share(graph: Graph) -> Graph:
     The remaining nodes keep their order, and each belongs to the first example that has it. The roots of `graph` and
     of the shared graph have the same results.
     """
-    # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
+    # The slot that replaces each slot; the last entry maps -1, which is no argument, to itself.
     same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
     order = stable_order(graph.height)
     for nodes in np.split(order, np.flatnonzero(np.diff(graph.height[order])) + 1):

@@ -33,7 +33,7 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
     """
     positions = _positions(strings_PL)
     fewest = lower_bound(strings_PL)
-    # The first rule suits strings that are much alike, as programs are; the second suits random ones.
+    # The first rule is better for similar strings, such as programs; the second is better for random strings.
     longest_first = _greedy(positions.of_op, positions.all, positions.first, True, False)
     commonest_first = _greedy(positions.of_op, positions.all, positions.last, False, True)
     calls = min(longest_first, commonest_first, key=len)

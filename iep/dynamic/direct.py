@@ -46,8 +46,8 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
     if sum(is_leaf) != len(specs):
         return False
     if function in BINARY and len(args) == 2 and not kwargs:
-        # Both broadcast alike with a leading axis, and have one dtype: in what dtype the result has, a number by itself
-        # counts for less than a group of numbers.
+        # Both broadcast in the same way with a leading axis, and have one dtype, because in type promotion a scalar has
+        # lower priority than a group of scalars.
         constants = [value for value in args if isinstance(value, Tensor)]
         axes, dtypes = {len(spec.shape) for spec in specs}, {tensor.dtype for tensor in (*specs, *constants)}
         return len(axes) == len(dtypes) == 1 and all(value.dim() <= len(specs[0].shape) for value in constants)

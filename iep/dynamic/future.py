@@ -89,7 +89,7 @@ class Future:
         return iter(torch.unbind(self))
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(Tensor, name)  # raises AttributeError for what no tensor has
+        attribute = getattr(Tensor, name)  # raises AttributeError if tensors have no such attribute
         if name in VIEWS:
             return torch_function(attribute.__get__, (self,), {})
         if callable(attribute):

@@ -91,9 +91,9 @@ def kernel_of(call: Recorded, key: tuple | None, specs: Sequence[Spec], sample: 
     kernel = kernels[key] if key in kernels else _find_kernel(call, specs, sample)
     if kernel.how == SINGLY:
         _warn_singly(function, kernel.reason)
-    if len(kernels) == MOST_KERNELS:  # a number that differs from call to call makes ever more of them
+    if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
         kernels.clear()
-    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may be others another time
+    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may differ in another call
         kernels[key] = kernel
     return kernel
 
@@ -125,7 +125,7 @@ def _find_kernel(call: Recorded, specs: Sequence[Spec], sample: Callable[[], lis
 def _empty(spec: Spec) -> Tensor:
     has_grad = spec.dtype.is_floating_point or spec.dtype.is_complex
     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, requires_grad=has_grad)
-    return tensor.clone()  # autograd forbids changing a leaf in place, for which the user is given another reason
+    return tensor.clone()  # autograd forbids changing a leaf in place; the user is told another reason
 
 
 def _has_statics(structure: Any) -> bool:
@@ -184,7 +184,7 @@ def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *l
             f"{name_of(call.function)} returned shapes {shapes}, expected {expected}: it depends on more than its "
             "arguments; call it outside of the scope"
         )
-    # A number of one sample counts for less than a vector in the dtype of a result; a group of numbers is a vector.
+    # In type promotion, a scalar of one sample has lower priority than a vector, and a group of scalars is a vector.
     return tuple(result.to(spec.dtype) for result, spec in zip(results, kernel.outputs, strict=True))
 
 
@@ -197,7 +197,7 @@ def _run(call: Recorded, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[T
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
     rows = [call.run(row)[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
-    if kernel.how == VMAP:  # and the code itself is right, because it has run
+    if kernel.how == VMAP:  # the code itself is valid, because it has run
         kernel.how, kernel.reason = SINGLY, reason
         _warn_singly(call.function, reason)
     return [torch.stack(results) for results in zip(*rows, strict=True)]

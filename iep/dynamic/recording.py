@@ -170,7 +170,7 @@ class Recording:
             return self._run_now(function, args, kwargs, f"{failure}")
         if op is None:
             if any(type(part) is FutureColumn and part.recording is not self for part in key):
-                # Futures of other scopes are tensors from outside to this one.
+                # To this scope, futures of other scopes are tensors from outside.
                 args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
             else:
                 self._add_op(tuple(key), function, args, kwargs)

@@ -218,7 +218,7 @@ class VertexNetwork:
         slot[order] = np.arange(graph.num_inputs)
         graph = replace(graph, args=slot[graph.args])
         last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, joined.fields)])[:-1])
-        # An output that no vertex of the minibatch pushes has no shape, and is left out.
+        # An output that no vertex of the minibatch pushes has no shape and is omitted.
         pushed = [root for root in zip(pushing, joined.fields, strict=True) if len(root[0])]
         roots = (*((last, state) for state in range(len(self.shapes))), *pushed)
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
@@ -278,5 +278,5 @@ def _by_use(graph: Graph, schedule: Schedule, pulls: np.ndarray) -> np.ndarray:
     args = graph.args[np.concatenate([group.nodes for group in schedule])]
     reads = args[(args >= 0) & (args < graph.num_inputs)]
     position = np.arange(graph.num_inputs)
-    position[reads[::-1]] = np.arange(len(reads))[::-1]  # the first read of each
+    position[reads[::-1]] = np.arange(len(reads))[::-1]  # the first read of each input
     return np.lexsort((position, pulls))

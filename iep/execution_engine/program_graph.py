@@ -68,7 +68,7 @@ def module_graph(
     stands[stems + idle] = plain.args[idle, 0]
     while not np.array_equal(further := stands[stands], stands):
         stands = further
-    found = np.concatenate([np.full(stems, NONE), result_N, [NONE]])  # kinds; that of `scene` is none
+    found = np.concatenate([np.full(stems, NONE), result_N, [NONE]])  # the kind of each slot's value; `scene` has none
 
     args_NA = np.full(wanted_NA.shape, NONE)
     args_NA[:, : plain.args.shape[1]] = stands[plain.args]

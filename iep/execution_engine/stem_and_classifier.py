@@ -38,7 +38,7 @@ def make_stem(
     check_choice("stem", kind, STEMS)
     if kind == "none":
         if feature_dim != out_dim:
-            raise ValueError(f"features of {feature_dim} channels for modules of {out_dim} need a stem between them")
+            raise ValueError(f"features of {feature_dim} channels for modules of {out_dim}, but stem is none")
         if stride != 1:
             raise ValueError(f"stem_stride is {stride}, and there is no stem")
         return nn.Sequential()
@@ -56,7 +56,7 @@ def make_stem(
     if len(widths) + 1 < halvings:
         raise ValueError(
             f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
-            f"{halvings} or more to halve patches of {patch} pixels to a stride of {stride}"
+            f"at least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
         )
     strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
     first_kernel = 1 if pixels > 1 else 3

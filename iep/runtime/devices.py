@@ -22,7 +22,7 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and local_world_size() > 1:
         if name != "cuda":
-            raise InputError(f"device {name!r}: each process of a machine uses a device of its own; give cuda or auto")
+            raise InputError(f"device {name!r}: each process on a machine uses its own device; give cuda or auto")
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
@@ -32,7 +32,7 @@ def resolve_device(name: str) -> torch.device:
     if world_size() > 1 and device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL and other libraries use the current device of the process
     if device.type == "meta":
-        raise InputError(f"device {name!r}: stores no values, so that nothing can be computed on it")
+        raise InputError(f"device {name!r}: stores no values and cannot be used")
     return device
 
 

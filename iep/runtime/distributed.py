@@ -41,7 +41,7 @@ def joined() -> Iterator[None]:
         yield
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # torchrun itself may be killed: then this process stops and saves
+        end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
         with unanswered():  # Python cannot run a handler while the C++ code waits for other processes
             _join()

@@ -83,7 +83,7 @@ def remove_temporaries(directory: Path, name: str) -> None:
     No other process may be writing these targets at the time.
     """
     for left in directory.glob(".*.tmp"):
-        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have one of its own
+        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have a temporary file itself
             left.unlink(missing_ok=True)
 
 

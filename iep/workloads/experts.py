@@ -41,7 +41,7 @@ class Experts(nn.Module):
         self.execution = execution
         self.hidden_weights = nn.Parameter(torch.empty(experts, inputs, hidden))
         self.output_weights = nn.Parameter(torch.empty(experts, hidden, outputs))
-        for weights in (self.hidden_weights, self.output_weights):  # as PyTorch initialises linear layers
+        for weights in (self.hidden_weights, self.output_weights):  # the initialisation of PyTorch's linear layers
             nn.init.uniform_(weights, -(weights.shape[1] ** -0.5), weights.shape[1] ** -0.5)
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = N
     Raises:
         ValueError: the shapes do not match.
     """
-    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small one itself.
+    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small operation.
     with torch._C.DisableTorchFunction():
         if c_children is None:
             c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
@@ -50,7 +50,7 @@ class _State(Function):
     @staticmethod
     def forward(ctx: Any, gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and c."""
-        gates = gates.detach()  # autograd need not follow that its views are overwritten
+        gates = gates.detach()  # autograd need not track that views of the gates are overwritten
         h, c, tanh_c = _states(gates, bias, c_children)
         ctx.save_for_backward(gates, tanh_c, c_children)
         ctx.bias_dims = 0 if bias is None else bias.dim()
@@ -75,7 +75,7 @@ class _State(Function):
         for f, c, of_f, of_child in zip(forget, c_children.unbind(1), of_forget, of_children.unbind(1), strict=True):
             torch.mul(of_c, c, out=of_f)
             torch.mul(of_c, f, out=of_child)
-        # Through the nonlinearities: of all gates as if they were sigmoids, then of u.
+        # Through the nonlinearities, first as if all gates were sigmoids, then for u.
         torch.ops.aten.sigmoid_backward.grad_input(of_gates, gates, grad_input=of_gates)
         torch.ops.aten.tanh_backward.grad_input(of_c * i, u, grad_input=of_u)
         of_bias = None if not ctx.bias_dims else of_gates if ctx.bias_dims == 2 else of_gates.sum(0)

@@ -97,7 +97,7 @@ class NoisyTopKGating(nn.Module):
         inputs, experts = self.gate_weight.shape
         if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
             raise InputError(f"gating got {tuple(x_TD.shape)}, expected (tokens, {inputs})")
-        # Sums over tokens need more bits than a minibatch in low precision has.
+        # Sums over tokens need more bits than a low-precision dtype has.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         clean_TE = (x_TD @ self.gate_weight).to(wide)
         deviation_TE = functional.softplus((x_TD @ self.noise_weight).to(wide)) if self.training else None
@@ -110,9 +110,9 @@ class NoisyTopKGating(nn.Module):
         else:
             greatest = noisy_TE.topk(self.k + 1, dim=1).values
             kth_T1, next_T1 = greatest[:, -2:-1], greatest[:, -1:]
-            # Among the other experts the kth greatest is the k+1st of all where this one is among the first k.
+            # If this expert is among the first k, the kth greatest of the other experts is the k+1st of all.
             threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
-            # The probability of each expert to be chosen if only its own noise is drawn again (eqs. 8 and 9).
+            # The probability that each expert is chosen if only its own noise is drawn again (eqs. 8 and 9).
             load_E = torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE).sum(dim=0)
         return Gates(experts_TK, gates_TK.to(x_TD.dtype), importance_E, load_E)
 

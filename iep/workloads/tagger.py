@@ -63,12 +63,12 @@ class BiLSTM(nn.Module):
             sequences: the rows of the items of each sequence among all vectors, (T,) each.
         """
         lengths = np.array([len(rows) for rows in sequences], dtype=np.int64)
-        # The longest sequences come first, so that those with an item at a step are adjacent.
+        # The longest sequences are first, so that those with an item at a step are adjacent.
         order = np.argsort(-lengths, kind="stable")
         first = np.empty_like(lengths)
         first[order] = np.cumsum(lengths[order]) - lengths[order]
         step_W = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        # A sequence's forward states come first, then its backward states, from its last item to the first.
+        # The forward states of a sequence are first, then its backward states, from its last item to the first.
         states = [np.repeat(2 * first, lengths) + step_W, np.repeat(2 * (first + lengths) - 1, lengths) - step_W]
         chains = self.network.plan([_chains(sequences[index]) for index in order], scheduler, sharing)
         return BiLSTMPlan(chains, torch.from_numpy(np.stack(states, axis=1).ravel()))
