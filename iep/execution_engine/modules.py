@@ -56,14 +56,14 @@ class ExampleNorm(nn.BatchNorm2d):
         self.num_batches_tracked += rows
 
 
-def make_norm(kind: str, channels: int) -> nn.Module | None:
-    """Return the norm that `kind`, one of `NORMS`, names for maps with `channels` channels; None for 'none'.
+def make_norm(kind: str, channels: int) -> nn.Module:
+    """Return the norm that `kind`, one of `NORMS`, names for maps with `channels` channels.
 
     Raises:
         ValueError: the kind is unknown.
     """
     check_choice("module_norm", kind, NORMS)
-    return {"none": lambda _: None, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)
+    return {"none": nn.Identity, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)
 
 
 class UnaryModule(nn.Module):
@@ -84,10 +84,8 @@ class UnaryModule(nn.Module):
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
         """Return the block's output."""
-        inner_GCHW = self.conv1(x_GCHW)
-        inner_GCHW = functional.relu(inner_GCHW if self.bn1 is None else self.bn1(inner_GCHW))
-        inner_GCHW = self.conv2(inner_GCHW)
-        inner_GCHW = inner_GCHW if self.bn2 is None else self.bn2(inner_GCHW)
+        inner_GCHW = functional.relu(self.bn1(self.conv1(x_GCHW)))
+        inner_GCHW = self.bn2(self.conv2(inner_GCHW))
         return functional.relu(x_GCHW + inner_GCHW if self.residual else inner_GCHW)
 
 

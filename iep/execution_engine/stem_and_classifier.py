@@ -42,44 +42,31 @@ def make_stem(
         if stride != 1:
             raise ValueError(f"stem_stride is {stride}, and there is no stem")
         return nn.Sequential()
-    if kind == "conv":
-        return _convolutions(feature_dim, widths, out_dim, [1] * len(widths) + [stride], norm, bias)
-    patch = round((feature_dim / 3) ** 0.5)
-    if 3 * patch * patch != feature_dim:
-        raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
-    if patch % pixels:
-        raise ValueError(f"stem_pixels is {pixels}, expected a divisor of the patches' {patch} pixels")
-    shrink = patch // pixels * stride
-    halvings = shrink.bit_length() - 1
-    if shrink != 2**halvings:
-        raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
-    if len(widths) + 1 < halvings:
-        raise ValueError(
-            f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
-            f"at least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
-        )
-    strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
-    first_kernel = 1 if pixels > 1 else 3
-    convolutions = _convolutions(3 * pixels * pixels, widths, out_dim, strides, norm, bias, first_kernel)
-    return nn.Sequential(nn.PixelShuffle(patch // pixels), *convolutions)
-
-
-def _convolutions(
-    in_dim: int,
-    widths: Sequence[int],
-    out_dim: int,
-    strides: Sequence[int],
-    norm: bool,
-    bias: bool,
-    first_kernel: int = 3,
-) -> nn.Sequential:
     layers: list[nn.Module] = []
-    sides = [first_kernel, *[3] * len(widths)]
-    for (before, after), stride, side in zip(pairwise([in_dim, *widths, out_dim]), strides, sides, strict=True):
+    channels, first_side, strides = feature_dim, 3, [1] * len(widths) + [stride]
+    if kind == "pixels":
+        patch = round((feature_dim / 3) ** 0.5)
+        if 3 * patch * patch != feature_dim:
+            raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
+        if patch % pixels:
+            raise ValueError(f"stem_pixels is {pixels}, expected a divisor of the patches' {patch} pixels")
+        shrink = patch // pixels * stride
+        halvings = shrink.bit_length() - 1
+        if shrink != 2**halvings:
+            raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
+        if len(widths) + 1 < halvings:
+            raise ValueError(
+                f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
+                f"at least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
+            )
+        layers.append(nn.PixelShuffle(patch // pixels))
+        channels, first_side = 3 * pixels * pixels, 1 if pixels > 1 else 3
+        strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
+    sides = [first_side, *[3] * len(widths)]
+    for (before, after), side, step in zip(pairwise([channels, *widths, out_dim]), sides, strides, strict=True):
         biased = bias or not norm
-        layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=stride, bias=biased))
-        if norm:
-            layers.append(nn.BatchNorm2d(after))
+        layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=step, bias=biased))
+        layers += [nn.BatchNorm2d(after)] * norm
         layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)
 

@@ -58,28 +58,10 @@ def read_json(path: Path | str, what: str = "a JSON file") -> Any:
     """Return the JSON value in the file `path`.
 
     Raises:
-        InputError: as `reading`, or the file is not UTF-8 or not JSON (the message gives the line and column).
+        InputError: as `reading`. For a file that is not JSON, the message gives the line and column.
     """
     with reading(path, what):
-        return parse_json(Path(path).read_bytes())
-
-
-def parse_json(content: bytes | str) -> Any:
-    """Return the JSON value in `content`.
-
-    Raises:
-        InputError: the content is not UTF-8 or not JSON (the message gives the line and column), or it holds a number
-            of thousands of digits.
-        RecursionError: the content is nested too deeply.
-    """
-    try:
-        return json.loads(content)
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text at byte {error.start}, expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
-    except ValueError as error:
-        raise InputError(f"not usable JSON ({str(error).partition(';')[0]})") from None
+        return json.loads(Path(path).read_bytes())
 
 
 def read_yaml(path: Path | str, what: str = "a YAML file") -> Any:
