@@ -157,7 +157,7 @@ class AttentionModules:
         if not self.residual or self.norm != "none":
             raise ValueError("module_residual and module_norm are settings of the modules iep; tbd has neither")
         if self.scene != "module":
-            raise ValueError(f"scene is {self.scene!r}, which is a setting of the modules iep; tbd has a fixed scene")
+            raise ValueError(f"scene is {self.scene!r}, a setting of the modules iep; the scene of tbd is fixed")
 
     def role(self, token: str) -> Role | None:
         """Return the role of a token; None for `scene`, `unique` and special tokens.
