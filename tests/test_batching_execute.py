@@ -335,7 +335,7 @@ def test_families_and_placements_that_do_not_fit_are_errors():
     family = make_schedule(graph, "lookahead", {UNARY_A: FAMILY, UNARY_B: FAMILY})
     with pytest.raises(ValueError, match="functions of family 100 are on several devices"):
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0, UNARY_B: 1}, 0, 0))
-    with pytest.raises(ValueError, match="op 7 is to run, but is placed on no device"):
+    with pytest.raises(ValueError, match="op 7 runs, but is not placed on a device"):
         make_placed_plan(graph, family, OpPlacement(CPUS, {UNARY_A: 0}, 0, 0))
 
 

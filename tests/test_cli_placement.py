@@ -114,7 +114,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
     assert_one_error(iep_eval(*given, "--placement", "balanced"), "test_questions.h5", "has no programs", "round-robin")
     result = iep_eval(*given, "--placement", "round-robin")
     assert result.exit_code == 0, result.output
-    assert "depends on programs, which are not known yet" in result.stdout
+    assert "depend on programs, which are not known yet" in result.stdout
 
 
 @pytest.mark.parametrize(

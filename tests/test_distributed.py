@@ -54,7 +54,7 @@ def _end_early() -> None:
 
 def test_a_process_whose_peer_has_ended_says_so():
     with pytest.raises(
-        AssertionError, match="process 0 of 2: stopped, most likely for another process of the job ended"
+        AssertionError, match="process 0 of 2: stopped, probably because another process of the job ended"
     ):
         together(_end_early)
 

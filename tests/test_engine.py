@@ -136,12 +136,12 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
         ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
         (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
         (PIXELS | {"feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),
-        (PIXELS, "make 2 convolutions, expected 3 or more to halve patches of 8"),
+        (PIXELS, "make 2 convolutions, expected at least 3 to halve patches of 8"),
         (PIXELS | {"stem_pixels": 3}, "stem_pixels is 3, expected a divisor of the patches' 8 pixels"),
         ({"stem": "none", "module_dim": 4}, "features of 5 channels for modules of 4"),
         ({"stem": "none", "module_dim": 5, "stem_stride": 2}, "stem_stride is 2, and there is no stem"),
         ({"module_norm": "layer"}, "module_norm is 'layer', expected one of none, batch, example"),
-        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one place, and the grid is 1x1"),
+        ({"module_norm": "example", "stem_stride": 4}, "needs maps of more than one position, and the grid is 1x1"),
         (
             {"classifier_pool": 4, "classifier_pool_rest": False},
             "a pooling window of 4 leaves nothing",
@@ -153,7 +153,7 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
         ({"modules": "tbd", "module_norm": "batch"}, "settings of the modules iep"),
         ({"modules": "tbd", "scene": "stem"}, "scene is 'stem', a setting of the modules iep"),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
-        ({"program_tokens": index_tokens(["count"])}, "lacks 'scene'"),
+        ({"program_tokens": index_tokens(["count"])}, "has no 'scene'"),
         *(
             ({"program_tokens": [*TOKENS, token]}, f"program token '{token}' cannot name a module")
             for token in ("forward", "stem", "training", "a.b", "")
@@ -232,7 +232,7 @@ def test_a_plan_runs_neither_null_nor_start_whatever_the_tokens():
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [[0], [1], [2], [3]], [0, 1, 2, -1], [0.0, 1.0, 2.0, 3.0], [True] * 4])
 def test_image_rows_that_are_not_one_row_for_each_program_are_refused(rows, sharing):
-    with pytest.raises(ValueError, match="for 4 programs, expected a whole number from 0 on for each"):
+    with pytest.raises(ValueError, match="for 4 programs, expected one whole number >= 0 for each"):
         small_engine().plan(PROGRAMS_BL, np.array(rows), sharing=sharing)
 
 

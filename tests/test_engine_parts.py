@@ -14,10 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.classifier import make_classifier
-from iep.execution_engine.modules import BinaryModule, UnaryModule
-from iep.execution_engine.norms import ExampleNorm
-from iep.execution_engine.stems import make_stem
+from iep.execution_engine.modules import BinaryModule, ExampleNorm, UnaryModule
+from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 
 programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=4, wide=6)
 
@@ -152,7 +150,7 @@ def test_example_norm_is_that_of_each_row_however_maps_and_gradients_lie_in_memo
 
 
 def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
-    with pytest.raises(ValueError, match=r"maps of a single place, \(2, 3, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"maps of a single position, \(2, 3, 1, 1\)"):
         ExampleNorm(3)(torch.randn(2, 3, 1, 1))
     assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
 

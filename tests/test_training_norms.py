@@ -18,7 +18,7 @@ from iep.data.ordering import deal
 from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.norms import ExampleNorm
+from iep.execution_engine.modules import ExampleNorm
 from iep.models.build import build, network_kwargs
 from iep.runtime.distributed import rank, world_size
 from iep.training.joined_norms import JoinedStatistics

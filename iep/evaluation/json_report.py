@@ -3,6 +3,7 @@
 Covers neither the computing of scores (`metrics.py`) nor single answers (`outcome.py`).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_json
-from iep.runtime.reading import parse_json, reading
+from iep.runtime.reading import reading
 
 FORMAT = "iep report 1"
 MISSING = "-"
@@ -66,7 +67,7 @@ def read_report(path: Path) -> Report:
         InputError: the file is missing, not JSON, or not a report; names the field that is not as expected.
     """
     with reading(path, "a report of iep-eval"):
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise InputError(f'not a report, expected a JSON object with "format": "{FORMAT}"')
         return _as_kind(content, Report, "the report")
