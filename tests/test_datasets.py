@@ -135,7 +135,7 @@ def test_features_are_read_in_any_order_however_they_are_stored(tmp_path: Path, 
 def load(data: Path, steps: range, workers: int) -> list[Batch]:
     dataset = open_train(data, make_plan=plan)
     order = make_order(None, dataset.questions.image_idxs, (), batch_size=8, seed=1)
-    return list(training_batches(dataset, order, steps, Loading(workers)))
+    return list(training_batches(dataset, order, steps, Loading(workers, prefetch=1)))
 
 
 def test_a_resumed_run_is_given_the_batches_that_an_unbroken_one_would_be(data: Path):

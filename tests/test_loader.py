@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from evaluate_cases import iep_eval
 from processes import together
 from tiny_data import (
     CHANNELS,
@@ -24,10 +24,9 @@ from tiny_data import (
     write_h5,
 )
 from torch.utils.data import get_worker_info
+from train_cases import iep_train
 
 import iep.data.features
-from iep.cli.evaluate import main as evaluate
-from iep.cli.train import main as train_main
 from iep.data.datasets import ClevrDataset, sequential_batches
 from iep.data.features import Features
 from iep.data.loader import BatchBuffers, Loading, on_device
@@ -46,15 +45,6 @@ def open_train(data: Path) -> ClevrDataset:
 
 
 # Buffers
-
-
-def test_batches_that_are_kept_stay_as_they_were_however_many_buffers_there_are(data: Path):
-    dataset = open_train(data)
-    kept = list(sequential_batches(dataset, 2, Loading(workers=2, prefetch=1)))
-    assert len(kept) == -(-TRAIN // 2)
-    for batch, expected in zip(kept, sequential_batches(dataset, 2), strict=True):
-        assert torch.equal(batch.features, expected.features)
-        assert batch.index.tolist() == expected.index.tolist()
 
 
 def test_a_buffer_is_free_again_when_the_last_tensor_of_it_is_gone():
@@ -125,12 +115,11 @@ def test_a_worker_that_the_system_kills_is_one_line(
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(Features, "read", die_of_hunger)
+    where = ("--data", data, "--out", tmp_path / "out")
     if command == "train":
-        arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
-        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+        result = iep_train("--model", "ee", *where, *tiny("ee"), "workers=1")
     else:
-        arguments = ["--ee", runs["ee"], "--data", data, "--out", tmp_path / "eval", "--workers", 1]
-        result = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
+        result = iep_eval("--ee", runs["ee"], *where, "--workers", 1)
     assert_one_error(result, "a process that loads data was lost", "(DataLoader worker (pid", "lower workers")
 
 
@@ -191,12 +180,8 @@ def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: 
     assert Features(empty).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
-@pytest.mark.parametrize(
-    "settings", [("features_in_memory=true",), ("features_in_memory=true", "workers=2", "prefetch=1")]
-)
-def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(
-    data: Path, runs: dict[str, Path], tmp_path: Path, settings: tuple[str, ...]
-):
+def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(data: Path, runs, tmp_path: Path):
+    settings = ("features_in_memory=true", "workers=2", "prefetch=1")
     assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
     ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
     assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision
 from ask_cases import IMAGE, SAMPLE, answered, iep_ask
-from clevr_files import write_clevr, write_images
+from clevr_files import write_images
 from click.testing import CliRunner
 from evaluate_cases import iep_eval
 from features_cases import FILE, PATCHES, RESNET, WatchedPatches, features, run
@@ -207,32 +207,6 @@ def test_a_torchvision_that_does_not_fit_its_torch_is_one_clear_line(clevr, out,
     line = run(clevr, "--out", out, *RESNET, "--weights", "random", code=1)
     assert f"torchvision cannot be imported ({error}); install the version that belongs to torch" in line
     run(clevr, "--out", out, *PATCHES)  # patches do without it
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches"),
-        ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches"),
-        ((*RESNET, "--patch-size", 8), "--patch-size goes with --backbone patches"),
-        (("--stage", 5), "5 is not in the range 1<=x<=4"),
-        (("--backbone", "patches", "--patch-size", 60_000), "60000 is not in the range 1<=x<=256"),
-    ],
-)
-def test_flags_of_the_other_backbone_are_usage_errors(clevr, out, flags, complaint):
-    assert complaint in run(clevr, "--out", out, *flags, code=2)
-    assert not out.exists()
-
-
-def test_one_command_does_all_splits_and_both_parts(tmp_path, out):
-    clevr = write_clevr(tmp_path / "CLEVR")
-    shutil.rmtree(clevr / "images" / "test")
-    flags = ("--workers", "0", "--device", "cpu")
-    result = CliRunner().invoke(main, [str(clevr), "--out", str(out), *map(str, PATCHES), *flags])
-    assert result.exit_code == 0, result.output
-    questions = {f"{split}_questions.h5" for split in ("train", "val", "test")}
-    assert {path.name for path in out.iterdir()} == questions | {"vocab.json", "train_features.h5", FILE}
-    assert "no images of split 'test'" in result.stdout
 
 
 # Images of many kinds

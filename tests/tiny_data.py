@@ -32,28 +32,19 @@ TINY = (
     "device=cpu",
 )
 SIZES = (
-    "generator.embedding_dim=6",
-    "generator.hidden_dim=10",
-    "generator.num_layers=1",
+    *(
+        f"{network}.{size}"
+        for network in ("generator", "lstm", "cnn_lstm", "cnn_lstm_sa")
+        for size in ("embedding_dim=6", "hidden_dim=10", "num_layers=1")
+    ),
+    *(f"{network}.classifier_dims=[8]" for network in ("lstm", "cnn_lstm", "cnn_lstm_sa")),
     "engine.module_dim=4",
     "engine.stem_widths=[]",
     "engine.classifier_projection=4",
     "engine.classifier_hidden=[12]",
-    "lstm.embedding_dim=6",
-    "lstm.hidden_dim=10",
-    "lstm.num_layers=1",
-    "lstm.classifier_dims=[8]",
-    "cnn_lstm.embedding_dim=6",
-    "cnn_lstm.hidden_dim=10",
-    "cnn_lstm.num_layers=1",
     "cnn_lstm.cnn_res_block_dim=4",
     "cnn_lstm.cnn_projection=4",
-    "cnn_lstm.classifier_dims=[8]",
-    "cnn_lstm_sa.embedding_dim=6",
-    "cnn_lstm_sa.hidden_dim=10",
-    "cnn_lstm_sa.num_layers=1",
     "cnn_lstm_sa.attention_dim=5",
-    "cnn_lstm_sa.classifier_dims=[8]",
 )
 
 _COLORS = ("red", "green", "blue")
