@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from evaluate_cases import iep_eval
-from processes import together
+from processes import is_running, together
 from tiny_data import (
     CHANNELS,
     GRID,
@@ -86,13 +86,6 @@ def load_and_die(data: Path, note: Path) -> None:
 
 def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
     assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):

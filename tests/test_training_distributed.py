@@ -46,10 +46,6 @@ NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
 SHARED = (TORCHS_OWN, *NORM, "sharing=true")
 
 
-def _train(config: Config, out: Path, resume: bool = False) -> bool:
-    return train(config, out, resume)
-
-
 def assert_same_run(one: Path, two: Path, iterations: int) -> None:
     """The same losses and scores at every step, in the end the same weights and optimiser states, but for rounding."""
     for ours, theirs in zip(rows(two), rows(one), strict=True):
@@ -181,13 +177,13 @@ def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Pa
     settings = ("curriculum=[[0, 3], [3, 99]]", "batch_size=10", "iterations=5", "validate_every=5")
     config = tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *settings)
     assert train(config, tmp_path / "one", resume=False)
-    assert all(together(_train, config, tmp_path / "three", world_size=3))
+    assert all(together(train, config, tmp_path / "three", False, world_size=3))
     assert_same_run(tmp_path / "one", tmp_path / "three", 5)
 
 
 def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimiser_state(data: Path, tmp_path: Path):
     config = tiny_config(data, "ee", "batch_size=2", "iterations=2", "validate_every=1", "weight_decay=0.1")
-    assert all(together(_train, config, tmp_path))
+    assert all(together(train, config, tmp_path, False))
     # The engine has parameters alone, no buffers.
     first, last = (weights(tmp_path / step_name(step), "engine") for step in (1, 2))
     state = load_checkpoint(tmp_path / step_name(2))["optimizer"]["state"]
@@ -201,9 +197,9 @@ def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_
         return tiny_config(data, "ee", *SMALL_BATCHES, *SHARED, f"iterations={iterations}")
 
     assert train(config(6), tmp_path / "one", resume=False)
-    assert all(together(_train, config(2), tmp_path / "changing"))
+    assert all(together(train, config(2), tmp_path / "changing", False))
     assert train(config(4), tmp_path / "changing", resume=True)
-    assert all(together(_train, config(6), tmp_path / "changing", True))
+    assert all(together(train, config(6), tmp_path / "changing", True))
     one, changing = (weights(newest(tmp_path / out), "engine") for out in ("one", "changing"))
     for name, weight in one.items():
         torch.testing.assert_close(changing[name], weight, rtol=2e-3, atol=2e-4)
@@ -221,9 +217,9 @@ def _train_and_signal_one(config: Config, out: Path) -> None:
 
 def test_two_processes_of_which_one_is_signalled_stop_together_and_resume_to_the_same_bits(data: Path, tmp_path: Path):
     config = tiny_config(data, "pg", "generator.dropout=0.5", "generator.num_layers=2", "iterations=4")
-    assert all(together(_train, config, tmp_path / "whole"))
+    assert all(together(train, config, tmp_path / "whole", False))
     together(_train_and_signal_one, config, tmp_path / "stopped")
-    assert all(together(_train, config, tmp_path / "stopped", True))
+    assert all(together(train, config, tmp_path / "stopped", True))
     whole, stopped = (weights(newest(tmp_path / out), "generator") for out in ("whole", "stopped"))
     assert all(torch.equal(stopped[name], weight) for name, weight in whole.items())
 
