@@ -51,7 +51,7 @@ BASELINES = {"LSTM": LSTM, "CNN+LSTM": LSTM | CNN, "CNN+LSTM+SA": LSTM | ATTENTI
 
 
 class Block(nn.Module):
-    """Two convolutions, around which a residual block has a shortcut."""
+    """Two convolutions; a residual block has a shortcut around them."""
 
     def __init__(self, dim: int, residual: bool = True, norm: bool = True):
         super().__init__()
@@ -80,6 +80,8 @@ def is_binary(token: str) -> bool:
 
 
 class Engine(nn.Module):
+    """A stem, a block for each token of programs, and a classifier."""
+
     def __init__(self, options: dict[str, Any]):
         super().__init__()
         channels, height, width = options["feature_dim"]
@@ -119,6 +121,8 @@ class Engine(nn.Module):
 
 
 class Generator(nn.Module):
+    """An LSTM that reads a question, and one that writes its program."""
+
     def __init__(self, options: dict[str, Any]):
         super().__init__()
         words, hidden, layers = options["wordvec_dim"], options["hidden_dim"], options["rnn_num_layers"]
@@ -141,6 +145,8 @@ class Generator(nn.Module):
 
 
 class Baseline(nn.Module):
+    """An LSTM that reads a question; with it a CNN or attention to the features of the image; and a classifier."""
+
     def __init__(self, options: dict[str, Any]):
         super().__init__()
         words, hidden = options["rnn_wordvec_dim"], options["rnn_dim"]

@@ -173,7 +173,7 @@ def test_options_that_an_older_file_does_not_name_are_the_originals_defaults(tmp
 @given(options=GENERATORS, seed=st.integers(0, 9), bias=st.sampled_from([(END, 0), (END, -50), (NULL, 1.5)]))
 @settings(quick, max_examples=20)
 def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(tmp_path_factory, options, seed, bias):
-    """Programs that do not end, and nulls within programs, included."""
+    """Programs that do not end and nulls within programs are decoded likewise."""
     file = generator_file(seed, **options)
     file["program_generator_state"]["decoder_linear.bias"][bias[0]] += bias[1]
     generator = load_network(write(tmp_path_factory.getbasetemp() / "pg.pt", file), "generator", VOCAB, CPU)

@@ -89,6 +89,14 @@ def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_f
     assert (out / FILE).stat().st_size == 5000
 
 
+def test_files_left_by_a_kill_just_after_the_renaming_are_removed(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    (out / JOURNAL).write_text("{}")
+    (out / f".{JOURNAL}.7.tmp").write_text("{")
+    assert "already done" in run(clevr, "--out", out, *PATCHES)
+    assert [path.name for path in out.iterdir()] == [FILE]
+
+
 def test_two_processes_do_not_write_the_same_file(clevr, out):
     out.mkdir()
     with held(out / f".{FILE}.lock", out / PARTIAL):

@@ -115,16 +115,3 @@ def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tm
     result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
     assert result.exit_code == 0, result.output
     assert not list((tmp_path / "run").glob(".*"))
-
-
-def test_features_killed_just_after_their_file_was_renamed_leave_nothing(tmp_path: Path):
-    clevr, out = tmp_path / "clevr", tmp_path / "data"
-    sizes = ["--preset", "mini", "--train", "2", "--val", "0", "--test", "0"]
-    assert CliRunner().invoke(iep_synth, [str(clevr), *sizes]).exit_code == 0
-    arguments = [str(clevr), "--out", str(out), "--backbone", "patches", "--workers", "0"]
-    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
-    names = {path.name for path in out.iterdir()}
-    (out / "train_features.h5.progress").write_text("{}")
-    (out / ".train_features.h5.progress.7.tmp").write_text("{")
-    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
-    assert {path.name for path in out.iterdir()} == names == {"vocab.json", "train_questions.h5", "train_features.h5"}
