@@ -1,6 +1,7 @@
-"""Training: every model learns, what is unused stays, and what a run leaves."""
+"""Training: every model learns, what is unused stays, what a run leaves, and what cannot be trained or resumed."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,11 +9,26 @@ import numpy as np
 import pytest
 import torch
 from killing import digest, run_parts
-from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny, tiny_config, write_data
+from tiny_data import (
+    CHANNELS,
+    GRID,
+    IMAGES,
+    TRAIN,
+    VAL,
+    VOCAB,
+    arrays,
+    features,
+    newest,
+    tiny,
+    tiny_config,
+    write_data,
+    write_h5,
+)
 from train_cases import before_each_step, iep_train, rows, scalars, weights
 
-from iep.config import read_config, to_dict
+from iep.config import Config, read_config, to_dict
 from iep.data.datasets import Batch
+from iep.errors import InputError
 from iep.models.build import build, load_network, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint
 from iep.runtime.records import METRICS
@@ -211,3 +227,131 @@ def test_that_batch_norm_is_batched_is_said_in_a_line(data: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
     said = "normalises over all examples of a call, not over one as the original toolkit does"
     assert (result.output.count(said) == 1) == warned
+
+
+# What cannot be trained or resumed
+
+
+def refusal(config: Config, out: Path, resume: bool = False) -> str:
+    with pytest.raises(InputError) as caught:
+        train(config, out, resume)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm"), tmp_path, resume=False)
+    before = newest(tmp_path).read_bytes()
+    assert refusal(tiny_config(data, "lstm"), tmp_path) == (
+        f"{tmp_path}: already holds a run; add --resume to continue it, or choose another --out"
+    )
+    assert "holds a run of model lstm, cannot resume it as ee" in refusal(tiny_config(data, "ee"), tmp_path, True)
+    assert newest(tmp_path).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "problem"),
+    [
+        ("lstm", "lstm.hidden_dim=7", "lstm.hidden_dim 10, cannot resume with lstm.hidden_dim 7"),
+        ("ee", "engine.stem_norm=true", "engine.stem_norm False, cannot resume with engine.stem_norm True"),
+        ("joint", "freeze=engine", "freeze nothing, cannot resume with freeze engine"),
+    ],
+)
+def test_a_run_cannot_be_resumed_as_another_network(data, parts, tmp_path: Path, model: str, change: str, problem: str):
+    settings = ["iterations=2", *(parts if model == "joint" else [])]
+    train(tiny_config(data, model, *settings), tmp_path, resume=False)
+    message = refusal(tiny_config(data, model, *settings, "iterations=4", change), tmp_path, resume=True)
+    assert message == f"{newest(tmp_path)}: was trained with {problem}"
+
+
+def test_a_run_resumes_only_with_the_data_of_its_kind(data: Path, tmp_path: Path):
+    train(tiny_config(data, "ee", "iterations=2"), tmp_path / "run", resume=False)
+    other = write_data(tmp_path / "data")
+    for split in ("train", "val"):
+        write_h5(other / f"{split}_features.h5", {"features": features(0, grid=GRID + 1)})
+    message = refusal(tiny_config(other, "ee"), tmp_path / "run", resume=True)
+    assert message.startswith(f"{newest(tmp_path / 'run')}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
+
+
+def without(name: str) -> Callable[[Path], object]:
+    """Return what writes a file of questions without one of its data sets."""
+    return lambda path: write_h5(path, {key: values for key, values in arrays(VAL).items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "damage", "problem"),
+    [
+        *(
+            (model, f"{split}_questions.h5", without(missing), f"has no {missing}, which training {model} needs")
+            for model, missing in (("pg", "programs"), ("ee", "answers"), ("lstm", "answers"))
+            for split in ("train", "val")
+        ),
+        (
+            "ee",
+            "val_features.h5",
+            lambda path: write_h5(path, {"features": features(1, channels=CHANNELS + 1)}),
+            f"features are ({CHANNELS + 1}, {GRID}, {GRID}) an image",
+        ),
+        (
+            "ee",
+            "train_features.h5",
+            lambda path: write_h5(path, {"features": features(0)[: IMAGES - 1]}),
+            f"holds {IMAGES - 1} images, but",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_named_before_anything_is_written(
+    tmp_path: Path, model: str, name: str, damage, problem: str
+):
+    path = write_data(tmp_path / "data") / name
+    damage(path)
+    message = refusal(tiny_config(path.parent, model), tmp_path / "run")
+    assert message.startswith(f"{path}: ")
+    assert problem in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: list[str], tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        datasets = arrays(count)
+        del datasets["programs"]
+        write_h5(data / f"{split}_questions.h5", datasets)
+    assert train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path / "ee", resume=False)
+    assert set(load_checkpoint(newest(tmp_path / "ee"))["networks"]) == {"engine"}
+    assert train(tiny_config(data, "joint", *parts), tmp_path / "joint", resume=False)
+    assert train(tiny_config(data, "cnn-lstm"), tmp_path / "cnn-lstm", resume=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "problem"),
+    [
+        ("ee", ["programs=predicted"], "give --pg CKPT, a trained program generator"),
+        ("joint", [], "joint training starts from trained parts: give --pg CKPT"),
+        ("joint", ["pg"], "joint training starts from trained parts: give --ee CKPT"),
+        ("ee", ["pg"], "which training ee does not use; --programs predicted runs its programs"),
+        ("lstm", ["pg"], "which training lstm does not use"),
+        ("pg", ["freeze=engine"], "freeze: 'engine' is no part of pg, expected encoder, decoder"),
+        ("joint", ["freeze=engin"], "freeze: 'engin' is no part of joint, expected generator, engine; did you mean"),
+        ("lstm", ["freeze=cnn"], "freeze: 'cnn' is no part of lstm, expected rnn, classifier"),
+        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
+        (
+            "cnn-lstm",
+            ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],
+            "freeze: rnn, classifier have all the weights of the model; nothing is left to train",
+        ),
+        ("lstm", ["batch_size=1", "lstm.classifier_norm=true"], "a minibatch of 1 question, expected 2 at least"),
+        ("ee", ["data=null"], "no data: give --data DIR"),
+        ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
+        ("ee", ["device=quantum"], "device 'quantum': not available here"),
+        ("ee", ["engine.stem=pixels", "engine.stem_stride=4"], "an execution engine cannot be built: stem widths []"),
+        ("ee", ["engine.modules=tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
+        ("ee", ["engine.modules=tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
+        ("ee", ["attention_penalty=1"], "attention_penalty is 1.0, but the engine's modules iep make no attentions"),
+        ("ee", ["curriculum=[[0, 1]]"], "curriculum: no training program has at most 1 functions"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(data, parts, tmp_path: Path, model, settings, problem: str):
+    settings = [parts[0] if setting == "pg" else setting for setting in settings]
+    assert problem in refusal(tiny_config(data, model, *settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
