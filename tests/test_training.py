@@ -298,6 +298,12 @@ def without(name: str) -> Callable[[Path], object]:
             lambda path: write_h5(path, {"features": features(0)[: IMAGES - 1]}),
             f"holds {IMAGES - 1} images, but",
         ),
+        (
+            "lstm",
+            "train_questions.h5",
+            lambda path: write_h5(path, {name: values[:0] for name, values in arrays(1).items()}),
+            "holds no question",
+        ),
     ],
 )
 def test_data_that_do_not_fit_the_model_are_named_before_anything_is_written(
