@@ -15,10 +15,10 @@ from tiny_data import CHANNELS, VOCAB
 from torch import Tensor, nn
 from torch.func import functional_call
 
-GRID = 7
+WIDE = 7
 GENERATOR = {"wordvec_dim": 5, "hidden_dim": 6, "rnn_num_layers": 2, "rnn_dropout": 0}
 ENGINE = {
-    "feature_dim": (CHANNELS, GRID, GRID),
+    "feature_dim": (CHANNELS, WIDE, WIDE),
     "stem_num_layers": 2,
     "stem_batchnorm": False,
     "module_dim": 4,
@@ -40,13 +40,13 @@ LSTM = {
     "fc_dropout": 0,
 }
 CNN = {
-    "cnn_feat_dim": (CHANNELS, GRID, GRID),
+    "cnn_feat_dim": (CHANNELS, WIDE, WIDE),
     "cnn_res_block_dim": 4,
     "cnn_num_res_blocks": 0,
     "cnn_proj_dim": 5,
     "cnn_pooling": "maxpool2",
 }
-ATTENTION = {"cnn_feat_dim": (CHANNELS, GRID, GRID), "stacked_attn_dim": 5, "num_stacked_attn": 2}
+ATTENTION = {"cnn_feat_dim": (CHANNELS, WIDE, WIDE), "stacked_attn_dim": 5, "num_stacked_attn": 2}
 BASELINES = {"LSTM": LSTM, "CNN+LSTM": LSTM | CNN, "CNN+LSTM+SA": LSTM | ATTENTION}
 
 

@@ -83,7 +83,7 @@ def _archive(path: Path) -> None:
 
 NOT_WHOLE, KEPT = "not a whole checkpoint file", (0, 0.01, 0.7, 0.9999)
 NOT_OURS = f"not a checkpoint of this toolkit, expected format {FORMAT}"
-NO_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
+NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     *((lambda path, keep=keep: os.truncate(path, int(keep * path.stat().st_size)), NOT_WHOLE) for keep in KEPT),
     (lambda path: path.write_bytes(random.Random(0).randbytes(1000)), NOT_WHOLE),
     (lambda path: torch.save({"model_state": {"w": torch.zeros(2)}, "args": {"batch_size": 64}}, path), NOT_OURS),
@@ -97,8 +97,8 @@ NO_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "problem"), NO_CHECKPOINTS)
-def test_what_is_no_checkpoint_is_refused(copy: Path, damage: Callable[[Path], object], problem: str):
+@pytest.mark.parametrize(("damage", "problem"), NOT_CHECKPOINTS)
+def test_a_file_that_is_not_a_checkpoint_is_refused(copy: Path, damage: Callable[[Path], object], problem: str):
     damage(copy)
     assert problem in refusal(copy)
 

@@ -26,7 +26,7 @@ from click.testing import Result
 from evaluate_cases import evaluate, iep_eval
 from hypothesis import example, given, settings
 from original_cases import (
-    GRID,
+    WIDE,
     baseline_file,
     baseline_logits,
     decode,
@@ -38,6 +38,7 @@ from original_cases import (
 )
 from tiny_data import (
     CHANNELS,
+    GRID,
     VAL,
     VOCAB,
     arrays,
@@ -48,7 +49,6 @@ from tiny_data import (
     write_data,
     write_h5,
 )
-from tiny_data import GRID as SIDE
 from train_cases import iep_train, weights
 
 from iep.config import Config, read_config
@@ -64,8 +64,8 @@ from iep.vocab import END, NULL
 CPU = torch.device("cpu")
 COUNT = 8
 OF_VAL = arrays(VAL)
-FEATURES_NCHW = torch.from_numpy(features(1, grid=GRID))
-SMALL = {"feature_dim": (CHANNELS, SIDE, SIDE)}
+FEATURES_NCHW = torch.from_numpy(features(1, grid=WIDE))
+SMALL = {"feature_dim": (CHANNELS, GRID, GRID)}
 BOTH_LAYOUTS = pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
 
 EVERYTHING: dict[str, Any] = {
@@ -87,7 +87,7 @@ DROPOUT = st.sampled_from([0, 0.5])
 ENGINES = st.fixed_dictionaries(
     {},
     optional={
-        "feature_dim": st.sampled_from([(CHANNELS, GRID, GRID), [CHANNELS, 14, 14]]),
+        "feature_dim": st.sampled_from([(CHANNELS, WIDE, WIDE), [CHANNELS, 14, 14]]),
         "stem_num_layers": st.integers(0, 4),
         "stem_batchnorm": FLAGS,
         "module_dim": st.integers(3, 7),
