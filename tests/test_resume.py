@@ -112,15 +112,6 @@ def test_a_run_stopped_once_its_last_checkpoint_is_saved_is_finished(data: Path,
     assert f"{tmp_path}: trained lstm to iteration {LENGTH}; " in result.output
 
 
-def test_a_signal_before_the_first_step_leaves_no_checkpoint(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(
-        "iep.training.run_training.open_split", lambda *arguments, **more: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    result = go(tmp_path / "run", data, "model=lstm")
-    assert (result.exit_code, result.output) == (143, "Stopped by SIGTERM\n")
-    assert not (tmp_path / "run").exists()
-
-
 # A run that ends without a signal
 
 
