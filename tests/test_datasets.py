@@ -13,7 +13,7 @@ import pytest
 import torch
 from clevr_files import write_clevr
 from features_cases import run
-from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, write_data, write_h5
+from tiny_data import CHANNELS, GRID, TRAIN, VOCAB, arrays, features, open_train, write_data, write_h5
 
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches, training_batches
 from iep.data.features import Features
@@ -34,11 +34,6 @@ plan = partial(plan_programs, program_tokens=VOCAB.program, roles=ROLES, batchin
 def damaged(data: Path, tmp_path: Path) -> Path:
     """A copy of the data to damage."""
     return Path(shutil.copytree(data, tmp_path / "data"))
-
-
-def open_train(data: Path, **kwargs: object) -> ClevrDataset:
-    questions_path, features_path = split_files(data, "train")
-    return ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path), **kwargs)
 
 
 def by_question(batch: Batch) -> torch.Tensor:

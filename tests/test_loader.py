@@ -15,9 +15,9 @@ from tiny_data import (
     GRID,
     IMAGES,
     TRAIN,
-    VOCAB,
     assert_one_error,
     features,
+    open_train,
     tiny,
     tiny_config,
     write_data,
@@ -27,10 +27,9 @@ from torch.utils.data import get_worker_info
 from train_cases import iep_train
 
 import iep.data.features
-from iep.data.datasets import ClevrDataset, sequential_batches
+from iep.data.datasets import sequential_batches
 from iep.data.features import Features
 from iep.data.loader import BatchBuffers, Loading, on_device
-from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.runtime.memory import left_in_groups
@@ -38,10 +37,6 @@ from iep.runtime.signals import handled
 from iep.training.run_training import train
 
 SHAPE = (IMAGES, CHANNELS, GRID, GRID)
-
-
-def open_train(data: Path) -> ClevrDataset:
-    return ClevrDataset(read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5"))
 
 
 # Buffers

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 import torch
 from processes import together
-from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, open_train, tiny_config
 from torch import nn
 from train_cases import before_each_step, rows, weights
 
 import iep.models.checkpoint
 import iep.training.run_training
 from iep.config import Config
-from iep.data.datasets import Batch, ClevrDataset
-from iep.data.features import Features
+from iep.data.datasets import Batch
 from iep.data.ordering import deal
-from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.execution_engine.norms import ExampleNorm
 from iep.models.build import build, network_kwargs
@@ -109,10 +107,9 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
-    questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
-    dataset = ClevrDataset(questions, features, engine.planner(sharing=config.sharing, training=True))
+    dataset = open_train(data, make_plan=engine.planner(sharing=config.sharing, training=True))
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
-    batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
+    batch = dataset.batch((rows[deal(dataset.questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
     loss, _ = task.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)

@@ -15,6 +15,9 @@ import numpy as np
 from click.testing import Result
 
 from iep.config import SECTIONS, Config, read_config
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.question_file import read_questions, split_files
 from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
@@ -143,6 +146,12 @@ def write_data(out: Path, dtype: str = "float32") -> Path:
         write_h5(out / f"{split}_questions.h5", datasets)
         write_h5(out / f"{split}_features.h5", {"features": features(seed, dtype)})
     return out
+
+
+def open_train(data: Path, **kwargs: object) -> ClevrDataset:
+    """Return the training questions with the features of their images."""
+    questions_path, features_path = split_files(data, "train")
+    return ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path), **kwargs)
 
 
 def tiny(*models: str) -> tuple[str, ...]:
