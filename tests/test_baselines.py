@@ -41,16 +41,17 @@ def naive_logits(network: nn.Module, features: Tensor) -> Tensor:
     kwargs, kind = network.kwargs, {"lstm": "LSTM", "cnn_lstm": "CNN+LSTM", "cnn_lstm_sa": "CNN+LSTM+SA"}
     options = {f"fc_{new}": kwargs[f"classifier_{new}"] for new in ("dims", "dropout")}
     options |= {"fc_use_batchnorm": kwargs["classifier_norm"], "cnn_feat_dim": (C, H, W)}
-    options |= {"rnn_dim": kwargs["hidden_dim"], "rnn_num_layers": kwargs["num_layers"]}
+    rnn = {"rnn_wordvec_dim": "embedding_dim", "rnn_dim": "hidden_dim", "rnn_num_layers": "num_layers"}
+    options |= {old: kwargs[new] for old, new in rnn.items()}
     (name,) = (name for name, made in BASELINES.items() if type(network) is made)
     if name == "cnn_lstm":
         options |= {"cnn_num_res_blocks": kwargs["cnn_res_blocks"], "cnn_proj_dim": kwargs["cnn_projection"]}
         options |= {key: kwargs[key] for key in ("cnn_res_block_dim", "cnn_pooling")}
     if name == "cnn_lstm_sa":
-        options |= {"num_stacked_attn": kwargs["attention_steps"]}
+        options |= {"num_stacked_attn": kwargs["attention_steps"], "stacked_attn_dim": kwargs["attention_dim"]}
     state = dict(network.named_parameters()) | dict(network.named_buffers())
     file = {"baseline_type": kind[name], "baseline_kwargs": options, "baseline_state": state}
-    return baseline_logits(file, features[ROWS], QUESTIONS, SIZES["num_answers"])
+    return baseline_logits(file, features[ROWS], QUESTIONS)
 
 
 CASES = [
