@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 from tqdm import tqdm
 
-from iep.baselines import commonest
+from iep.baselines import most_common
 from iep.config import EVALUATED, Evaluation
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
@@ -211,8 +211,8 @@ def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
     if train.answers is None or train.programs is None or not len(train):
         return {}
     train_types = question_types(train.programs, vocab.program)
-    answers = commonest.count_commonest(train.answers, train_types, len(QUESTION_TYPES))
-    return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
+    answers = most_common.count_most_common(train.answers, train_types, len(QUESTION_TYPES))
+    return {"most_common": score(most_common.predict(answers, types) == questions.answers, types)}
 
 
 def _notes(
@@ -231,7 +231,7 @@ def _notes(
         problem = f"{data} has no train split to count answers on"
         if train is not None:
             problem = f"the {split if questions.programs is None else train} split has no programs or no answers"
-        notes.append(f"There is no column commonest: {problem}.")
+        notes.append(f"There is no column most_common: {problem}.")
     path = split_files(data, split)[1]
     made_of = Features(path).images if pictures is not None and path.exists() else None
     if made_of is not None and not pictures.is_of(*made_of):
