@@ -18,12 +18,12 @@ import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
-from iep.evaluation.outcome import Outcome, question_text
+from iep.evaluation.outcome import Outcome
 from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
-from iep.programs import NOT_USED, QUESTION_TYPES, program_tree
+from iep.programs import NOT_USED, program_tree
 from iep.vocab import Vocab
 
 WIDTH = 320
@@ -80,9 +80,8 @@ class Pictures:
 
 def data_uri(image: Image.Image) -> str:
     """Return the image, at most `WIDTH` pixels wide, as a JPEG in a data URI."""
-    small = image.copy()
+    small, content = image.copy(), io.BytesIO()
     small.thumbnail((WIDTH, 4 * WIDTH), Image.Resampling.LANCZOS)
-    content = io.BytesIO()
     small.save(content, "JPEG", quality=QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode("ascii")
 
@@ -149,12 +148,13 @@ def choose(outcome: Outcome, most: int) -> np.ndarray:
 
 
 def _confidence(outcome: Outcome) -> np.ndarray:
+    """Return the probability of each predicted answer, (N,), 0 where no network answers."""
     probabilities = outcome.predictions.ranked_probabilities
     return np.zeros(len(outcome.questions)) if probabilities is None else probabilities[:, 0]
 
 
 def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-    """`rows_N` reordered: the first of every key, then the second of every key, and so on."""
+    """Return `rows_N` reordered: the first of every key, then the second of every key, and so on."""
     by_key = np.argsort(keys_N, kind="stable")
     _, first, counts = np.unique(keys_N[by_key], return_index=True, return_counts=True)
     turn = np.arange(len(keys_N)) - np.repeat(first, counts)
@@ -164,52 +164,36 @@ def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
 def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
     """Return what the page shows of each question; what is unknown is None or empty.
 
-    Keys: `data`, attributes by which the page filters and sorts; `index` (`question_index`), `image`, `picture` (if
-    there is any), `text`, `type`, `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`,
-    `exact`; `rows`, the true and the predicted program side by side; `remarks`, the kinds of lines of the latter.
+    These are the keys of its row in predictions.jsonl, and `length`; `ranked`, pairs of answer and probability;
+    `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines of the
+    latter; `picture`, whether there is one; and `data`, the attributes by which the page filters and sorts.
     """
-    questions, predictions, vocab = outcome.questions, outcome.predictions, outcome.vocab
     confidence_N = _confidence(outcome)
     cards = []
-    for n in range(len(questions)):
-        ranked = outcome.ranked(n)
+    for n, row in enumerate(outcome.rows()):
         true, predicted = (
-            [] if programs is None else program_lines(programs[n], vocab, outcome.modules)
-            for programs in (questions.programs, predictions.programs)
+            [] if programs is None else program_lines(programs[n], outcome.vocab, outcome.modules)
+            for programs in (outcome.questions.programs, outcome.predictions.programs)
         )
-        is_right, is_exact = (None if good is None else bool(good[n]) for good in (outcome.right, outcome.exact))
-        card = {
-            "index": int(questions.orig_idxs[n]),
-            "image": int(questions.image_idxs[n]),
-            "text": question_text(questions.questions[n], vocab.question),
-            "type": QUESTION_TYPES[outcome.types[n]] if outcome.types[n] >= 0 else None,
-            "family": None if questions.families is None else int(questions.families[n]),
-            "length": None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n]),
-            "answer": None if questions.answers is None else vocab.answer[questions.answers[n]],
-            "ranked": ranked,
-            "right": is_right,
-            "exact": is_exact,
-            "rows": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
-            "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
-        }
+        answer, program = (
+            None if good_N is None else "right" if good_N[n] else "wrong" for good_N in (outcome.right, outcome.exact)
+        )
+        length = None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n])
         # Wrong answers come first, the most confident before others; then wrong programs; then the least confident.
-        rank = 0 if is_right is False else 1 if is_exact is False else 2
-        worst = rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2
+        rank = 0 if answer == "wrong" else 1 if program == "wrong" else 2
         data = {
-            **{name: card[name] for name in ("type", "family", "length")},
-            "index": card["index"],
-            "answer": _verdict(is_right),
-            "program": _verdict(is_exact),
-            "true": card["answer"],
-            "predicted": ranked[0][0] if ranked else None,
-            "probability": ranked[0][1] if ranked else None,
-            "worst": worst,
+            **{name: row.get(name) for name in ("type", "family", "probability")},
+            **{"length": length, "index": row["question_index"], "answer": answer, "program": program},
+            **{"true": row.get("answer"), "predicted": row.get("predicted_answer")},
+            "worst": rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2,
         }
-        has_picture = pictures is not None and pictures.has(card["image"])
-        attributes = {f"data-{name}": value for name, value in data.items()}
-        cards.append(card | {"data": attributes, "picture": has_picture})
+        more = {
+            "length": length,
+            "ranked": outcome.ranked(n),
+            "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
+            "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
+            "picture": pictures is not None and pictures.has(row["image_index"]),
+            "data": data,
+        }
+        cards.append(row | more)
     return cards
-
-
-def _verdict(good: bool | None) -> str | None:
-    return None if good is None else "right" if good else "wrong"
