@@ -1,7 +1,7 @@
 """The questions that the HTML report lists, with small pictures of their images and their programs side by side.
 
-Pictures are data URIs, each once, for a page that needs no other file. Programs are the lines of their trees, whether
-well-formed or not.
+The page needs no other file: each picture is in it once, as a data URI. Programs are shown as the lines of their trees,
+whether they are well-formed or not.
 
 Shapes: N questions, R of them listed, L program tokens.
 """
@@ -29,18 +29,18 @@ from iep.vocab import Vocab
 WIDTH = 320
 """The greatest width of a picture, in pixels."""
 QUALITY = 75
-"""The quality of JPEG pictures, up to 95."""
+"""The JPEG quality of the pictures, at most 95."""
 FILLED_IN, IGNORED = "filled in", "ignored"
 REMARKS = {
-    FILLED_IN: "the program has no function here; the engine uses the scene.",
-    IGNORED: "these functions follow a complete tree and do not run.",
-    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene's.",
+    FILLED_IN: "the program has no function here, and the engine uses the scene.",
+    IGNORED: "these functions come after the tree is complete and do not run.",
+    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene.",
 }
 """The page's explanation of each kind of line that is not a plain function of the program."""
 
 
 class Pictures:
-    """The pictures that a page needs, each read at its first use."""
+    """The pictures of a page, each read at its first use."""
 
     def __init__(self, clevr_dir: Path, split: str):
         """Find the split's images, by the index in their names.
@@ -55,9 +55,9 @@ class Pictures:
         self.directory = directories[split]
         self._paths = {image_number(path.name): path for path in sorted(png_files(self.directory))}
         self.by_key: dict[int, str] = {}
-        """Data URIs by image index."""
+        """The data URIs of the pictures by image index."""
         self.problems: dict[int, str] = {}
-        """Why there is no picture, by image index."""
+        """The reasons why there is no picture, by image index."""
 
     def is_of(self, count: int, digest: str) -> bool:
         """Return whether the first `count` images are those of a features file with this digest of names and sizes."""
@@ -66,7 +66,11 @@ class Pictures:
         return value_digest(listing(self._paths[index] for index in range(count))) == digest
 
     def has(self, image: int) -> bool:
-        """Read the picture of image `image` into `by_key`, or a reason why there is none into `problems`."""
+        """Read the picture of an image into `by_key`, or the reason why there is none into `problems`.
+
+        Returns:
+            whether there is a picture.
+        """
         if image not in self.by_key and image not in self.problems:
             path = self._paths.get(image)
             try:
@@ -95,12 +99,12 @@ class Line(NamedTuple):
 
 
 def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = None) -> list[Line]:
-    """Return the lines of a program's tree, from its root by depth-first search, and of what is ignored after it.
+    """Return the lines of a program's tree in prefix order, followed by the tokens that are ignored after it.
 
     Args:
         program_L: program tokens with `<START>`, `<END>` and padding.
-        vocab: what they are indices of.
-        own: the modules that run it; None where nothing does.
+        vocab: the vocabulary of the tokens.
+        own: the modules that run the program; None where no engine does.
     """
     tokens = [vocab.program[token] for token in np.asarray(program_L).tolist()]
     tree = program_tree(tokens) if own is None else tree_run(tokens, own)
@@ -112,23 +116,25 @@ def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = N
 
 
 def differ(one: Line | None, other: Line | None) -> bool:
-    """Return whether two lines have another token or kind, or one is missing. Their depths do not count: below a
-    function that only one tree has, the rest is the same but for its depth."""
+    """Return whether two lines differ in token or kind, or one is missing.
+
+    Depth does not count: below a function that only one tree has, the rest differs only in depth.
+    """
     return one is None or other is None or one[1:] != other[1:]
 
 
 def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[Line | None, Line | None]]:
-    """Return rows of two columns: the lines of both trees in order, equal ones in one row as far as possible."""
+    """Return the lines of both trees as rows of two columns, with equal lines in the same row as far as possible."""
     matcher = SequenceMatcher(None, *([line[1:] for line in lines] for lines in (left, right)), autojunk=False)
     blocks = (zip_longest(left[a:b], right[c:d]) for _, a, b, c, d in matcher.get_opcodes())
     return list(chain.from_iterable(blocks))
 
 
 def choose(outcome: Outcome, most: int) -> np.ndarray:
-    """Return the rows (R,) of at most `most` questions to list, ascending.
+    """Return the rows (R,) of at most `most` questions to list, in ascending order.
 
-    If there are more questions, they are chosen in turn from the wrong answers, most confident first, the wrong
-    programs, likewise, all pairs of a true and a predicted answer, and all question families.
+    If there are more questions, they are chosen in turn from the wrong answers and the wrong programs (the most
+    confident first), from all pairs of a true and a predicted answer, and from all question families.
     """
     count = len(outcome.questions)
     if count <= most:
@@ -162,11 +168,12 @@ def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
 
 
 def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
-    """Return what the page shows of each question; what is unknown is None or empty.
+    """Return the contents of each question's card on the page.
 
-    These are the keys of its row in predictions.jsonl, and `length`; `ranked`, pairs of answer and probability;
-    `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines of the
-    latter; `picture`, whether there is one; and `data`, the attributes by which the page filters and sorts.
+    A card has the keys of the question's row in predictions.jsonl and these: `length`; `ranked`, pairs of answer and
+    probability; `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines
+    of the predicted program; `picture`, whether there is a picture; and `data`, the attributes by which the page
+    filters and sorts, None where unknown.
     """
     confidence_N = _confidence(outcome)
     cards = []
