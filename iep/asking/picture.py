@@ -261,7 +261,8 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency:
         to_unit(map_HW, is_attention) * (not node.unused)
         for map_HW, is_attention, node in zip(saliency_maps(traced, saliency), attentions, nodes, strict=True)
     ]
-    notes = _notes(answer, saliency, any(attentions))
+    is_dark = any(not map_HW.any() for node, map_HW in zip(nodes, maps, strict=True) if not node.unused)
+    notes = _notes(answer, saliency, any(attentions), is_dark)
     names = (name for name, _ in answer.ranked[:top])
     fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
     with rc_context({"font.family": fonts}), warnings.catch_warnings():
@@ -311,7 +312,7 @@ def _label(node: Node) -> list[str]:
     return [line for line in lines if line]
 
 
-def _notes(answer: Answer, saliency: str, with_attentions: bool) -> list[tuple[str, str]]:
+def _notes(answer: Answer, saliency: str, has_attentions: bool, is_dark: bool) -> list[tuple[str, str]]:
     """Return the notes below the answers, with their colours."""
     unknown = [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
@@ -321,8 +322,9 @@ def _notes(answer: Answer, saliency: str, with_attentions: bool) -> list[tuple[s
         ("ignored after the program's tree: ", answer.tree.ignored, " "),
     ]
     notes = [(before + some(texts, MOST_WORDS, between), WARNING) for before, texts, between in warned if texts]
-    attentions = ", attentions as they are from 0 to 1" if with_attentions else ""
-    scale = f"each scaled from its minimum to its maximum{attentions}; no colour where it is 0 or constant"
+    scale = "each scaled from its minimum to its maximum"
+    scale += ", attentions as they are from 0 to 1" if has_attentions else ""
+    scale += "; no colour where it is 0 or constant" if is_dark else ""
     return [*notes, (f"Colours: {SALIENCY[saliency]}, {scale}.", GREY)]
 
 
