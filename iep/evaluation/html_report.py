@@ -52,14 +52,6 @@ class Page:
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
-    def pictures(self, split: str) -> Pictures | None:
-        """Return the images of `split`, None without a directory of images.
-
-        Raises:
-            InputError: the directory has no images of the split.
-        """
-        return None if self.images is None else Pictures(self.images, split)
-
 
 def write_page(
     page: Page,
@@ -73,7 +65,7 @@ def write_page(
 
     Args:
         settings: the evaluation's settings, to be shown.
-        pictures: the result of `page.pictures`.
+        pictures: the images of the split in `page.images`, if any.
         notes: lines to be shown above everything.
 
     Raises:

@@ -20,7 +20,7 @@ Shapes: N questions, T question tokens, L program tokens, K likeliest answers.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ class Outcome:
 
     def select(self, rows: np.ndarray) -> "Outcome":
         """Return the outcome of the questions at `rows`."""
-        values = {f.name: getattr(self.predictions, f.name) for f in fields(self.predictions)}
-        chosen = {name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)}
+        values = vars(self.predictions).items()
+        chosen = {name: value[rows] for name, value in values if isinstance(value, np.ndarray)}
         return replace(self, questions=self.questions.select(rows), predictions=replace(self.predictions, **chosen))
 
     def rows(self) -> Iterator[dict[str, Any]]:

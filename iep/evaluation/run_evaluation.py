@@ -5,7 +5,6 @@ missing column of most common answers, pictures of other images than those of th
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +54,12 @@ def evaluate(
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, the split lacks what the settings need, or
-            there are no images where `page` says.
+            `page.images` has no images of the split.
     """
     targets = [] if out is None else [out / name for name in OUTPUTS]
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
-    pictures = None if page is None else page.pictures(settings.split)
+    pictures = None if page is None or page.images is None else Pictures(page.images, settings.split)
     vocab = Vocab.load(settings.data / "vocab.json")
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
@@ -111,8 +110,7 @@ def evaluate(
             for note in _answers_notes(out, outcome, split.total):
                 tqdm.write(note)
         if page is not None:
-            shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
-            write_page(page, outcome, report, shown, pictures, notes)
+            write_page(page, outcome, report, vars(settings), pictures, notes)
     finally:
         if show is not None:
             show(report)
