@@ -181,32 +181,32 @@ def test_the_report_adds_up_and_the_table_shows_it_in_percent(whole):
         assert (tokenize(row["question"]), row["program"], row["answer"]) == example
     assert counts == Counter(row["type"] for row in rows) == dict.fromkeys(QUESTION_TYPES, 2)
     assert report["questions"] == sum(counts.values()) == len(rows) == VAL
-    for scores in (report["accuracy"], report["program_exact_match"], report["baselines"]["commonest"]):
+    for scores in (report["accuracy"], report["program_exact_match"], report["baselines"]["most_common"]):
         weighted = sum(counts[name] * share for name, share in scores["by_type"].items()) / VAL
         assert scores["overall"] == pytest.approx(weighted)
     assert report["questions_per_second"] > 0
     assert (report["split"], report["device"]) == ("val", "cpu")
     assert cells(output, "exist")[-1] == f"{100 * report['accuracy']['by_type']['exist']:.1f}"
-    shown = [f"{100 * scores['overall']:.1f}" for scores in (report["baselines"]["commonest"], report["accuracy"])]
+    shown = [f"{100 * scores['overall']:.1f}" for scores in (report["baselines"]["most_common"], report["accuracy"])]
     assert cells(output, "overall") == [str(VAL), *shown]
 
 
-def test_the_commonest_answers_are_counted_on_the_train_split(whole):
+def test_the_most_common_answers_are_counted_on_the_train_split(whole):
     report, rows, _ = whole
     types = [row["type"] for row in rows[: len(QUESTION_TYPES)]]
     answers = defaultdict(list)
     for n, (_, _, answer) in enumerate(EXAMPLES):
         answers[types[n % len(types)]].append(answer)
     # Of equally common answers the first in the vocabulary, which is sorted.
-    commonest = {name: max(sorted(set(given)), key=given.count) for name, given in answers.items()}
-    assert report["baselines"]["commonest"] == shares(rows, lambda row: row["answer"] == commonest[row["type"]])
+    most_common = {name: max(sorted(set(given)), key=given.count) for name, given in answers.items()}
+    assert report["baselines"]["most_common"] == shares(rows, lambda row: row["answer"] == most_common[row["type"]])
 
 
 def test_earlier_reports_stand_beside_the_new_one(data: Path, run: dict[str, Path], tmp_path: Path):
     lstm, _, _ = evaluate(tmp_path / "lstm", "--baseline", run["lstm"], "--data", data)
     against = ["--against", "LSTM", tmp_path / "lstm", "--against", "again", tmp_path / "lstm" / "report.json"]
     report, _, output = evaluate(tmp_path / "ee", "--ee", run["ee"], "--data", data, *against, "--name", "IEP")
-    assert output.splitlines()[0].split() == ["questions", "commonest", "LSTM", "again", "IEP"]
+    assert output.splitlines()[0].split() == ["questions", "most_common", "LSTM", "again", "IEP"]
     earlier, again, new = cells(output, "overall")[2:]
     assert earlier == again == f"{100 * lstm['accuracy']['overall']:.1f}"
     assert new == f"{100 * report['accuracy']['overall']:.1f}"
@@ -269,9 +269,9 @@ def test_a_split_without_programs_is_answered_with_predicted_ones_and_types_are_
     assert report["program_exact_match"] is None
     assert report["accuracy"]["overall"] == pytest.approx(np.mean([row["correct"] for row in rows]))
     types = "Question types are those of the predicted programs: the val split has no programs."
-    commonest = "There is no column commonest: the val split has no programs or no answers."
-    assert {types, commonest} <= set(output.splitlines())
-    assert page_notes(tmp_path / "out") == [types, commonest]
+    most_common = "There is no column most_common: the val split has no programs or no answers."
+    assert {types, most_common} <= set(output.splitlines())
+    assert page_notes(tmp_path / "out") == [types, most_common]
     generator, blind = (iep_eval(*model, "--data", other).stdout for model in (both[:2], ("--baseline", run["lstm"])))
     assert "The val split has no programs: their exact match is unknown." in generator
     assert "Question types" not in blind
@@ -374,9 +374,9 @@ def test_without_a_train_split_the_missing_column_is_said(run, other: Path, tmp_
     (other / "train_questions.h5").unlink()
     report, _, output = evaluate(tmp_path / "out", "--baseline", run["lstm"], "--data", other)
     assert report["baselines"] == {}
-    assert f"There is no column commonest: {other} has no train split to count answers on." in output.splitlines()
+    assert f"There is no column most_common: {other} has no train split to count answers on." in output.splitlines()
     unanswered = iep_eval("--baseline", run["lstm"], "--data", other, "--split", "test").stdout
-    assert "no column commonest" not in unanswered
+    assert "no column most_common" not in unanswered
 
 
 def test_pictures_of_other_images_than_the_features_are_said_to_be_wrong(data, run, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Scores, groups of answers and commonest answers against counts by hand; reports and predictions in their files."""
+"""Scores, groups of answers and most common answers against counts by hand; reports and predictions in their files."""
 
 import json
 from collections import Counter
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from iep.baselines.commonest import count_commonest, predict
+from iep.baselines.most_common import count_most_common, predict
 from iep.batching.reference import run_prefix
 from iep.data.question_file import Questions
 from iep.errors import InputError
@@ -45,7 +45,7 @@ REPORT = Report(
     device="cpu",
     programs="predicted, greedy",
     checkpoints={"program_generator": "pg.pt", "execution_engine": "ee.pt"},
-    baselines={"commonest": Scores(0.4, {"exist": 0.5, "query: size": 0.0, "query: shape": 1.0})},
+    baselines={"most_common": Scores(0.4, {"exist": 0.5, "query: size": 0.0, "query: shape": 1.0})},
 )
 
 
@@ -68,7 +68,7 @@ def test_accuracy_per_type_matches_a_count_by_hand():
     assert tuple(count_types(every)) == tuple(score(every >= 0, every).by_type) == QUESTION_TYPES
 
 
-@pytest.mark.parametrize("count", [score, lambda results, types: count_commonest(results, types, num_types=2)])
+@pytest.mark.parametrize("count", [score, lambda results, types: count_most_common(results, types, num_types=2)])
 @pytest.mark.parametrize(("results", "types"), [([], []), ([1], [0, 0])])
 def test_counts_of_nothing_or_of_unequal_numbers_are_refused(count, results, types):
     with pytest.raises(ValueError, match=rf"{len(results)} \w+ and {len(types)} types"):
@@ -108,7 +108,7 @@ def test_a_report_reads_back_as_it_was_written(tmp_path: Path):
         ({"questions_by_type": {"exist": 10**400}}, "'exist' is 1000"),
         ({"peak_memory_gb": 10**400}, "'peak_memory_gb' is 1000"),
         ({"questions_per_second": "fast"}, "'questions_per_second' is 'fast', expected a finite number"),
-        ({"baselines": {"commonest": {"overall": 0.4}}}, "'commonest': 'by_type' is missing"),
+        ({"baselines": {"most_common": {"overall": 0.4}}}, "'most_common': 'by_type' is missing"),
         ({"checkpoints": ["pg.pt"]}, "'checkpoints' is ['pg.pt'], expected a JSON object"),
         ({"split": 3}, "'split' is 3, expected text"),
         ({"colour": "red"}, "'colour' is unknown"),
@@ -127,14 +127,14 @@ def test_a_file_that_is_not_a_report_is_named_with_what_is_wrong(tmp_path: Path,
 def test_the_table_sets_models_and_baselines_side_by_side():
     better = replace(REPORT, accuracy=Scores(1.0, dict.fromkeys(REPORT.questions_by_type, 1.0)), baselines={})
     assert format_table([("iep", REPORT), ("iep joint", better)]).splitlines() == [
-        "                questions  commonest    iep  iep joint",
-        "overall                10       40.0   70.0      100.0",
-        "exist                   4       50.0   75.0      100.0",
-        "query                   4       25.0   75.0      100.0",
-        "  size                  3        0.0  100.0      100.0",
-        "  shape                 1      100.0    0.0      100.0",
-        "programs exact                     -   90.0       90.0",
-        "questions/s                        -   1234       1234",
+        "                questions  most_common    iep  iep joint",
+        "overall                10         40.0   70.0      100.0",
+        "exist                   4         50.0   75.0      100.0",
+        "query                   4         25.0   75.0      100.0",
+        "  size                  3          0.0  100.0      100.0",
+        "  shape                 1        100.0    0.0      100.0",
+        "programs exact                       -   90.0       90.0",
+        "questions/s                          -   1234       1234",
     ]
 
 
@@ -161,7 +161,7 @@ def test_a_table_of_five_columns_fits_in_100_characters_and_what_is_unknown_is_a
 def test_reports_on_different_questions_have_numbers_of_questions_of_their_own():
     other = Report("train", 3, {"exist": 3}, Scores(1.0, {"exist": 1.0}))
     header, overall, exist, *_ = format_table([("a", REPORT), ("b", other)]).splitlines()
-    assert header.split() == ["questions", "commonest", "a", "questions", "b"]
+    assert header.split() == ["questions", "most_common", "a", "questions", "b"]
     assert overall.split() == ["overall", "10", "40.0", "70.0", "3", "100.0"]
     assert exist.split() == ["exist", "4", "50.0", "75.0", "3", "100.0"]
 
@@ -297,22 +297,22 @@ def test_every_answer_of_clevr_is_of_a_kind():
     assert Counter(answer_groups(range(28), tokens).values()) == {0: 2, 1: 11, 2: 2, 3: 8, 4: 2, 5: 3}
 
 
-# The commonest answer
+# The most common answer
 
 
-def test_the_commonest_answer_is_counted_for_each_type_by_itself():
+def test_the_most_common_answer_is_counted_for_each_type_by_itself():
     rng = np.random.default_rng(0)
     types, answers = rng.integers(0, 5, 2000), rng.integers(3, 12, 2000)
-    commonest = count_commonest(answers, types, num_types=5)
+    most_common = count_most_common(answers, types, num_types=5)
     for kind in range(5):
         of_kind = answers[types == kind].tolist()
-        assert of_kind.count(commonest[kind]) == max(of_kind.count(answer) for answer in range(12))
-    tied = count_commonest(np.array([7, 7, 4, 4]), np.zeros(4, dtype=int), num_types=1)
+        assert of_kind.count(most_common[kind]) == max(of_kind.count(answer) for answer in range(12))
+    tied = count_most_common(np.array([7, 7, 4, 4]), np.zeros(4, dtype=int), num_types=1)
     assert tied.tolist() == [4, 4], "of equally common answers the smaller"
 
 
-def test_commonest_answer_of_all_serves_types_without_questions_and_unknown_types():
+def test_the_most_common_answer_of_all_serves_types_without_questions_and_unknown_types():
     types = np.array([0, 2, 2, 2, -1, -1, -1])
     answers = np.array([4, 6, 6, 6, 9, 9, 6])
-    commonest = count_commonest(answers, types, num_types=3)
-    assert predict(commonest, np.array([0, 1, 2, -1])).tolist() == [4, 6, 6, 6]  # 6 four times, 9 twice
+    most_common = count_most_common(answers, types, num_types=3)
+    assert predict(most_common, np.array([0, 1, 2, -1])).tolist() == [4, 6, 6, 6]  # 6 four times, 9 twice

@@ -93,12 +93,12 @@ def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
     first, second = question_cards(whole, np.array([3, -1]), None)
     answer = VOCAB.answer[whole.predictions.answers[0]]
     assert first["ranked"] == [(answer, 0.200496), (VOCAB.answer[0], 0.25)]
-    assert first["text"] == "Are there any red cubes?"
+    assert first["question"] == "Are there any red cubes?"
     assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, 0.75)
     unknown = outcome(count=1, parts="")
     (only,) = question_cards(unknown, None, None)
-    assert not any(only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture"))
-    assert all(true is None and predicted is not None for true, predicted in only["rows"])
+    assert not any(only.get(key) for key in ("answer", "ranked", "correct", "family", "picture"))
+    assert all(true is None and predicted is not None for true, predicted in only["programs"])
 
 
 # Pictures
@@ -227,7 +227,7 @@ def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run
     evaluate(tmp_path, *arguments, "--report", tmp_path, *both)
     table = (tmp_path / PAGE).read_text().partition('<table class="statistics by-type">')[2].partition("</thead>")[0]
     headings = re.findall(r"<button type=\"button\">(.*?)(?:<small>(.*?)</small>)?</button>", table)
-    assert headings[-3:] == [("commonest", ""), ("same", ""), ("fewer", "5 questions of val")]
+    assert headings[-3:] == [("most_common", ""), ("same", ""), ("fewer", "5 questions of val")]
 
 
 # Programs side by side

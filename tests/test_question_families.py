@@ -211,7 +211,7 @@ def test_evaluation_takes_families_then_skips_then_counts(data: Path, run: dict[
     assert [row["predicted_answer"] for row in rows] == [every[row]["predicted_answer"] for row in kept]
 
 
-def test_evaluation_takes_lengths_and_commonest_answers_of_the_split_that_stands_for_training(data, run, tmp_path):
+def test_evaluation_takes_lengths_and_most_common_answers_of_the_split_that_stands_for_training(data, run, tmp_path):
     other = write_data(tmp_path / "data")
     (other / "train_questions.h5").rename(other / "trainA_questions.h5")
     arguments = ("--baseline", run["lstm"], "--families", "short", "--data")

@@ -175,7 +175,7 @@ def test_cogent_is_trained_on_a_fine_tuned_on_a_part_of_b_and_evaluated_on_both(
         assert a.checkpoints["pg"] == b.checkpoints["pg"] == str(run)
         assert (a.split, a.questions, a.selection) == ("valA", count, "")
         assert (b.split, b.questions, b.selection) == ("valB", count - 60, "without the first 60")
-        assert "commonest" in a.baselines
+        assert "most_common" in a.baselines
     assert re.search(
         r"trained, A +questions +trained, B +questions +fine-tuned, A +questions +fine-tuned, B", recipe.output
     )

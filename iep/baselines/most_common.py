@@ -9,8 +9,8 @@ Shapes: N questions, Q question types.
 import numpy as np
 
 
-def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) -> np.ndarray:
-    """Return the most common answer of each type, (Q + 1,), of which the last, at index -1, is that of all questions.
+def count_most_common(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) -> np.ndarray:
+    """Return the most common answer of each type, and at the end, at index -1, that of all questions, (Q + 1,).
 
     A type without questions has the most common answer of all. Of equally common answers, the smallest index is used.
 
@@ -33,6 +33,6 @@ def count_commonest(answers_N: np.ndarray, types_N: np.ndarray, num_types: int) 
     return counts_QA.argmax(1)
 
 
-def predict(commonest: np.ndarray, types_N: np.ndarray) -> np.ndarray:
-    """Return the answers to questions of the given types, (N,). The answer for the unknown type, -1, is that of all."""
-    return commonest[np.asarray(types_N)]
+def predict(most_common: np.ndarray, types_N: np.ndarray) -> np.ndarray:
+    """Return the answers to questions of the given types, (N,). Type -1, unknown, has the most common one of all."""
+    return most_common[np.asarray(types_N)]
