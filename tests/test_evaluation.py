@@ -99,15 +99,10 @@ def test_a_report_reads_back_as_it_was_written(tmp_path: Path):
     [
         ({"format": "something else"}, "not a report"),
         ({"accuracy": 0.5}, "'accuracy' is 0.5, expected a JSON object"),
-        ({"accuracy": {"overall": "high", "by_type": {}}}, "'overall' is 'high', expected a finite number"),
         ({"accuracy": {"overall": float("nan"), "by_type": {}}}, "'overall' is nan, expected a finite number"),
-        ({"accuracy": {"overall": 0.5, "by_type": {"exist": float("inf")}}}, "'exist' is inf"),
         ({"questions": "ten"}, "'questions' is 'ten', expected a whole number"),
-        ({"questions": -1}, "'questions' is -1, expected a whole number"),
         ({"questions_by_type": {"exist": None}}, "'questions_by_type': 'exist' is None"),
-        ({"questions_by_type": {"exist": 10**400}}, "'exist' is 1000"),
         ({"peak_memory_gb": 10**400}, "'peak_memory_gb' is 1000"),
-        ({"questions_per_second": "fast"}, "'questions_per_second' is 'fast', expected a finite number"),
         ({"baselines": {"commonest": {"overall": 0.4}}}, "'commonest': 'by_type' is missing"),
         ({"checkpoints": ["pg.pt"]}, "'checkpoints' is ['pg.pt'], expected a JSON object"),
         ({"split": 3}, "'split' is 3, expected text"),
@@ -144,18 +139,6 @@ def test_the_row_of_a_family_is_the_share_of_its_right_answers_to_the_last_bit()
     scores = Scores(47 / 80, dict(zip(types, (0.0, 47 / 79), strict=True)))
     report = Report("val", 80, dict(zip(types, (1, 79), strict=True)), scores)
     assert mean_accuracy(report, types) == mean_accuracy(report, None) == 47 / 80
-
-
-def test_a_table_of_five_columns_fits_in_100_characters_and_what_is_unknown_is_a_dash():
-    every_type = dict.fromkeys(QUESTION_TYPES, 11000)
-    scores = Scores(1.0, dict.fromkeys(QUESTION_TYPES, 1.0))
-    report = Report("val", 149_991, every_type, scores, baselines=REPORT.baselines)
-    names = ["LSTM", "iep 18K programs", "iep 9K programs", "iep all programs"]
-    table = format_table([(name, report) for name in names])
-    assert max(map(len, table.splitlines())) <= 100
-    assert len(table.splitlines()) == 1 + 1 + len(QUESTION_TYPES) + 3 + 2
-    unknown = format_table([("iep", Report("test", 5, {}, questions_per_second=10.0))])
-    assert [line.split()[-1] for line in unknown.splitlines()] == ["iep", "-", "-", "10"]
 
 
 def test_reports_on_different_questions_have_numbers_of_questions_of_their_own():
@@ -233,24 +216,7 @@ def test_content_tokens_stop_at_end_or_at_the_padding():
     assert question_text(np.array([1, 7, 8, 6, 9, 2]), VOCAB.question) == "How many; red?"
 
 
-def test_predictions_that_fail_halfway_leave_the_old_file_as_it_was(tmp_path: Path):
-    path = tmp_path / "predictions.jsonl"
-    path.write_text("old\n")
-    with pytest.raises(IndexError):
-        write_outputs(tmp_path, outcome(ranked_answers=np.array([[4, 6], [999, 5]])), REPORT)
-    assert path.read_text() == "old\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # Breakdown
-
-
-def test_the_length_is_the_number_of_functions_besides_scene():
-    programs = tiny_data.padded(
-        [[tiny_data.VOCAB.program_index[token] for token in program] for _, program, _ in tiny_data.EXAMPLES]
-    )
-    lengths = [sum(token != "scene" for token in program) for _, program, _ in tiny_data.EXAMPLES]
-    assert program_lengths(programs, tiny_data.VOCAB.program).tolist() == lengths
 
 
 @given(
