@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
 from iep.training.run_training import TORCHRUN
+
+COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
 
 @pytest.fixture
@@ -76,14 +79,6 @@ def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_needs_no_torch():
-    code = (
-        "import sys; from iep.cli.train import main; main(['--dry-run', '--out', 'x'], standalone_mode=False);"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
-
-
 def test_every_option_reaches_its_setting(tmp_path: Path):
     options = {
         "model": "ee",
@@ -127,7 +122,11 @@ def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     before = read_config(run / "config.yaml")
-    result = iep_train("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
+    given = ("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
+    shown = iep_train("--dry-run", *given).output
+    assert {"batch_size: 4", "iterations: 6", "  hidden_dim: 10"} <= set(shown.splitlines())
+    assert step(run) == 4
+    result = iep_train(*given)
     assert result.exit_code == 0
     assert f"{run}: resumes with iterations 6 instead of 4, batch_size 4 instead of 8\n" in result.stdout
     assert result.stdout.splitlines()[-1].startswith(f"{run}: trained lstm to iteration 6; the best checkpoint is ")
@@ -207,61 +206,39 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
-    result = iep_train("--resume", "--dry-run", "--out", run, "seed=9")
-    assert result.exit_code == 0
-    assert "hidden_dim: 10" in result.output
-    assert "seed: 9" in result.output
-    assert step(run) == 4
-
-
 # Mistakes
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem", "code"),
     [
-        (["batchsize=3"], "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
-        (["batch_size=0"], "batch_size=0: batch_size is 0, expected at least 1", 1),
-        (["batch_size"], "'batch_size': expected key=value", 1),
-        (["clip_gradients=0"], "clip_gradients is 0.0, expected at least", 1),
+        ("--out {run} batchsize=3", "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
         (
-            ["--model", "pg", "temperature=1", "--programs", "predicted", "engine.module_dim=77", "--sharing"],
+            "--out {run} --model pg temperature=1 --programs predicted engine.module_dim=77 --sharing",
             "programs is predicted, sharing is True, temperature is 1.0, engine.module_dim is 77, which training pg",
             1,
         ),
-        (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
-        (["--model", "eee"], "'eee' is not one of", 2),
-        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use", 1),
-        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use", 1),
-        (["--num-train-samples", "0"], "0 is not in the range x>=1", 2),
-        (["--programs", "guessed"], "'guessed' is not one of", 2),
-        (["--batchin", "improved"], "No such option", 2),
-        (["--config", "none.yaml"], "none.yaml: no such file", 1),
-        (["--data", "nowhere"], "nowhere/vocab.json: no such file", 1),
-        (["--data", "nowhere", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
-        ([], "no data: give --data DIR", 1),
-        (["--pg", "none.pt", "--programs", "predicted"], "no data: give --data DIR", 1),
+        ("--out {run} --model lstm --modules tbd", "engine.modules is tbd, which training lstm does not use", 1),
+        ("--out {run} --config mini/pgg", "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
+        ("--out {run} --config none.yaml", "none.yaml: no such file", 1),
+        ("--out {run} --model eee", "'eee' is not one of", 2),
+        ("--out {run} --num-train-samples 0", "0 is not in the range x>=1", 2),
+        ("--out {run} --data nowhere", "nowhere/vocab.json: no such file", 1),
+        ("--out {run} --data nowhere --device cuda:99", "device 'cuda:99': not available here", 1),
+        ("--out {run} --data nowhere --resume", "nowhere/vocab.json: no such file", 1),
+        ("--out {run} --resume", "{run}: holds no run to resume", 1),
+        ("--out {run} --pg none.pt --programs predicted", "no data: give --data DIR", 1),
+        ("--model ee", "Missing option '--out'", 2),
+        ("--out {file}", "is a file", 2),
+        ("--out {file}/run --model lstm", "file/run: Not a directory", 1),
+        ("--out ''", "'--out': the name is empty, expected a directory", 2),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: list[str], problem: str, code: int):
-    assert_one_error(iep_train("--out", tmp_path / "run", *arguments), problem, code=code)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_directory_that_is_missing_or_a_file_is_a_usage_error(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    assert_one_error(iep_train("--model", "ee"), "Missing option '--out'", code=2)
-    assert_one_error(iep_train("--out", tmp_path / "file"), "is a file", code=2)
-    assert_one_error(iep_train("--out", ""), "'--out': the name is empty, expected a directory", code=2)
-    assert_one_error(iep_train("--out", tmp_path / "file" / "run", "--model", "lstm"), "file/run: Not a directory")
-
-
-@pytest.mark.parametrize("data", [[], ["--data", "nowhere"]])
-def test_resuming_what_is_no_run_says_so_where_no_new_one_can_begin(tmp_path: Path, data: list[str]):
-    problem = "nowhere/vocab.json: no such file" if data else f"{tmp_path / 'run'}: holds no run to resume"
-    assert_one_error(iep_train("--out", tmp_path / "run", "--resume", *data), problem)
-    assert not (tmp_path / "run").exists()
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: str, problem: str, code: int):
+    names = {"run": tmp_path / "run", "file": tmp_path / "file"}
+    names["file"].write_text("")
+    assert_one_error(iep_train(*shlex.split(arguments.format(**names))), problem.format(**names), code=code)
+    assert not names["run"].exists()
 
 
 def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):
@@ -292,10 +269,19 @@ def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path,
 # What all commands share
 
 
-@pytest.mark.parametrize("command", ["ask", "bench", "evaluate", "preprocess", "synth", "train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_its_version(command: str):
     result = CliRunner().invoke(import_module(f"iep.cli.{command}").main, ["--version"])
     assert result.output == f"iep, version {iep.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"), [*((command, ["--help"]) for command in COMMANDS), ("train", ["--dry-run", "--out", "x"])]
+)
+def test_help_and_a_dry_run_need_no_torch(command: str, arguments: list[str]):
+    code = f"import sys; from iep.cli.{command} import main; main({arguments}, standalone_mode=False);"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def test_memory_that_runs_out_is_one_line_of_any_command_with_the_option_that_helps():

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from evaluate_cases import evaluate, iep_eval
 from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, tiny, write_data, write_h5
+from train_cases import iep_train, weights
 
-from iep.cli.train import main as train_main
 from iep.data.question_families import family_filter, read_families
 from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
@@ -60,7 +60,7 @@ def test_lengths_are_those_of_training_and_a_family_unknown_there_is_measured_wh
 # A file that lists them
 
 
-@pytest.mark.parametrize("text", ["[3, 0, 12]", "- 3\n- 0\n- 12\n", "[3,\n 0, 12]\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
+@pytest.mark.parametrize("text", ["- 3\n- 0\n- 12\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
 def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Path, text: str):
     (tmp_path / "families").write_text(text)
     questions = read_questions(data / "train_questions.h5", VOCAB)
@@ -103,16 +103,9 @@ def test_questions_without_these_families_or_any_are_refused(tmp_path: Path):
 # Training
 
 
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(train_main, [str(argument) for argument in arguments])
-
-
-def weights(out: Path) -> list[torch.Tensor]:
-    return list(load_checkpoint(newest(out))["networks"]["generator"]["weights"].values())
-
-
 def assert_trained_alike(one: Path, other: Path) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+    first, second = (weights(newest(out), "generator") for out in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def validations(result: Result) -> list[str]:

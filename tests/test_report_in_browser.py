@@ -19,9 +19,6 @@ from tiny_data import IMAGES, TEST, VAL, arrays
 from iep.programs import QUESTION_TYPES
 from iep.runtime.records import read_rows
 
-OVERFLOWS = """() => [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).map(
-    box => `${box.getAttribute('aria-label')}: ${box.scrollWidth} pixels in ${box.clientWidth}`)"""
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -355,24 +352,6 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
         assert shown.page.locator("script").count() == 2
 
 
-# How it looks
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1000, 1200, 1398, 1400, 1900])
-def test_the_page_fits_narrow_and_wide_windows_in_both_schemes(browser: Browser, made, width: int, scheme: str):
-    with opened(browser, made[2], width, scheme) as shown:
-        if width >= 1000:
-            assert shown.page.locator(".scroll").count() == 4
-            assert shown.page.evaluate(OVERFLOWS) == []
-            family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
-            assert (family["y"] == length["y"]) == (width >= 1400)
-        shown.open_programs()
-        assert shown.page.evaluate("document.documentElement.scrollWidth") == width
-        background = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, background.strip("rgb()").split(","))) > 380) == (scheme == "light")
-
-
 def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data, run, tmp_path: Path, made):
     report, rows, _ = made
     arguments = ("--pg", run["pg"], "--ee", run["ee"], "--data", data, "--report-questions", 8)
@@ -392,24 +371,3 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
         assert "evaluated" not in shown.found()
-
-
-# Curves and numbers
-
-
-def test_a_single_step_is_a_dot_in_the_middle_and_no_number_touches_the_word(browser: Browser, data, run, tmp_path):
-    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
-    arguments = ("--baseline", checkpoint, "--data", data)
-    for steps, first in (([7], "7"), ([20_000, 40_000, 60_000], "20k")):
-        rows = [{"step": step, "loss": 2.5, "validation_accuracy": 0.25} for step in steps]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with reported(browser, tmp_path / "out", *arguments) as shown:
-            assert shown.page.locator("figure").count() == 2
-            for chart in shown.page.locator("figure svg").all():
-                word, number = (chart.get_by_text(text, exact=True).bounding_box() for text in ("step", first))
-                assert word["x"] + word["width"] < number["x"]
-                if len(steps) == 1:
-                    frame, dot = chart.bounding_box(), chart.locator("circle").bounding_box()
-                    assert frame["x"] + frame["width"] / 3 < dot["x"] < frame["x"] + 2 * frame["width"] / 3
-                    assert dot["width"] > 8
-                    assert number["x"] < dot["x"] + dot["width"] / 2 < number["x"] + number["width"]
