@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_cases import evaluate, iep_eval
-from tiny_data import (
-    CHANNELS,
-    GRID,
-    VAL,
-    VOCAB,
-    arrays,
-    assert_one_error,
-    features,
-    newest,
-    tiny,
-    write_h5,
-)
+from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, assert_one_error, features, newest, tiny, write_h5
 from train_cases import iep_train
 
 from iep.config import BASELINES

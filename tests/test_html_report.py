@@ -1,11 +1,8 @@
 """What `iep-eval --report` puts into report.html: which questions, with their programs side by side, which pictures,
 which curves."""
 
-import base64
-import io
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ from clevr_files import write_images
 from evaluate_cases import evaluate, iep_eval
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from tiny_data import VOCAB, arrays, assert_one_error
 
 from iep.data.question_file import Questions
@@ -24,12 +20,10 @@ from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_questions import (
     FILLED_IN,
     IGNORED,
-    WIDTH,
     Line,
     Pictures,
     choose,
     program_lines,
-    question_cards,
     side_by_side,
 )
 from iep.evaluation.predict import Predictions
@@ -86,39 +80,7 @@ def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
     assert any(whole.right[row] and whole.exact[row] for row in chosen)
 
 
-def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
-    whole = outcome(count=2)
-    shares = np.array([[0.200496, 0.25], [0.75, 0]])
-    whole = replace(whole, predictions=replace(whole.predictions, ranked_probabilities=shares))
-    first, second = question_cards(whole, np.array([3, -1]), None)
-    answer = VOCAB.answer[whole.predictions.answers[0]]
-    assert first["ranked"] == [(answer, 0.200496), (VOCAB.answer[0], 0.25)]
-    assert first["text"] == "Are there any red cubes?"
-    assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, 0.75)
-    unknown = outcome(count=1, parts="")
-    (only,) = question_cards(unknown, None, None)
-    assert not any(only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture"))
-    assert all(true is None and predicted is not None for true, predicted in only["rows"])
-
-
 # Pictures
-
-
-def test_pictures_are_small_and_read_once(tmp_path: Path):
-    paths = write_images(tmp_path, "val", 2, (480, 320))
-    pixels = np.zeros((320, 480, 3), dtype=np.uint8)
-    pixels[:, 240:] = (250, 10, 10)
-    Image.fromarray(pixels).save(paths[1])
-    pictures = Pictures(tmp_path, "val")
-    assert pictures.has(1)
-    paths[1].unlink()
-    assert pictures.has(1)
-    image = Image.open(io.BytesIO(base64.b64decode(pictures.by_key[1].removeprefix("data:image/jpeg;base64,"))))
-    assert image.size == (WIDTH, 213)
-    assert np.abs(np.asarray(image)[5, [2, -3]].astype(int) - [[0, 0, 0], [250, 10, 10]]).max() < 12
-    assert not pictures.has(7)
-    assert pictures.problems == {7: f"{tmp_path / 'images' / 'val'}: no image with index 7"}
-    assert list(pictures.by_key) == [1]
 
 
 def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
@@ -204,18 +166,6 @@ def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path,
     )
     assert not re.search(r"(src|href)=\"(?!#)", page)
     assert said in page
-
-
-def test_a_long_split_gives_a_small_file_beside_the_others_or_elsewhere(data, run, tmp_path: Path):
-    sizes = []
-    for most, report in ((0, tmp_path / "out"), (5, tmp_path / "page"), (26, tmp_path / "page")):
-        arguments = ["--baseline", run["lstm"], "--data", data, "--report", report, "--report-questions", most]
-        evaluate(tmp_path / "out", *arguments)
-        text = (report / PAGE).read_text()
-        assert text.count("<article") == most
-        sizes.append(len(text))
-    assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 4000
-    assert {path.name for path in (tmp_path / "page").iterdir()} == {PAGE}
 
 
 # Programs side by side

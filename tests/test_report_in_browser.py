@@ -13,7 +13,7 @@ import torch
 from clevr_files import write_images
 from evaluate_cases import evaluate
 from pages import Opened, chromium, opened
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 from tiny_data import IMAGES, TEST, VAL, arrays
 
 from iep.programs import QUESTION_TYPES
@@ -179,32 +179,39 @@ def test_the_worst_come_first_and_buttons_change_the_order(shown: Opened, made):
     assert shares == pytest.approx(sorted(shares, reverse=True), abs=1e-4)
 
 
-def test_each_filter_lists_its_questions(shown: Opened, made):
-    rows, page = made[1], shown.page
-    page.locator("#order-index").click()
-    page.select_option("#filter-answer", "wrong")
-    assert shown.listed() == indices(rows, lambda row: not row["correct"])
-    page.select_option("#filter-program", "wrong")
-    both = indices(rows, lambda row: not row["correct"] and not program_right(row))
-    assert shown.listed() == both
-    assert 0 < len(both) < VAL
-    for control, choice, keep in (
-        ("#filter-type", {"label": "query"}, lambda row: row["type"].startswith("query")),
-        ("#filter-family", {"value": "3"}, lambda row: row["family"] == 3),
-    ):
-        page.locator(".chip", has_text="all filters").click()
+FILTERS: tuple[tuple[Callable[[Page], None], Callable[[dict[str, Any]], bool]], ...] = (
+    (lambda page: page.select_option("#filter-answer", "wrong"), lambda row: not row["correct"]),
+    (lambda page: page.select_option("#filter-program", "wrong"), lambda row: not program_right(row)),
+    (lambda page: page.select_option("#filter-type", label="query"), lambda row: row["type"].startswith("query")),
+    (lambda page: page.select_option("#filter-family", "3"), lambda row: row["family"] == 3),
+    (
+        lambda page: page.fill("#filter-text", "query_material RED"),
+        lambda row: "red" in row["question"] and "query_material" in [*row["program"], *row["predicted_program"]],
+    ),
+    (lambda page: link(page, "by-type", "compare integer"), lambda row: row["type"].startswith("compare integer")),
+    (lambda page: link(page, "by-family", "3"), lambda row: row["family"] == 3),
+    (lambda page: link(page, "by-length", "5"), lambda row: sum(token != "scene" for token in row["program"]) == 5),
+)
+"""How a filter is set, and which rows it keeps."""
+
+
+def link(page: Page, table: str, name: str) -> None:
+    page.locator(f"table.{table} .link").get_by_text(name, exact=True).click()
+
+
+def test_each_filter_and_the_name_of_each_row_lists_its_questions(shown: Opened, made):
+    shown.page.locator("#order-index").click()
+    for choose, keep in FILTERS:
+        choose(shown.page)
+        assert shown.listed() == indices(made[1], keep)
+        assert 0 < len(shown.listed()) < VAL
+        shown.page.locator(".chip", has_text="all filters").click()
         assert len(shown.listed()) == VAL
-        page.select_option(control, **choice)
-        assert shown.listed() == indices(rows, keep)
-    page.locator(".chip", has_text="all filters").click()
-    page.fill("#filter-text", "query_material RED")
-    texts = [" ".join([row["question"], *row["program"], *row["predicted_program"]]) for row in rows]
-    wanted = indices(rows, lambda row: all(word in texts[rows.index(row)] for word in ("query_material", "red")))
-    assert shown.listed() == wanted
-    assert 0 < len(wanted) < VAL
-    page.fill("#filter-text", "zebra")
-    assert shown.listed() == []
-    assert shown.found() == "0 questions"
+    FILTERS[0][0](shown.page)
+    FILTERS[1][0](shown.page)
+    assert shown.listed() == indices(made[1], lambda row: FILTERS[0][1](row) and FILTERS[1][1](row))
+    shown.page.fill("#filter-text", "zebra")
+    assert (shown.listed(), shown.found()) == ([], "0 questions")
 
 
 def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
@@ -232,18 +239,6 @@ def test_arrow_keys_move_between_the_cells_and_enter_opens_one(shown: Opened, ma
     wanted = int(focused.inner_text())
     shown.page.keyboard.press("Enter")
     assert len(shown.listed()) == wanted
-
-
-def test_a_rows_name_lists_its_questions(shown: Opened, made):
-    shown.page.locator("#order-index").click()
-    for table, name, keep in (
-        ("by-type", "compare integer", lambda row: row["type"].startswith("compare integer")),
-        ("by-family", "3", lambda row: row["family"] == 3),
-        ("by-length", "5", lambda row: sum(token != "scene" for token in row["program"]) == 5),
-    ):
-        shown.page.locator(f"table.{table} .link").get_by_text(name, exact=True).click()
-        assert shown.listed() == indices(made[1], keep)
-        shown.page.locator(".chip", has_text="all filters").click()
 
 
 def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
@@ -274,7 +269,6 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     card = shown.page.locator(f'article[data-index="{right["question_index"]}"]')
     card.locator("summary").press("Enter")
     card.locator("table").wait_for()
-    assert card.locator("table.programs td:nth-child(2) code").all_inner_texts() == right["program"]
     assert card.locator("tr.differs, ins, del").count() == 0
 
 
