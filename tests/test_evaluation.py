@@ -17,8 +17,8 @@ from iep.batching.reference import run_prefix
 from iep.data.question_file import Questions
 from iep.errors import InputError
 from iep.evaluation.json_report import Report, format_table, mean_accuracy, read_report, write_report
-from iep.evaluation.metrics import Scores, answer_groups, count_types, exact_match, question_types, score
-from iep.evaluation.outcome import Outcome, content_tokens, question_text, write_outputs
+from iep.evaluation.metrics import Scores, answer_groups, count_types, exact_match, score
+from iep.evaluation.outcome import Outcome, write_outputs
 from iep.evaluation.predict import Predictions
 from iep.programs import QUESTION_TYPES, arity, program_lengths
 from iep.synth.world import VALUES
@@ -47,16 +47,6 @@ REPORT = Report(
     checkpoints={"program_generator": "pg.pt", "execution_engine": "ee.pt"},
     baselines={"commonest": Scores(0.4, {"exist": 0.5, "query: size": 0.0, "query: shape": 1.0})},
 )
-
-
-def test_the_type_of_a_question_comes_from_its_programs_root():
-    index = {token: position for position, token in enumerate(PROGRAM_TOKENS)}
-    roots = ["exist", "greater_than", "query_shape", "equal_color", "unique", "<END>", "<NULL>", "scene"]
-    programs = np.array([[1, index[root], index["scene"], 2] for root in roots])
-    known = ["exist", "compare integer: more", "query: shape", "compare: color"]
-    expected = [*map(QUESTION_TYPES.index, known), -1, -1, -1, -1]
-    assert question_types(programs, PROGRAM_TOKENS).tolist() == expected
-    assert question_types(torch.from_numpy(programs), PROGRAM_TOKENS).tolist() == expected
 
 
 def test_accuracy_per_type_matches_a_count_by_hand():
@@ -201,19 +191,6 @@ def test_predictions_are_one_object_for_each_question(tmp_path: Path):
             "correct": False,
         },
     ]
-
-
-def test_predictions_leave_out_what_is_unknown():
-    first = next(outcome(families=None, programs=None, answers=None).rows())
-    known = {"question_index", "image_index", "question", "type"}
-    assert first.keys() == known | {"predicted_program", "predicted_answer", "probability", "runners_up"}
-
-
-def test_content_tokens_stop_at_end_or_at_the_padding():
-    assert content_tokens([1, 4, 10, 2, 5], PROGRAM_TOKENS) == ["count", "scene"]
-    assert content_tokens([1, 4, 10, 0, 0], PROGRAM_TOKENS) == ["count", "scene"]
-    assert content_tokens([0, 0], PROGRAM_TOKENS) == []
-    assert question_text(np.array([1, 7, 8, 6, 9, 2]), VOCAB.question) == "How many; red?"
 
 
 # Breakdown
