@@ -139,29 +139,29 @@ def test_reports_on_different_questions_have_numbers_of_questions_of_their_own()
     assert exist.split() == ["exist", "4", "50.0", "75.0", "3", "100.0"]
 
 
-def outcome(**changes: np.ndarray | None) -> Outcome:
-    """Two questions with all that can be known of them, but for `changes`."""
-    arrays = {
-        "orig_idxs": np.array([10, 11]),
-        "image_idxs": np.array([1, 1]),
-        "questions": np.array([[1, 7, 8, 9, 10, 2, 0], [1, 9, 6, 4, 10, 5, 2]]),
-        "families": np.array([47, 3]),
-        "programs": np.array([[1, 4, 7, 10, 2], [1, 10, 2, 0, 0]]),
-        "answers": np.array([4, 5]),
-        "ranked_answers": np.array([[4, 6], [6, 5]]),
-        **changes,
-    }
-    predictions = Predictions(
+OUTCOME = Outcome(
+    VOCAB,
+    Questions(
+        path=Path("questions.h5"),
+        orig_idxs=np.array([10, 11]),
+        image_idxs=np.array([1, 1]),
+        questions=np.array([[1, 7, 8, 9, 10, 2, 0], [1, 9, 6, 4, 10, 5, 2]]),
+        families=np.array([47, 3]),
+        programs=np.array([[1, 4, 7, 10, 2], [1, 10, 2, 0, 0]]),
+        answers=np.array([4, 5]),
+    ),
+    Predictions(
         np.array([[1, 4, 10, 2, 5, 0], [1, 10, 0, 7, 10, 0]]),
-        arrays.pop("ranked_answers"),
+        np.array([[4, 6], [6, 5]]),
         np.array([[0.75, 0.125], [0.5, 0.25]], dtype=np.float32),
         seconds=1.0,
-    )
-    return Outcome(VOCAB, Questions(Path("questions.h5"), **arrays), predictions)
+    ),
+)
+"""Two questions with all that can be known of them; the second program has no type."""
 
 
 def test_predictions_are_one_object_for_each_question(tmp_path: Path):
-    write_outputs(tmp_path, outcome(), REPORT)
+    write_outputs(tmp_path, OUTCOME, REPORT)
     assert [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()] == [
         {
             "question_index": 10,
