@@ -272,6 +272,12 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     assert card.locator("tr.differs, ins, del").count() == 0
 
 
+def test_the_page_is_no_wider_than_a_narrow_window(shown: Opened):
+    shown.page.set_viewport_size({"width": 400, "height": 900})
+    shown.open_programs()
+    assert shown.page.evaluate("document.documentElement.scrollWidth") == 400
+
+
 # Where something is missing
 
 
