@@ -186,11 +186,8 @@ RARE, NOWHERE = "\u24b6", "\U0010abcd"
 """A character that the usual font lacks and another of matplotlib's has; one for private use."""
 
 
-def test_the_usual_font_alone_is_for_what_it_has():
-    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
-
-
 def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it():
+    assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
     fonts, missing = fonts_for(f"a {RARE}")
     assert (fonts[0], len(fonts), missing) == (USUAL, 2, "")
 

@@ -19,7 +19,7 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
-from iep.asking.answers import describe
+from iep.asking.answers import describe, nearest_word
 from iep.asking.loading import make_asker
 from iep.cli.ask import typed_questions
 from iep.evaluation.predict import Predictor
@@ -95,6 +95,12 @@ def test_unknown_words_are_named_once_with_the_nearest_known_one_and_taken_as_un
     first, second = (json.loads(line) for line in answered(*parts, *unknown, "--json").splitlines())
     assert first["unknown_words"] == ["<UNK>", "qqq"]
     assert first["answers"] == second["answers"]
+
+
+def test_the_nearest_word_is_one_in_another_case_or_near_in_the_same_case():
+    assert nearest_word("what", ["", "hat", "whats", "What"]) == "What"
+    assert nearest_word("spehre", ["Sphere", "sphere"]) == "sphere"
+    assert nearest_word("xylophone", ["The", "the"]) is None
 
 
 def test_the_rest_of_a_predicted_program_whose_tree_is_complete_is_named(parts, monkeypatch):

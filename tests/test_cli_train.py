@@ -71,26 +71,16 @@ def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Pat
 
 
 def test_every_option_reaches_its_setting(tmp_path: Path):
-    options = {
-        "model": "ee",
-        "data": "d",
-        "pg": "p",
-        "ee": "e",
-        "programs": "predicted",
-        "batching": "standard",
-        "num_train_samples": 7,
-        "num_val_samples": 8,
-        "precision": "bfloat16",
-        "device": "cpu",
-        "keep": 5,
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    flags += ["--no-sharing", "--defer-weight-grads", "--freeze", "stem,modules"]
-    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags, *(f"{name}=null" for name in ("pg", "ee")))
+    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 --keep 5"
+    flags += " --device cpu --num-train-samples 7 --num-val-samples 8 --no-sharing --defer-weight-grads"
+    flags += " --freeze stem,modules"
+    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null")
     (tmp_path / "printed.yaml").write_text(result.output)
-    assert read_config(tmp_path / "printed.yaml") == Config(
-        **options, freeze=("stem", "modules"), sharing=False, defer_weight_grads=True
-    )
+    places = {"data": "d", "pg": "p", "ee": "e", "device": "cpu"}
+    speed = {"batching": "standard", "precision": "bfloat16", "sharing": False, "defer_weight_grads": True}
+    counts = {"num_train_samples": 7, "num_val_samples": 8, "keep": 5}
+    expected = Config(model="ee", programs="predicted", freeze=("stem", "modules"), **places, **speed, **counts)
+    assert read_config(tmp_path / "printed.yaml") == expected
 
 
 # Resuming

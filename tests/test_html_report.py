@@ -1,5 +1,4 @@
-"""What `iep-eval --report` puts into report.html: which questions, with their programs side by side, which pictures,
-which curves."""
+"""What `iep-eval --report` puts into report.html: which questions, which curves, and programs side by side."""
 
 import json
 import re
