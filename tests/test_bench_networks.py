@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_cases import iep_bench, report_of
 
-from iep.bench.networks import (
+from iep.bench.measure_networks import (
     LEVELS,
     PACKED,
     PER_INSTANCE,
