@@ -225,14 +225,3 @@ def test_a_recipe_says_how_to_give_a_setting_of_iep_train(recipes: Recipes):
     recipe = recipes.run("train_clevr.sh", "CLEVR", "--batch-size", "32")
     assert (recipe.returncode, recipe.commands) == (2, [])
     assert recipe.output == "--batch-size: settings of iep-train are given as KEY=VALUE, such as batch_size=32\n"
-
-
-def test_every_config_is_used_by_a_recipe_or_alone():
-    folders = ("clevr", "cogent", "humans", "short_long")
-    there = {
-        f"{path.parent.name}/{path.name}" for name in folders for path in (SCRIPTS.parent / f"configs/{name}").iterdir()
-    }
-    used = set(re.findall(r"\$CONFIGS/([\w/]+\.yaml)", "".join((SCRIPTS / name).read_text() for name in RECIPES)))
-    assert used <= there
-    alone = {f"clevr/{name}.yaml" for name in ("lstm", "cnn-lstm", "cnn-lstm-sa", "tbd")}
-    assert there - used <= alone
