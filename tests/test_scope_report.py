@@ -1,8 +1,6 @@
 """Errors of the lazy scope, and its report: what was batched, what was not, and why."""
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -265,12 +263,3 @@ def test_the_report_says_what_was_not_batched_and_why():
     assert report.ran_at_once == {("nonzero", "the shape of its result depends on values"): 1}
     assert re.search(r"ran 2 times: a value is read at test_scope_report\.py:\d+", str(report))
     assert "nonzero was not recorded and ran at once 1 time: the shape of its result" in str(report)
-
-
-def test_the_core_imports_no_front_end():
-    code = (
-        "import sys, torch; before = set(sys.modules); import iep.batching.execute, iep.batching.graph; "
-        "new = set(sys.modules) - before; print([n for n in new if n.startswith(('iep.dynamic', 'torch._subclasses'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
