@@ -292,19 +292,6 @@ def test_lookahead_over_families_needs_about_one_call_for_each_level(questions, 
     assert int(graph.height.max()) + 1 <= calls <= most
 
 
-def test_the_order_of_programs_and_nodes_does_not_change_the_calls():
-    graph = clevr_graph(64, seed=1)
-    # Children are still first: nodes are sorted by height, those of a height are in any order.
-    order = np.lexsort((np.random.default_rng(0).random(graph.num_nodes), naive_height(graph)))
-    new_id = np.argsort(order)
-    slot = np.concatenate([np.arange(graph.num_inputs), graph.num_inputs + new_id, [-1]])
-    shuffled = Graph(
-        graph.num_inputs, graph.op[order], slot[graph.args[order]], graph.example[order], slot[graph.roots]
-    )
-    before, after = make_schedule(graph, "lookahead"), make_schedule(shuffled, "lookahead")
-    assert [(op, sorted(new_id[nodes].tolist())) for op, nodes in as_lists(before)] == as_lists(after)
-
-
 def test_lookahead_runs_every_node_in_the_last_call_before_its_result_is_read():
     graph = clevr_graph(64, seed=2)
     schedule = make_schedule(graph, "lookahead")
