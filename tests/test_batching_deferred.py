@@ -118,8 +118,7 @@ def test_deferred_gradients_equal_ordinary_ones(run, layer, shape, dtype, relati
     torch.manual_seed(0)
     layer = layer().to(dtype)
     inputs = torch.randn(shape, dtype=dtype)
-    is_low = run in (under_autocast, partly_under_autocast, with_a_weight_computed_for_each_call)
-    if is_low:
+    if run in (under_autocast, partly_under_autocast, with_a_weight_computed_for_each_call):
         layer, inputs, relative = layer.float(), inputs.float(), 0.03
     expected = results(lambda x: run(layer, x), layer, inputs)
     assert_same(results(deferred(lambda x: run(layer, x)), layer, inputs), expected, relative)

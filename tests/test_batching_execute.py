@@ -125,23 +125,27 @@ def computed(modules):
     modules[UNARY_A] = Reaches(torch.sin(weight))
 
 
-def functional_call(modules):
-    original = modules[UNARY_A]
-    modules[UNARY_A] = Reaches(torch.zeros(3, 3))
-    modules.add_module("original", original)
-    doubled = {name: 2 * value for name, value in original.named_parameters()}
-    modules[UNARY_A].reach = lambda x: torch.func.functional_call(original, doubled, (x,))
+def reached_by(reach):
+    """Let `reach(inner, x)` stand for a module, whose weights are reached in another way or not at all."""
+
+    def change(modules):
+        inner = modules[UNARY_B]
+        modules[UNARY_B] = Reaches(torch.zeros(3, 3))
+        modules[UNARY_B].reach = lambda x: reach(inner, x)
+        modules.add_module("inner", inner)
+
+    return change
+
+
+def called_with_doubled_weights(inner, x):
+    return torch.func.functional_call(inner, {name: 2 * value for name, value in inner.named_parameters()}, (x,))
+
+
+checkpointed = reached_by(lambda inner, x: checkpoint(inner, x, use_reentrant=False))
 
 
 def parametrized(modules):
     parametrizations.weight_norm(modules[UNARY_A].maps[0])
-
-
-def checkpointed(modules):
-    inner = modules[UNARY_A]
-    modules[UNARY_A] = Reaches(torch.zeros(3, 3))
-    modules.add_module("inner", inner)
-    modules[UNARY_A].reach = lambda x: checkpoint(inner, x, use_reentrant=False)
 
 
 def hooked(modules):
@@ -155,28 +159,34 @@ def frozen(modules):
     modules[UNARY_A].requires_grad_(False)
 
 
-REACHES = [tied, closure, computed, functional_call, parametrized, hooked, frozen]
+CHANGES = [tied, closure, computed, parametrized, hooked, frozen, reached_by(called_with_doubled_weights)]
+CHANGES += [reached_by(lambda inner, x: x), reached_by(lambda inner, x: x.detach())]
+CHANGES += [reached_by(lambda inner, x: x.view(-1).view(x.shape))]
+
+
+def both_ways(defer):
+    """Return how to run programs one node at a time, and batched."""
+    return one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)
 
 
 @pytest.mark.parametrize(
-    ("change", "defer"), [*((change, defer) for change in REACHES for defer in (False, True)), (checkpointed, False)]
+    ("change", "defer"), [*((change, defer) for change in CHANGES for defer in (False, True)), (checkpointed, False)]
 )
-def test_a_weight_gets_its_gradient_however_a_module_reaches_it(change, defer):
-    rows = matrix([[BINARY_A, UNARY_A, UNARY_B, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_A, UNARY_A, LEAF]])
-    inputs = torch.randn(2, 3, dtype=torch.float64)
-    found = []
-    for run in (one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)):
+def test_a_weight_gets_its_gradient_however_a_module_reaches_it_and_what_it_returns(change, defer):
+    first, second = [BINARY_A, UNARY_A, UNARY_B, UNARY_A, LEAF, UNARY_B, LEAF], [UNARY_B, UNARY_A, UNARY_A, LEAF]
+    rows, inputs, found = matrix([first, second]), torch.randn(2, 3, dtype=torch.float64), []
+    for run in both_ways(defer):
         modules = toy_modules()
         torch.manual_seed(1)
         change(modules)
         found.append(results(lambda x, r=run, m=modules: r(rows, dict(enumerate(m)), x), modules, inputs))
-    assert_same(found[1], found[0], 1e-9)
+    assert_same(found[1], found[0], 1e-9, none_is_zero=True)
 
 
 def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_deferred():
     modules, inputs = toy_modules(), torch.randn(1, 3, dtype=torch.float64)
     checkpointed(modules)
-    plan = plan_of(tree_graph([[UNARY_A, UNARY_A, LEAF]]))
+    plan = plan_of(tree_graph([[UNARY_B, UNARY_B, LEAF]]))
     with pytest.raises(CheckpointError):
         results(lambda x: execute(plan, dict(enumerate(modules)), x, defer_weight_grads=True), modules, inputs)
 
@@ -219,18 +229,6 @@ def test_inputs_may_have_any_strides_and_the_output_their_dtype_and_be_changed_i
         torch.testing.assert_close(out, torch.stack([inputs[0], 3 * inputs[1]]).relu())
 
 
-@pytest.mark.parametrize("unary", [lambda x: x, lambda x: x.detach(), lambda x: x.view(-1).view(x.shape)])
-def test_a_module_may_return_its_argument_detached_or_as_it_is(unary):
-    rows = matrix([[UNARY_A, UNARY_B, BINARY_A, LEAF, UNARY_A, LEAF], [UNARY_A, LEAF], [UNARY_B, UNARY_A, LEAF]])
-    inputs = torch.randn(3, 3, dtype=torch.float64)
-    own = nn.ModuleDict({str(op): each for op, each in enumerate(toy_modules()) if op in (LEAF, UNARY_A, BINARY_A)})
-    runs = {int(op): each for op, each in own.items()} | {UNARY_B: unary}
-    expected = results(lambda x: one_by_one(rows, runs, x), own, inputs)
-    actual = results(lambda x: batched(rows, runs, x), own, inputs)
-    same = {key: value for key, value in expected.items() if value is not None}
-    assert_same({key: actual[key] for key in same}, same, 1e-9)
-
-
 def test_a_module_that_changes_a_slice_of_its_column_in_place_is_an_error():
     inputs = torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match="modified inplace"):
@@ -250,8 +248,8 @@ def test_a_module_that_changes_a_slice_of_its_column_in_place_is_an_error():
         (
             [[UNARY_A, LEAF]],
             {UNARY_A: lambda x: x + 0.5},
-            torch.zeros(1, 3, dtype=torch.int64),
-            "op 6 returned torch.float32, which a column of torch.int64 cannot hold",
+            torch.zeros(1, 3).long(),
+            "float32, which a column of .* cannot",
         ),
     ],
 )
@@ -312,7 +310,7 @@ def test_families_and_placements_that_do_not_fit_are_errors(arguments, message):
 @pytest.mark.parametrize("defer", [False, True])
 def test_backward_passes_that_end_early_or_run_within_another_leave_each_other_alone(defer):
     rows, found = matrix([[UNARY_A, UNARY_B, LEAF]]), []
-    for run in (one_by_one, lambda rows, modules, x: execute(plan_of(tree_graph(rows)), modules, x, defer)):
+    for run in both_ways(defer):
         modules, seen = toy_modules(), []
         inner = modules[UNARY_B]
 
