@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import matrix, token_matrices
+from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement, round_robin
@@ -28,6 +29,16 @@ def small_engine(dtype=torch.float64, **kwargs) -> ExecutionEngine:
     sizes = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
     sizes |= {"classifier_projection": 6, "classifier_hidden": (7,), "program_tokens": TOKENS, "num_answers": 4}
     return build("engine", sizes | kwargs).to(dtype)
+
+
+def draw_norms(network: nn.Module) -> None:
+    """Draw weights, biases and running statistics of batch norms, which would begin as ones and zeros."""
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.2)
+            layer.running_mean.normal_(0.0, 0.3)
+            layer.running_var.uniform_(0.5, 2.0)
 
 
 def features(count, dtype=torch.float64):

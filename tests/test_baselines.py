@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engine_cases import draw_norms
 from original_cases import baseline_logits
 from test_program_generator import DEVICES, QUESTIONS, gradients, pad_rows
 from torch import Tensor, nn
@@ -21,12 +22,7 @@ def make(name: str, seed: int = 0, **options: object) -> nn.Module:
     torch.manual_seed(seed)
     sides = {"lstm": {}, "cnn_lstm": SHAPE, "cnn_lstm_sa": {"feature_dim": C}}[name]
     network = build(name, SIZES | sides | options)
-    for layer in network.modules():
-        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            layer.running_mean.normal_()
-            layer.running_var.uniform_(0.5, 2)
-            nn.init.uniform_(layer.weight)
-            nn.init.normal_(layer.bias)
+    draw_norms(network)
     return network.eval()
 
 

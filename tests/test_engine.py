@@ -44,7 +44,7 @@ def on_cpu(values):
 @pytest.mark.parametrize("devices", [("cpu",), *DEVICE_LISTS])
 @pytest.mark.parametrize("name", ENGINES)
 @given(data=st.data(), seed=st.integers(0, 2**16))
-@settings(quick, max_examples=10)
+@settings(quick, max_examples=8)
 def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_and_all_gradients(
     name, devices, data, seed
 ):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import quick, results
-from engine_cases import PROGRAMS_BL, any_programs, features
+from engine_cases import PROGRAMS_BL, any_programs, draw_norms, features
 from engine_cases import small_engine as make_engine
 from hypothesis import given, settings
 from torch import nn
@@ -25,16 +25,6 @@ def small_engine(**kwargs):
     engine = make_engine(**kwargs)
     draw_norms(engine)
     return engine
-
-
-def draw_norms(network):
-    """Draw weights, biases and running statistics of norms, which would begin as ones and zeros."""
-    for layer in network.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            nn.init.uniform_(layer.weight, 0.5, 1.5)
-            nn.init.normal_(layer.bias, std=0.2)
-            layer.running_mean.normal_(0.0, 0.3)
-            layer.running_var.uniform_(0.5, 2.0)
 
 
 def statistics(network):
@@ -57,7 +47,7 @@ def assert_all_close(actual, expected):
 
 @pytest.mark.parametrize(("memory_format", "residual"), [(FORMATS[0], False), (FORMATS[1], True)])
 @given(programs_BL=any_programs)
-@settings(quick, max_examples=5)
+@settings(quick, max_examples=4)
 def test_example_norm_batched_and_batch_norm_in_vanilla_order_are_batch_norm_one_example_at_a_time(
     memory_format, residual, programs_BL
 ):
@@ -79,7 +69,7 @@ def test_example_norm_batched_and_batch_norm_in_vanilla_order_are_batch_norm_one
 
 @pytest.mark.parametrize("norm", ["batch", "example"])
 @given(programs_BL=any_programs)
-@settings(quick, max_examples=8)
+@settings(quick, max_examples=5)
 def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_without_sharing(norm, programs_BL):
     engine = small_engine(module_norm=norm, stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
     batch = small_engine(module_norm="batch", stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
