@@ -110,7 +110,7 @@ def test_child_sum_tree_lstms_equal_one_tree_after_the_other(granularity):
     assert_same(with_gradients({"scores": model(pairs, granularity=granularity)}, parameters), expected, 1e-9)
 
 
-# Whatever a module does, its outputs, gradients and buffers are those of plain code.
+# Modules of all kinds
 
 
 class Pair(nn.Module):
@@ -124,12 +124,6 @@ class Pair(nn.Module):
 class Checkpointed(nn.Linear):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False).tanh()
-
-
-def replaced_forward():
-    layer = nn.Linear(2, 2)
-    layer.forward = lambda x: functional.linear(x, layer.weight) / x.norm()
-    return layer
 
 
 def hooked(register, hook):
@@ -149,8 +143,7 @@ def nested(pair, wrap, x, n):
 
 def shaped(layer, wrap, x, n):
     h = layer(x).view(torch.Size([2, 2]))
-    h = functional.layer_norm(h, h.shape).max(0).values + h.topk(1, dim=0).indices.squeeze(0) + h[1, :].T[0:2]
-    return h
+    return functional.layer_norm(h, h.shape).max(0).values + h.topk(1, dim=0).indices.squeeze(0) + h[1, :].T[0:2]
 
 
 def plain(module, wrap, x, n):
@@ -177,7 +170,6 @@ LIKE_PLAIN_CODE = {
         plain,
         "has backward hooks",
     ),
-    "a replaced forward": (replaced_forward, plain, None),
     "a checkpoint": (lambda: Checkpointed(2, 2), plain, 'checkpoint does; granularity="op" batches'),
     "a gradient of its own": (lambda: nn.Linear(2, 2), lambda m, wrap, x, n: wrap(Twice.apply)(m(x)), "autograd"),
     "batch norm": (lambda: nn.BatchNorm1d(2), read_between, "changes its buffer"),
@@ -239,6 +231,24 @@ def test_calls_keep_the_modes_in_which_they_were_recorded():
     assert trained.value.requires_grad
     assert not trained.detach().requires_grad
     assert low.dtype == low.value.dtype == torch.bfloat16
+
+
+@GRANULARITIES
+def test_a_hook_runs_until_it_is_removed_and_a_new_forward_from_then_on(granularity):
+    layer, samples = layer_and_samples()
+
+    def assert_equal_to_plain():
+        with scope(layer, granularity=granularity):
+            found = [layer(x) for x in samples]
+        torch.testing.assert_close(torch.stack(found), torch.stack([layer(x) for x in samples]))
+
+    assert_equal_to_plain()
+    handle = layer.register_forward_hook(lambda module, args, output: output / output.norm())
+    assert_equal_to_plain()
+    handle.remove()
+    assert_equal_to_plain()
+    layer.forward = lambda x: functional.linear(x, layer.weight) / x.norm()
+    assert_equal_to_plain()
 
 
 @GRANULARITIES
