@@ -100,7 +100,9 @@ DEVICE_LISTS = [
 
 
 def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
-    """Return a copy of the engine with its parts on the devices in turn, or at random."""
+    """Return a copy of the engine with its parts on the devices in turn, or at random, unless there is only one."""
+    if len(devices) == 1:
+        return copy.deepcopy(engine)
     placement = round_robin(engine.parts, devices)
     if seed is not None:
         positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()

@@ -333,4 +333,8 @@ def test_sharing_keeps_one_of_equal_subtrees_and_what_every_root_computes(tokens
     assert len(set(after)) == len(after)
     assert set(after) == set(before)
     assert [after[root] for root in shared.roots] == [before[root] for root in graph.roots]
+    first: dict[tuple, int] = {}
+    for meaning, example_index in zip(before[graph.num_inputs :], graph.example.tolist(), strict=True):
+        first.setdefault(meaning, example_index)
+    assert [first[meaning] for meaning in after[shared.num_inputs :]] == shared.example.tolist()
     assert meanings(share(shared)) == after

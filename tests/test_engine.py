@@ -51,8 +51,7 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
     programs_BL = data.draw(st.sampled_from([PROGRAMS_BL, MANY_BL, np.full((2, 3), NULL), ENDS_BL]) | any_programs)
     families = data.draw(st.booleans())
     engine, rows_B = small_engine(**ENGINES[name]), np.arange(len(programs_BL)) // 2
-    placed = engine if len(devices) == 1 else placed_copy(engine, devices, seed)
-    features_NCHW = features(rows_B[-1] + 1)
+    placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
         plan = placed.plan(programs_BL, rows_B, batching, sharing, families=families)
