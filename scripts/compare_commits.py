@@ -1,22 +1,21 @@
-"""Compare the speed and memory of two checkouts of iep: the same steps, in turns, in one process each.
+"""Compare the speed and memory of two checkouts of iep, which run the same steps in turns, in one process each.
 
     git worktree add ../before 9641041 && (cd ../before && make .venv/installed)
-    python scripts/compare_commits.py ../before . --threads 1,2 --rounds 15 --out benchmarks/DATE-core.txt
+    python scripts/compare_commits.py ../before . --threads 1,2 --rounds 15 --out runs/commits
 
-Each checkout runs in its own environment (`.venv`) on the same programs, features and weights. A figure is the median
-over rounds of one checkout's time over the other's in the same round. Full-size cases take minutes.
+Each checkout runs in its own environment (`.venv`) on the same programs, features and weights. Full-size cases take
+minutes. Planning is measured in seconds of the processor.
 """
 
 import argparse
 import json
+import math
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, product
 from pathlib import Path
 
 import numpy as np
@@ -42,26 +41,22 @@ DEMO |= {"stem": "pixels", "stem_pixels": 4, "stem_widths": (64, 96), "stem_stri
 DEMO |= {"initialization": "torch", "classifier_projection": 128, "classifier_hidden": (256,)}
 ENGINES = {"full": FULL, "small": SMALL, "demo": DEMO}
 CASES = {
-    "full size, inference, 256": {"engine": "full", "batch": 256, "training": False},
-    "full size, training, 64": {"engine": "full", "batch": 64, "training": True},
-    "full size, sharing, bfloat16, inference, 256": {
+    "full size, inference": {"engine": "full", "batch": 256, "training": False},
+    "full size, training": {"engine": "full", "batch": 64, "training": True},
+    "full size, sharing, bfloat16, inference": {
         **{"engine": "full", "batch": 256, "training": False, "sharing": True, "bfloat16": True},
     },
-    "small, inference, 256": {"engine": "small", "batch": 256, "training": False},
-    "small, training, 256": {"engine": "small", "batch": 256, "training": True},
-    "demo, training, 256": {"engine": "demo", "batch": 256, "training": True, "sharing": True},
-    "tagger, training, 64": {"engine": "tagger", "batch": 64, "training": True},
-    "tagger, inference, 64": {"engine": "tagger", "batch": 64, "training": False},
+    "small, inference": {"engine": "small", "batch": 256, "training": False},
+    "small, training": {"engine": "small", "batch": 256, "training": True},
+    "demo, training": {"engine": "demo", "batch": 256, "training": True, "sharing": True},
+    "tagger, training": {"engine": "tagger", "batch": 64, "training": True},
+    "tagger, inference": {"engine": "tagger", "batch": 64, "training": False},
 }
-PLANNING = [
-    (name, batch)
-    for name in ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
-    for batch in (64, 256, 1024)
-]
+SCHEDULERS = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 
 
 class Worker:
-    """One checkout in a process of its own: a line of JSON is a question, a line of JSON its answer."""
+    """A process that runs one checkout. It reads requests and writes results, each a line of JSON."""
 
     def __init__(self, checkout: Path, programs: Path):
         python = checkout.resolve() / ".venv/bin/python"
@@ -76,7 +71,7 @@ class Worker:
         )
 
     def __call__(self, what: str, **arguments: object) -> float:
-        """Ask for a measurement."""
+        """Return a measurement of the checkout."""
         print(json.dumps([what, arguments]), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
@@ -85,65 +80,58 @@ class Worker:
 
 
 def main() -> None:
-    """Read the arguments and print the table, line by line."""
+    """Compare the checkouts that the command line names."""
+    # Imported here, because the earlier checkout, which runs this file as a worker, may not have them.
+    from iep.bench.compare import Case, Competitor, Effort
+    from iep.bench.tables import Benchmark, result_files, run_benchmark
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("now", type=Path)
-    parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="Cases whose names begin so, or 'planning'.")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", default="1,2", help="Comma-separated list of numbers of CPU threads.")
+    parser.add_argument("--rounds", type=int, default=15, help="Number of rounds of measuring.")
+    parser.add_argument("--only", default="", help="Run only cases whose names begin with this text, such as planning.")
+    parser.add_argument("--out", type=Path, help="Directory for the tables, all results (JSON) and a picture.")
     options = parser.parse_args()
     programs = options.before / ".compared_programs.npz"
-    workers = {"before": Worker(options.before, programs), "now": Worker(options.now, programs)}
-    lines = [
-        f"$ python {' '.join(sys.argv)}",
-        f"{platform.processor()} {platform.machine()}, {datetime.now(UTC):%Y-%m-%d}",
-    ]
+    workers = {name: Worker(getattr(options, name), programs) for name in ("before", "now")}
+    workers["before"]("programs")
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-        if options.out is not None:
-            options.out.write_text("\n".join(lines) + "\n")
+    def case(name: str, threads: int, what: str, counted: str | None, **arguments: object) -> Case:
+        """Return the comparison of both checkouts: `what` is timed, and `counted` is measured once."""
+
+        def competitor(checkout: str, worker: Worker) -> Competitor:
+            def measure() -> dict[str, float]:
+                worker("threads", count=threads)
+                return {what: worker(what, **arguments)}
+
+            return Competitor(
+                checkout, measure, facts=lambda: {counted: worker(counted, **arguments)} if counted else {}
+            )
+
+        batch = arguments["batch"]
+        setting = {"case": name, "threads": threads, "batch": batch}
+        return Case(setting, batch, [competitor(*each) for each in workers.items()], "before")
+
+    def cases() -> Iterator[Case]:
+        for threads, (name, arguments) in product(map(int, options.threads.split(",")), CASES.items()):
+            counted = "memory" if arguments["training"] and arguments["engine"] != "tagger" else None
+            yield case(name, threads, "step", counted, **arguments)
+        for batching, batch in product(SCHEDULERS, (64, 256, 1024)):
+            yield case(f"planning, {batching}", 1, "planning", "calls", batching=batching, batch=batch)
 
     commits = [
         subprocess.run(["git", "log", "-1", "--format=%h"], cwd=path, capture_output=True, text=True).stdout.strip()
         for path in (options.before, options.now)
     ]
-    say(f"before: {commits[0]}, now: {commits[1]}; ratio: now over before, median of rounds (quartiles)")
-    workers["before"]("programs")
-    for threads in map(int, options.threads.split(",")):
-        for worker in workers.values():
-            worker("threads", count=threads)
-        for name, case in CASES.items():
-            if name.startswith(options.only):
-                say(_compared(f"{name}, {threads} thread{'s' * (threads > 1)}", workers, "step", case, options.rounds))
-    for name, batch in PLANNING if "planning".startswith(options.only) else ():
-        calls = {each: worker("calls", batching=name, batch=batch) for each, worker in workers.items()}
-        case = {"batching": name, "batch": batch}
-        line = _compared(f"planning, {name}, {batch}", workers, "planning", case, options.rounds)
-        say(f"{line}; calls {calls['before']:.0f} and {calls['now']:.0f}")
-
-
-def _compared(name: str, workers: dict[str, Worker], what: str, case: dict, rounds: int) -> str:
-    times: dict[str, list[float]] = {each: [] for each in workers}
-    for number in range(rounds + 1):
-        for each in sorted(workers, reverse=number % 2 == 1):
-            seconds = workers[each](what, **case)
-            times[each] += [seconds] if number else []  # the first round is to warm up
-    ratios = [now / before for now, before in zip(times["now"], times["before"], strict=True)]
-    lower, median, upper = statistics.quantiles(ratios, n=4)
-    before, now = (1e3 * statistics.median(times[each]) for each in ("before", "now"))
-    line = f"{name:56} {before:9.2f} ms {now:9.2f} ms   {median:.3f} ({lower:.3f} to {upper:.3f})"
-    if case.get("training") and case["engine"] != "tagger":
-        memory = {each: worker("memory", **case) for each, worker in workers.items()}
-        line += f"; peak memory {memory['now'] / memory['before']:.3f}"
-    return line
+    chosen = (each for each in cases() if each.setting["case"].startswith(options.only))
+    benchmark = Benchmark(f"before: {commits[0]}, now: {commits[1]}", chosen, "batch", "sample")
+    files = result_files(options.out, "commits")
+    run_benchmark(benchmark, Effort(options.rounds, math.inf), " ".join(["python", *sys.argv]), files)
 
 
 def serve(programs: Path) -> None:
-    """Answer a driver's questions until it ends."""
+    """Run the measurements that the standard input requests, until it ends."""
     steps = Steps(programs)
     for line in sys.stdin:
         what, arguments = json.loads(line)
@@ -151,15 +139,15 @@ def serve(programs: Path) -> None:
 
 
 class Steps:
-    """What is measured, in whichever checkout this process runs."""
+    """The measurements of the checkout that this process runs."""
 
     def __init__(self, programs: Path):
         keep_freed_memory()
         self.path, self.made = programs, {}
 
     def programs(self) -> int:
-        """Make the programs that both checkouts run."""
-        from iep.bench.workload import generated  # of the earlier checkout alone
+        """Generate the programs that both checkouts run."""
+        from iep.bench.workload import generated  # only the earlier checkout generates them
 
         made = generated(1024, 10, (8, 2, 2), largest=16)
         np.savez(self.path, tokens=np.array(made.vocab.program), programs=made.programs_QL, images=made.image_idxs_Q)
@@ -239,8 +227,6 @@ class Steps:
         return run
 
     def _tagger(self, batch: int) -> tuple:
-        import numpy as np
-
         sentences = wikiner_like(batch, 1000, 9, np.random.default_rng(0))
         torch.manual_seed(0)
         network = Tagger(1000, 9)

@@ -1,8 +1,9 @@
-"""Tree-LSTM, Tree-FC and a BiLSTM tagger in DyNet with automatic batching, by hand in torch, and by iep, in one run.
+"""Compare DyNet with automatic batching, batching by hand in PyTorch, and iep on trees and sentences in one run.
 
-`pip install dynet38`, then `OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet`. DyNet batches what it
-finds as it goes (Neubig et al. 2017, On-the-fly Operation Batching). Its networks have a matrix for each gate, which is
-faster there than one for all. All ways have the same weights, minibatches and losses, take turns, and use one thread.
+`pip install dynet38`, then `OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet`. The networks are
+Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet batches operations on the fly (Neubig et al. 2017, On-the-fly Operation
+Batching). Its networks have a matrix for each gate, which is faster there than one for all gates. All competitors have
+the same weights, minibatches and losses, take turns, and use one thread.
 """
 
 import sys
@@ -12,7 +13,18 @@ from pathlib import Path
 import click
 import numpy as np
 
-from iep.bench import compare, networks, report, strategy
+from iep.bench.compare import MIN_SAMPLES, Effort
+from iep.bench.measure_networks import (
+    TAGS,
+    Way,
+    binary_network,
+    minibatches_of,
+    network_cases,
+    tagger_network,
+    tree_fc_network,
+)
+from iep.bench.strategy import PHASES, parse_strategies
+from iep.bench.tables import Benchmark, result_files, run_benchmark
 from iep.cli.options import CommaList
 from iep.runtime.allocator import keep_freed_memory
 from iep.workloads import sentences, trees
@@ -25,11 +37,11 @@ try:
 except ImportError:
     dy = None
 
-OURS = (16_000, 256, strategy.parse_strategies("lookahead,lookahead+defer"))
+OURS = (16_000, 256, parse_strategies("lookahead,lookahead+defer"))
 NETWORKS = {
-    "tree-lstm": (networks.binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
-    "tree-fc": (networks.tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
-    "tagger": (networks.tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], networks.TAGS, rng)),
+    "tree-lstm": (binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
+    "tree-fc": (tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
+    "tagger": (tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], TAGS, rng)),
 }
 
 
@@ -47,11 +59,12 @@ def lstm(gates, hs, cs=()):
 
 
 def dynet_way(name, model):
-    """Return DyNet's way to run a network, with the numbers of a model's parameters, which `collection` keeps."""
+    """Return the way to run a network in DyNet, with parameters copied from `model`."""
     collection = dy.ParameterCollection()
     words = collection.lookup_parameters_from_numpy(model.embedding.weight.detach().numpy())
 
-    def layers(count, *parameters):  # those that equal parts of the rows of a bias and weights are
+    def layers(count, *parameters):
+        """Return `count` layers, each of which has an equal part of the rows of a bias and weights."""
         parts = ([part.contiguous().numpy() for part in each.detach().chunk(count)] for each in parameters)
         return [list(map(collection.parameters_from_numpy, each)) for each in zip(*parts, strict=True)]
 
@@ -92,7 +105,7 @@ def dynet_way(name, model):
         dy.renew_cg()
         return dy.esum(list(map(loss_of, samples)))
 
-    return networks.Way("DyNet", construct, lambda loss, training: (loss.value(), training and loss.backward())[0])
+    return Way("DyNet", construct, lambda loss, training: (loss.value(), training and loss.backward())[0])
 
 
 @click.command()
@@ -101,19 +114,19 @@ def dynet_way(name, model):
 @click.option("--repeat", type=click.IntRange(min=1), default=7, show_default=True, help="Rounds of measuring.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Directory for NETWORK.json, .txt, .png.")
 def main(names, batch_sizes, repeat, out):
-    """Compare with DyNet on one thread."""
+    """Compare DyNet, PyTorch and iep on one thread."""
     if dy is None:
         raise click.ClickException("DyNet is not installed: pip install dynet38")
     keep_freed_memory()
     for name in names:
         make, draw = NETWORKS[name]
-        network, samples = make(*OURS), draw(max(*batch_sizes, compare.MIN_SAMPLES), np.random.default_rng(0))
+        network, samples = make(*OURS), draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
         network = replace(network, ways=[dynet_way(name, network.model), *network.ways[1:]])
         losses = {way.name: way.compute(way.construct(samples[:2]), True) for way in network.ways}
         assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-        cases = networks.network_cases(network, networks.minibatches_of(samples, batch_sizes), strategy.PHASES)
-        benchmark, effort = report.Benchmark(name, cases, "batch", "sample"), compare.Effort(repeat, 30.0)
-        report.run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), report.result_files(out, name))
+        cases = network_cases(network, minibatches_of(samples, batch_sizes), PHASES)
+        benchmark, effort = Benchmark(name, cases, "batch", "sample"), Effort(repeat, 30.0)
+        run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), result_files(out, name))
 
 
 if __name__ == "__main__":

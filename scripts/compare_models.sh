@@ -7,7 +7,7 @@
 #
 # Two trainings run at a time; they and the evaluations use one thread each. Started again with the same OUT, the script
 # skips finished steps and resumes the others. OUT/models.txt contains the table and the duration of each training, or
-# of what remained of it when the script was last started.
+# of its last part if it was interrupted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-runs/models}
@@ -15,7 +15,7 @@ DATA=$OUT/data
 TIMES=$OUT/times
 mkdir -p "$TIMES"
 
-train() { # NAME: configs/mini/NAME.yaml; its seconds go into $TIMES, once it is done
+train() { # NAME: train configs/mini/NAME.yaml, and write its duration in seconds into $TIMES
     [ ! -e "$TIMES/$1" ] || return 0
     local start=$SECONDS
     iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume >"$OUT/$1.log" 2>&1 || {
@@ -26,7 +26,7 @@ train() { # NAME: configs/mini/NAME.yaml; its seconds go into $TIMES, once it is
     echo "$1: trained in $((SECONDS - start)) s"
 }
 
-side_by_side() { # NAME NAME: both are waited for; fails where either did
+side_by_side() { # NAME NAME: train both at a time; fails if either fails
     local failed=0
     train "$1" &
     local other=$!

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job on a generated data set: make images and questions, preprocess them, train the program generator, the
-# execution engine and both jointly, beside two baselines, and print accuracies by question type.
+# Run the main job on a generated data set: generate images and questions, preprocess them, train the program generator,
+# the execution engine and both jointly, evaluate them beside two baselines, and print accuracies by question type.
 #
 #   scripts/demo.sh [OUT]        (default: runs/demo)
 #
@@ -18,7 +18,7 @@ step() {
 
 step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
 step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
-# Two small networks that gain nothing from a second core: side by side, one core each.
+# Two small networks, which do not benefit from a second core, are trained side by side.
 export OMP_NUM_THREADS=1
 iep-train --config configs/mini/lstm.yaml --data "$DATA" --out "$OUT/lstm" --resume >"$OUT/lstm.log" 2>&1 &
 LSTM=$!

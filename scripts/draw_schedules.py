@@ -5,7 +5,7 @@ python scripts/draw_schedules.py
 
 from pathlib import Path
 
-from iep.bench.plan import draw_plans, walk
+from iep.bench.show_plans import draw_plans, walk
 from iep.bench.workload import encode
 from iep.execution_engine.program_plan import plan_programs
 from iep.runtime.pictures import save
@@ -27,7 +27,7 @@ QUESTIONS = {
 
 
 def main() -> None:
-    """Draw one schedule for the README, and two that can be compared for docs/architecture.md."""
+    """Draw one schedule for the README, and two schedules to compare for docs/architecture.md."""
     vocab = Vocab.clevr()
     programs_BL = encode([program.split() for program in QUESTIONS.values()], vocab)
     plans = {

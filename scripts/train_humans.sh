@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CLEVR-Humans, questions that people asked (Johnson et al. 2017, section 4.5): a model trained on CLEVR learns new
+# CLEVR-Humans, questions that people wrote (Johnson et al. 2017, section 4.5): a model trained on CLEVR learns new
 # words. The generator is fine-tuned by REINFORCE from answers alone, as there are no programs; the engine is frozen.
 #
 #   scripts/train_humans.sh CLEVR-Humans CLEVR_DATA PG EE [OUT] [KEY=VALUE]...        (OUT: data/humans)

@@ -6,8 +6,8 @@
 #
 # MACHINES is the number of machines, and FIRST the host name of the one through which they connect (default port:
 # 29400). Each machine uses all its GPUs, or one process if it has none; PROCESSES=N overrides this. When a process
-# fails or is killed, all resume from the last checkpoint, at most RESTARTS (default: 3) times; so does a run that is
-# started again.
+# fails or is killed, all processes resume from the last checkpoint, at most RESTARTS (default: 3) times. A run that is
+# started again also resumes.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4,5p' "$0" | sed 's/^# */usage: /' >&2

@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-PORT=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a machine must not meet in one place
+PORT=$((20000 + SLURM_JOB_ID % 20000))  # jobs that share a machine need different ports
 export RUN_ID=iep-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 
 ASKED=

@@ -88,7 +88,7 @@ def test_a_package_is_a_docstring_and_its_files() -> None:
 
 
 def test_files_of_the_same_name_mean_the_same() -> None:
-    counts = Counter(path.stem for path in FILES.values() if path.parent.name != "bench")  # named as what it measures
+    counts = Counter(path.stem for path in FILES.values())
     assert {name for name, count in counts.items() if count > 1} <= NAMESAKES
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from iep.bench.compare import Case, Competitor, Effort, arithmetic_limit, compare, spread
-from iep.bench.report import Benchmark, format_comparison, result_files, run_benchmark, short
+from iep.bench.tables import Benchmark, format_comparison, result_files, run_benchmark, short
 from iep.runtime.signals import Stopped, handled
 
 ONCE = Effort(repeat=1, max_seconds=0)

@@ -11,7 +11,7 @@ import torch
 from bench_cases import TINY_ENGINE, iep_bench, measure, report_of
 from tiny_data import VAL, assert_one_error
 
-from iep.bench.engine import Step
+from iep.bench.measure_engine import Step
 from iep.bench.strategy import BEST, Strategy, parse_strategies
 from iep.bench.workload import generated
 from iep.config import BATCHING, EngineConfig

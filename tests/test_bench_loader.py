@@ -6,7 +6,7 @@ import numpy as np
 from bench_cases import iep_bench, report_of
 from tiny_data import IMAGES, TRAIN, arrays, write_data
 
-from iep.bench.loader import made_data, order_rows
+from iep.bench.measure_loader import made_data, order_rows
 
 
 def test_image_order_reads_every_question_once_and_random_order_every_image_once():

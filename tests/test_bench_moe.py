@@ -7,7 +7,7 @@ import pytest
 import torch
 from bench_cases import iep_bench, report_of
 
-from iep.bench.moe import BATCHED, HAND, ONE_BY_ONE, forwards, uniform_experts
+from iep.bench.measure_experts import BATCHED, HAND, ONE_BY_ONE, forwards, uniform_experts
 from iep.workloads.experts import Experts
 
 WIDTH = (4, 8, 12)
@@ -18,7 +18,7 @@ QUICK = ("--width", *WIDTH, "--repeat", 2)
 def small_machine() -> Iterator[None]:
     """One token after the other is measured for a few alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("iep.bench.moe.ENOUGH_TOKENS", 5)
+        patch.setattr("iep.bench.measure_experts.ENOUGH_TOKENS", 5)
         yield
 
 

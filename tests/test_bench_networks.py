@@ -9,7 +9,7 @@ import torch
 from bench_cases import iep_bench, report_of
 from tiny_data import assert_one_error
 
-from iep.bench.networks import (
+from iep.bench.measure_networks import (
     LEVELS,
     PACKED,
     PER_INSTANCE,

@@ -7,7 +7,7 @@ import pytest
 from bench_cases import iep_bench, report_of
 from tiny_data import assert_one_error, tiny
 
-from iep.bench import processes
+from iep.bench import measure_processes
 from iep.bench.compare import Effort, compare
 
 CONFIG = "model: lstm\n"
@@ -15,8 +15,8 @@ CONFIG = "model: lstm\n"
 
 def test_speeds_are_medians_of_runs_without_their_first_metrics(monkeypatch: pytest.MonkeyPatch):
     runs = {1: [[1.0, 100.0, 110.0], [1.0, 90.0, 120.0]], 2: [[1.0, 150.0, 160.0], [1.0, 170.0, 180.0]]}
-    monkeypatch.setattr(processes, "train", lambda data, config, count, *_: runs[count].pop(0))
-    (case,) = processes.processes_benchmark(Path(), Path(), (1, 2), 100, ()).cases
+    monkeypatch.setattr(measure_processes, "train", lambda data, config, count, *_: runs[count].pop(0))
+    (case,) = measure_processes.processes_benchmark(Path(), Path(), (1, 2), 100, ()).cases
     one, two = compare(case, Effort(2, 3600))
     assert (one.name, two.name) == ("1 process", "2 processes")
     assert one.samples_per_second.median == pytest.approx(105, abs=0.01)

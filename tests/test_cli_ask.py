@@ -392,11 +392,9 @@ def test_at_a_terminal_whose_output_goes_to_a_file_the_prompt_stays_out_of_it(mo
     assert capsys.readouterr() == ("", "question: " * 3)
 
 
-def test_help_says_when_options_of_looking_count():
+def test_help_says_when_options_of_the_backbone_count():
     told = " ".join(iep_ask("--help").stdout.split())
-    assert told.count("[default if the checkpoint does not record it: ") == 5
-    assert "[default: 224]" not in told
-    assert "for checkpoints that do not record it" in told
+    assert "--backbone and the options after it, except --weights, are only for checkpoints that do not" in told
 
 
 # Features of a ResNet

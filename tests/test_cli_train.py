@@ -107,6 +107,14 @@ def test_every_option_reaches_its_setting(tmp_path: Path):
     )
 
 
+def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
+    for name in ("questions", "images"):
+        (tmp_path / name).mkdir()
+    result = iep_train("--data", tmp_path, "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert f"run iep-preprocess {tmp_path} --out DIR" in result.output
+
+
 # Resuming
 
 

@@ -1,1 +1,1 @@
-"""What `iep-bench` runs: the speed of the execution engine under every schedule, and schedules made visible."""
+"""The benchmarks of `iep-bench`, and the display of schedules."""

@@ -1,7 +1,7 @@
-"""A case and its competitors -> a comparison: the time of each for a minibatch, over a baseline and a limit.
+"""Measure the competitors of a case, and compare their times for a minibatch with a baseline and a limit.
 
-The machine is shared and its speed drifts, so competitors take turns: each round measures every one of them once, and
-medians over rounds are compared. What a competitor runs is its own business. Writes and draws nothing (`report.py`).
+The machine may be shared, and its speed drifts. Competitors therefore take turns: each round measures every competitor
+once, and medians over rounds are compared. Results are written and drawn in `tables.py`.
 """
 
 import statistics
@@ -16,10 +16,10 @@ from iep.runtime.devices import is_out_of_memory
 
 LIMIT, TOTAL = "limit", "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
-"""Rounds of a slow competitor; and samples in a round, in several minibatches where these are small, because programs,
-trees and sentences differ much in size."""
+"""The rounds of a slow competitor, and the fewest samples of a round. A round runs several small minibatches, because
+programs, trees and sentences differ much in size."""
 PROBE_BYTES = 1 << 28
-"""Copied to measure memory: no cache should hold them."""
+"""The size of the array that measures the speed of memory; it must be larger than the caches."""
 CPU = torch.device("cpu")
 Fact = float | str | None
 
@@ -42,7 +42,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Effort:
-    """How many rounds to measure, and the seconds after which a competitor needs no more than `MIN_REPEATS` of them."""
+    """The number of rounds, and the seconds after which `MIN_REPEATS` rounds of a competitor are enough."""
 
     repeat: int
     max_seconds: float
@@ -55,7 +55,7 @@ class Competitor:
     Attributes:
         measure: run one round, and return the seconds that each part took for a minibatch (the mean over several).
         total: the parts that add up to the whole; None for all of them.
-        facts: return what is counted rather than timed, such as calls; called once, after the last round.
+        facts: return values that are counted rather than timed, such as calls; called once, after the last round.
         limit: the name of the competitor that this one cannot beat.
     """
 
@@ -73,8 +73,8 @@ class Case:
     Attributes:
         setting: what distinguishes it from other cases, such as `{"phase": "train", "batch": 64}`.
         size: samples of a minibatch.
-        baseline: the name of the competitor that speed-ups are over; there are none where it is missing.
-        warm_up: whether a first round does not count.
+        baseline: the name of the competitor that speed-ups are relative to; None for no speed-ups.
+        warm_up: whether to run a first round that does not count.
     """
 
     setting: Mapping[str, str | int]
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one competitor: seconds by part, and `total`; nothing if it was left out."""
+    """The measurements of one competitor: seconds by part, and in `total`; none if it was left out."""
 
     name: str
     facts: Mapping[str, Fact]
@@ -99,7 +99,7 @@ class Row:
 
 
 def compare(case: Case, effort: Effort) -> list[Row]:
-    """Measure the competitors of a case in turns. One that runs out of memory when it warms up is left out."""
+    """Measure the competitors of a case in turns; one that runs out of memory in its first round is left out."""
     rounds, left_out = _measure(case, effort)
     rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
     medians = {row.name: row.seconds[TOTAL].median for row in rows if row.seconds}
@@ -124,7 +124,7 @@ def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float
 
 
 def _measure(case: Case, effort: Effort) -> tuple[dict[str, list[Mapping[str, float]]], dict[str, str]]:
-    """Return the rounds of every competitor, and why some have none."""
+    """Return the rounds of every competitor, and the reasons for which competitors were left out."""
     rounds, left_out, spent, running = defaultdict(list), {}, defaultdict(float), list(case.competitors)
     for each in case.competitors if case.warm_up else ():
         try:
@@ -146,7 +146,7 @@ def _measure(case: Case, effort: Effort) -> tuple[dict[str, list[Mapping[str, fl
 
 
 def seconds(run: Callable[[], object], *devices: torch.device) -> float:
-    """Return how long `run()` takes; on GPUs until all that it started there has ended."""
+    """Return the seconds that `run()` takes, including all work that it starts on GPUs."""
     gpus = {device for device in devices if device.type == "cuda"}
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
@@ -158,8 +158,11 @@ def seconds(run: Callable[[], object], *devices: torch.device) -> float:
 
 
 def arithmetic_limit(flop: float, moved: int = 0, device: torch.device = CPU) -> Competitor:
-    """Return the least time to do so many floating-point operations and to move so many bytes: the longer of both, at
-    the speed of the fastest square float32 product, read and copy that were seen."""
+    """Return a limit set by the hardware: the least time for `flop` operations and for moving `moved` bytes.
+
+    The limit is the longer of the two times. Operations run at the speed of the fastest square float32 product seen,
+    and bytes move at the speed of the fastest read or copy.
+    """
     side, speeds = (1024 if device.type == "cpu" else 8192), [0.0, 0.0]
     left, right, out = (torch.randn(side, side, device=device) for _ in range(3))
 

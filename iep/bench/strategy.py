@@ -1,4 +1,4 @@
-"""`lookahead+sharing+families+bfloat16` <-> how a minibatch is run: the names of a benchmark's rows."""
+"""Strategies, such as `lookahead+sharing+bfloat16`, which name the rows of a benchmark."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ SHARING, DEFER, FAMILIES = OPTIONS = ("sharing", "defer", "families")
 
 @dataclass(frozen=True)
 class Strategy:
-    """A scheduler and what goes with it.
+    """A scheduler and its options.
 
     Attributes:
-        sharing: equal subtrees over one image run once, and so does each image's stem.
-        defer: each module's weight gradients are computed once a step.
-        families: the schedule is over families of functions of one architecture; a call runs several functions.
+        sharing: run each image's stem, and equal subtrees over one image, once.
+        defer: compute the gradients of each module's weights once per step.
+        families: schedule families of functions of one architecture, so that a call runs several functions.
     """
 
     batching: str
@@ -29,7 +29,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The name, as `parse_strategies` reads it."""
+        """The name of the strategy, which `parse_strategies` reads."""
         options = [option for option in OPTIONS if getattr(self, option)]
         return "+".join([self.batching, *options, *[self.precision] * (self.precision != PRECISIONS[0])])
 
@@ -37,11 +37,12 @@ class Strategy:
 def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISIONS)) -> list[Strategy]:
     """Return the strategies of a comma-separated list, without duplicates.
 
-    An item is a scheduler and, after `+`, some of `options`. `all` is every scheduler, then the default one with
-    sharing, then, where that is an option, with sharing and deferral; `all+sharing` is every one with sharing.
+    An item is a scheduler and, after `+`, some of `options`. `all` stands for every scheduler, for the default one with
+    sharing and, where that is an option, with sharing and deferral; `all+sharing` stands for every scheduler with
+    sharing.
 
     Raises:
-        InputError: a part of an item is unknown; names the nearest.
+        InputError: a part of an item is unknown; suggests the nearest.
     """
     strategies = []
     for item in (item.strip() for item in text.split(",")):

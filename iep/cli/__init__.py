@@ -1,4 +1,4 @@
-"""The commands. A process that is one of them answers Ctrl-C and SIGTERM with a line from its first moment on."""
+"""The commands. Importing this package makes a command end with one line on Ctrl-C and SIGTERM from its start."""
 
 import sys
 

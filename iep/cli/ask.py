@@ -1,4 +1,4 @@
-"""`iep-ask`: questions about one image -> answers, programs as trees, and pictures of each function's saliency map."""
+"""`iep-ask`: answer questions about one image, and show the programs and each function's saliency map."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import BACKBONE_OPTIONS, PicturePath, backbone_options, chosen_backbone, decoding_options
+from iep.cli.options import PicturePath, backbone_options, chosen_backbone, decoding_options, network_options
 from iep.config import DEFAULT_SALIENCY, SALIENCY, Evaluation
 from iep.errors import InputError
 from iep.runtime.files import check_writable
@@ -21,51 +21,46 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
-@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option(
-    "--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline, which answers alone."
-)
+@network_options
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The image: PNG, JPEG, ... Required except by a baseline that reads no image.",
+    help="Image file, such as PNG or JPEG. Only a baseline that does not read images can do without.",
 )
 @click.option(
     "--question",
     "questions",
     multiple=True,
-    help="A question; may be given several times. Without this option questions are read line by line from the "
-    "standard input; at a terminal an empty line ends them.",
+    help="Question; may be given several times. Without this option, questions are read from the standard input, each "
+    "from a line; at a terminal, an empty line ends them.",
 )
 @click.option(
     "--program",
     "programs",
     multiple=True,
     metavar="TOKENS",
-    help='A program to run instead of a predicted one, in prefix order: "count filter_color[red] scene". May be given '
+    help='Program to run instead of a predicted one, in prefix order: "count filter_color[red] scene". May be given '
     "several times, with as many questions or none.",
 )
 @click.option(
-    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of the likeliest answers to show."
+    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of most likely answers to show."
 )
 @decoding_options
 @click.option(
     "--draw",
     type=PicturePath(),
-    help="Picture to write of image, answer, program, and the saliency map of each function: .png, .svg or .pdf. "
-    "Several questions, and those read line by line, give FILE-1.png, FILE-2.png, ...",
+    help="Draw the image, the answer, the program and the saliency map of each function into this .png, .svg or .pdf "
+    "file. Several questions, and those of the standard input, are drawn into FILE-1.png, FILE-2.png, ...",
 )
 @click.option(
     "--saliency",
-    "saliency",
     type=click.Choice(list(SALIENCY)),
-    help="Map that --draw shows of a function: the norm of its output, or of the gradient of the answer's score by its "
-    f"output.  [default: {DEFAULT_SALIENCY}]",
+    help="Saliency map of a function that --draw shows: the norm of its output, or of the gradient of the answer's "
+    f"score with respect to its output.  [default: {DEFAULT_SALIENCY}]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a line with a JSON object for each question.")
-@click.option("--device", default=Evaluation.device, show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@backbone_options(None)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line for each question.")
+@click.option("--device", default=Evaluation.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
+@backbone_options
 def main(
     image: Path | None,
     pg: Path | None,
@@ -84,8 +79,8 @@ def main(
 ) -> None:
     """Answer questions about one image.
 
-    The image's features are computed as those of the engine's training were. Checkpoints record how; for one that does
-    not, such as the original toolkit's, use --backbone and the options after it.
+    The image's features are computed as they were for the training of the network. Checkpoints record how. --backbone
+    and the options after it, except --weights, are only for checkpoints that do not, such as the original toolkit's.
     """
     context = click.get_current_context()
     _check_options(context)
@@ -100,7 +95,7 @@ def main(
     # Imported late: `--help` should not wait for torch.
     from iep.asking.loading import make_asker
 
-    given = {name: of_backbone[name] for name in BACKBONE_OPTIONS if of_backbone[name] is not None}
+    given = {name: value for name, value in of_backbone.items() if value is not None}
     asker = make_asker(
         image=image,
         ee=ee,
@@ -142,7 +137,7 @@ class _Printer:
         """Print and draw one answer.
 
         Raises:
-            InputError, OSError: it cannot be drawn; it has been printed all the same.
+            InputError, OSError: the answer cannot be drawn; it has been printed all the same.
         """
         from iep.asking.answers import describe, to_json
 
@@ -176,10 +171,10 @@ PLAIN_BRANCHES = str.maketrans("├└─│", "|`-|")
 
 
 def _answer_lines(asker: "Asker", printer: _Printer, is_terminal: bool) -> bool:
-    """Answer the questions of the standard input. A failed one is a line on the standard error, and the rest go on.
+    """Answer the questions of the standard input, and print an error for each that fails.
 
     Returns:
-        whether the command succeeds: at a terminal always, elsewhere if no question failed.
+        whether the command succeeds: always at a terminal, elsewhere if no question failed.
     """
     is_well = True
     for number, line in typed_questions(is_terminal):
@@ -201,10 +196,10 @@ def _pictures(draw: Path | None, given: int) -> Iterator[Path | None]:
 
 
 def _check_not_read(picture: Path, inputs: Mapping[str, Path | None]) -> None:
-    """Check that a picture does not replace one of `inputs`, the files and directories that are read, by option.
+    """Check that a picture does not overwrite one of `inputs`, the files and directories that are read, by option.
 
     Raises:
-        InputError: it would.
+        InputError: the picture is one of the inputs.
     """
     for option, path in inputs.items():
         if path is not None and path.exists() and picture.exists() and path.samefile(picture):
@@ -212,15 +207,15 @@ def _check_not_read(picture: Path, inputs: Mapping[str, Path | None]) -> None:
 
 
 def _flag(context: click.Context, name: str) -> str:
-    """Return the option whose value has a name, such as `--program` for `programs`."""
+    """Return the option that sets a parameter, such as `--program` for `programs`."""
     return next(option.opts[0] for option in context.command.params if option.name == name)
 
 
 def _check_options(context: click.Context) -> None:
-    """Check that the options go together.
+    """Check that the options are consistent.
 
     Raises:
-        click.UsageError: two contradict each other, or one is missing.
+        click.UsageError: two options contradict each other, or one is missing.
     """
     given = {name: value for name, value in context.params.items() if value not in (None, ())}
     decoding = [_flag(context, name) for name in ("beam_size", "max_program_length") if name in given]
@@ -248,10 +243,10 @@ def _check_options(context: click.Context) -> None:
 
 
 def typed_questions(is_terminal: bool) -> Iterator[tuple[int, str]]:
-    """Yield the questions of the standard input, a line each, with the line's number.
+    """Yield the questions of the standard input, one per line, with the line numbers.
 
-    At a terminal an empty line ends them, elsewhere it is skipped. A terminal shows a prompt, on the standard error if
-    the standard output is a file. Bytes that are not UTF-8 become surrogates.
+    At a terminal, an empty line ends the questions; elsewhere it is skipped. A terminal shows a prompt, which goes to
+    the standard error if the standard output is a file. Bytes that are not UTF-8 become surrogates.
     """
     sys.stdin.reconfigure(errors="surrogateescape")
     is_edited = is_terminal and sys.stdout.isatty()

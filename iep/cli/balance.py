@@ -1,4 +1,4 @@
-"""`python -m iep.cli.balance`: the accuracy of blind guessing on CLEVR questions files."""
+"""`python -m iep.cli.balance`: print the accuracy of blind guessing on CLEVR questions files."""
 
 from pathlib import Path
 

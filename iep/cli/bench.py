@@ -1,5 +1,6 @@
-"""`iep-bench`: how fast the engine, other networks, the loader and several processes run, and schedules to look at."""
+"""`iep-bench`: measure the speed of the engine, the data loader and other networks, and show schedules."""
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -11,74 +12,88 @@ from click.core import ParameterSource
 
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
-from iep.cli.options import CommaList, RecordedCommand, parsed, placement_options, where
+from iep.cli.options import (
+    PATH,
+    CommaList,
+    DirectoryPath,
+    PreprocessedPath,
+    all_of,
+    device_options,
+    device_settings,
+    placement_options,
+)
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
-SIZE, DATA = click.IntRange(1, 10**9), click.Path(path_type=Path)
+SIZE = click.IntRange(1, 10**9)
 SIZES, TRIPLE = CommaList(SIZE), (SIZE, SIZE, SIZE)
-FILE, DIRECTORY = click.Path(path_type=Path, dir_okay=False), click.Path(path_type=Path, file_okay=False)
 option = partial(click.option, show_default=True)
 
 
+class RecordedCommand(Command):
+    """A command that records its arguments for its report."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
+        return super().parse_args(ctx, args)
+
+
 def batching(default: str, *options: str) -> Callable:
-    """Return the option of strategies."""
+    """Return the option `--batching`, which lists strategies; `options` may be added to each."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[Strategy]:
-        return parsed("--batching", lambda: parse_strategies(value, options))
+        try:
+            return parse_strategies(value, options)
+        except InputError as error:
+            raise click.BadParameter(str(error)) from None
 
-    added = f"each may be followed by +OPTION of {', '.join(options)}"
-    what = f"Comma-separated list of schedulers; {added}; all: every scheduler, and {BEST} with more and more options."
+    what = "Comma-separated list of schedulers, each of which may be followed by + and an option of "
+    what += f"{', '.join(options)}. all: every scheduler, and {BEST} with more and more options."
     return option("--batching", "strategies", callback=parse, default=default, help=what)
 
 
 def choices(flag: str, name: str, known: tuple[str, ...], what: str) -> Callable:
-    """Return an option that is a comma-separated list of choices, all of them by default."""
+    """Return an option for a comma-separated list of choices, which has all of them by default."""
     return option(flag, name, type=CommaList(click.Choice(known)), default=",".join(known), help=what)
 
 
-def all_of(*added: Callable) -> Callable:
-    """Return a decorator that adds options in the order given."""
-    return lambda command: all_of(*added[:-1])(added[-1](command)) if added else command
-
-
 def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds of measuring.") -> Callable:
-    """Return the options of how long to measure, with how many threads, and where to write."""
-    enough = "Seconds after which a row needs no more than three rounds."
+    """Return the options for the duration of measuring and for the output."""
+    enough = "Seconds after which three rounds of a row are enough."
     return all_of(
         option("--repeat", type=click.IntRange(min=1), default=repeat, help=of),
         option("--max-seconds", type=click.FloatRange(min=0), default=max_seconds, help=enough),
-        option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]"),
-        option("--out", type=DIRECTORY, help="Directory for the tables, all results (JSON) and a picture."),
+        option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and a picture."),
     )
 
 
-seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0)
+seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
+threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
-    option("--data", type=DATA, help="Read data from this directory, which iep-preprocess wrote."),
+    option("--data", type=PreprocessedPath(), help="Directory written by iep-preprocess."),
     option("--split", default="val", help="Split of --data."),
 )
 
 
 def network(words: int) -> Callable:
-    """Return the options that networks of trees and of sentences have in common."""
+    """Return the options that the networks of trees and of sentences share."""
     vocabulary = option(
         "--words", type=click.IntRange(2, 10**9), default=words, help="Size of the generated vocabulary."
     )
-    return all_of(vocabulary, batching(STRATEGIES, SHARING, DEFER), phases, seed, measured(7))
+    return all_of(vocabulary, batching(STRATEGIES, SHARING, DEFER), phases, seed, threads, measured(7))
 
 
 def run(ctx: click.Context, module: str, **given: Any) -> None:
-    """Measure the benchmark that a module makes of the command's options, and write its files."""
+    """Run the command's benchmark, which a module of `iep.bench` defines, and write its files."""
     # Imported late: `--help` should not wait for torch.
     import torch
 
     from iep.bench.compare import Effort
-    from iep.bench.report import result_files, run_benchmark
+    from iep.bench.tables import result_files, run_benchmark
 
-    effort, threads = Effort(given.pop("repeat"), given.pop("max_seconds")), given.pop("threads")
+    effort, threads = Effort(given.pop("repeat"), given.pop("max_seconds")), given.pop("threads", None)
     files = result_files(given.pop("out"), ctx.info_name)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -88,10 +103,10 @@ def run(ctx: click.Context, module: str, **given: Any) -> None:
 
 
 def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
-    """Fail if an option is given that excludes another one, or a split without data.
+    """Check that no option of `names` is given together with `beside`, nor a split without data.
 
     Raises:
-        click.UsageError: names the first.
+        click.UsageError: names the first such option.
     """
     flags = {each.name: each.opts[0] for each in ctx.command.params}
     given = {name for name in flags if ctx.get_parameter_source(name) != ParameterSource.DEFAULT}
@@ -104,9 +119,9 @@ def exclude(ctx: click.Context, *names: str, beside: str = "data") -> None:
 
 @click.group(cls=CommandGroup)
 def main() -> None:
-    """Measure the batched execution engine, the data loader and other batched networks, and look at schedules.
+    """Measure the execution engine, the data loader and other batched networks, and show schedules.
 
-    What the rows and columns of the tables mean: benchmarks/README.md.
+    benchmarks/README.md explains the rows and columns of the tables.
     """
 
 
@@ -116,17 +131,17 @@ def main() -> None:
 @data
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
-@option("--config", "config_file", type=FILE, help="YAML file, or name of a config, of the engine.")
-@option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
-@placement_options
+@option("--config", "config_file", type=PATH, help="YAML file of settings, or the name of a config, such as mini/ee.")
+@device_options
 @option("--memory-format", type=click.Choice(["channels-first", "channels-last"]), help="Format of convolutions.")
 @phases
 @seed
+@threads
 @measured(10, 30.0)
 @click.argument("settings", nargs=-1, metavar="[engine.KEY=VALUE]...")
 @click.pass_context
 def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ...], **given: Any) -> None:
-    """Time the execution engine under every strategy, and its limit.
+    """Measure the execution engine under every strategy, and its limit.
 
     The engine has its full size unless KEY=VALUE arguments (engine.module_dim=16) or --config say otherwise.
     """
@@ -135,16 +150,16 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
     config = read_config(config_file, settings).engine
-    given |= where(given)
+    given |= device_settings(given)
     given |= {name: getattr(Config, name) for name in ("device", "placement", "devices") if given[name] is None}
-    run(ctx, "engine", config=config, **given)
+    run(ctx, "measure_engine", config=config, **given)
 
 
 @main.command(cls=Command)
-@option("--program", "programs", multiple=True, metavar="TOKENS", help="Program in prefix order; repeatable.")
+@option("--program", "programs", multiple=True, metavar="TOKENS", help="Program in prefix order; can be repeated.")
 @data
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
-@option("--questions-per-image", type=SIZE, default=1, help="Number of programs of --program per image.")
+@option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, FAMILIES)
 @option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option(
@@ -154,18 +169,19 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
     help="What computes the scene: a module, or the stem.",
 )
 @placement_options
-@option("--out", type=DIRECTORY, help="Directory for the text, the calls (JSON) and a picture.")
+@option("--out", type=DirectoryPath(), help="Directory for the text, the calls (JSON) and a picture.")
 @click.pass_context
 def plan(ctx: click.Context, **given: Any) -> None:
     """Show which nodes of which programs run in which module call.
 
-    For example: iep-bench plan --program "count filter_color[red] scene". A node is named example.token, both from 0.
+    For example: iep-bench plan --program "count filter_color[red] scene". A node is named
+    example.token, where both numbers begin at 0.
     """
     if bool(given["programs"]) == (given["data"] is not None):
         raise click.UsageError("expected either --program or --data")
     exclude(ctx, "questions_per_image")
     exclude(ctx, "num_samples", beside="programs")
-    from iep.bench.plan import show_plans
+    from iep.bench.show_plans import show_plans
 
     given |= {name: getattr(Config, name) for name in ("placement", "devices") if given[name] is None}
     show_plans(**given)
@@ -174,54 +190,50 @@ def plan(ctx: click.Context, **given: Any) -> None:
 @main.command(cls=RecordedCommand)
 @data
 @option("--images", type=SIZE, default=10_000, help="Generated images, 0.4 GB per thousand; removed at the end.")
-@choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk, cache or shared memory.")
-@choices("--order", "orders", ("image", "random"), "image: all questions image by image; random: one of each image.")
-@option(
-    "--workers",
-    type=CommaList(click.IntRange(min=0)),
-    default="1,2",
-    help="Comma-separated list of numbers of workers.",
-)
+@choices("--features", "sources", ("cold", "warm", "memory"), "Read features from disk (cold), cache (warm) or memory.")
+@choices("--order", "orders", ("image", "random"), "image: all questions by image; random: one per image.")
+@option("--workers", type=CommaList(click.IntRange(min=0)), default="1,2", help="Numbers of worker processes.")
 @option("--batch-size", type=SIZE, default=256, help="Questions per batch.")
-@option("--batches", type=SIZE, default=200, help="Most batches of a pass.")
+@option("--batches", type=SIZE, default=200, help="Largest number of batches of a pass.")
 @seed
-@measured(3, 600.0, "Passes of each row.")
+@threads
+@measured(3, 600.0, "Number of passes of each row.")
 @click.pass_context
 def loader(ctx: click.Context, **given: Any) -> None:
-    """Time the data loader alone, in questions and bytes per second, without a network."""
+    """Measure the data loader alone, in questions and bytes per second."""
     exclude(ctx, "images")
-    run(ctx, "loader", directory=given["out"], **given)
+    run(ctx, "measure_loader", directory=given["out"], **given)
 
 
 @main.command(cls=RecordedCommand)
-@option("--data", type=DATA, required=True, help="Directory that iep-preprocess wrote.")
-@option("--config", type=FILE, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
+@option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
+@option("--config", type=PATH, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
 @option("--processes", type=SIZES, default="1,2", help="Comma-separated list of numbers of processes.")
-@option("--iterations", type=click.IntRange(min=2), default=100, help="Training steps of each run.")
-@measured(3, 3600.0, "Runs of each number of processes.")
+@option("--iterations", type=click.IntRange(min=2), default=100, help="Number of training steps of each run.")
+@measured(3, 3600.0, "Number of runs with each number of processes.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
 def processes(ctx: click.Context, **given: Any) -> None:
-    """Time training by one process and by several processes."""
-    run(ctx, "processes", **given | {"config": find_config(given["config"])})
+    """Measure training by one process and by several processes."""
+    run(ctx, "measure_processes", **given | {"config": find_config(given["config"])})
 
 
 @main.command("tree-lstm", cls=RecordedCommand)
-@option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees per minibatch.")
+@option("--batch-sizes", type=SIZES, default="1,4,16,64,256", help="Trees or pairs per minibatch.")
 @option("--cell", type=click.Choice(["binary", "child-sum"]), default="binary", help="Kind of Tree-LSTM.")
-@option("--width", type=SIZE, help="Hidden size.  [default: 256; of child-sum 150]")
-@option("--data", type=DATA, help="File of SST's bracketed trees, or directory of SICK's pairs.  [default: generate]")
+@option("--width", type=SIZE, help="Hidden size.  [default: 256 for binary, 150 for child-sum]")
+@option("--data", type=PATH, help="File of SST, or directory of SICK for child-sum.  [default: generate trees]")
 @network(words=16_000)
 @click.pass_context
 def tree_lstm(ctx: click.Context, **given: Any) -> None:
-    """Time a Tree-LSTM per instance, batched, by hand (binary only), and the limit of the hardware.
+    """Measure a Tree-LSTM per instance, batched, and by hand (binary only), and the limit of the hardware.
 
     The binary Tree-LSTM classifies sentiment and uses vertex functions. The child-sum Tree-LSTM predicts relatedness
     and uses a lazy scope.
     """
     exclude(ctx, "words")
     given["width"] = given["width"] or {"binary": 256, "child-sum": 150}[given["cell"]]
-    run(ctx, "networks", **given)
+    run(ctx, "measure_networks", **given)
 
 
 @main.command("tree-fc", cls=RecordedCommand)
@@ -231,39 +243,40 @@ def tree_lstm(ctx: click.Context, **given: Any) -> None:
 @network(words=1_000)
 @click.pass_context
 def tree_fc(ctx: click.Context, **given: Any) -> None:
-    """Time Tree-FC on complete binary trees: per instance, batched, by hand, and the limit of the hardware."""
-    run(ctx, "networks", **given)
+    """Measure Tree-FC on complete binary trees per instance, batched and by hand, and the limit of the hardware."""
+    run(ctx, "measure_networks", **given)
 
 
 @main.command(cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64", help="Sentences per minibatch.")
-@option("--characters/--no-characters", default=False, help="Spell rare words.")
+@option("--characters/--no-characters", default=False, help="Read rare words letter by letter.")
 @option("--width", type=SIZE, default=256, help="Hidden size.")
-@option("--data", type=DATA, help="File of WikiNER's lines of word|POS|tag.  [default: generate]")
+@option("--data", type=PATH, help="File of WikiNER with words as word|POS|tag.  [default: generate sentences]")
 @network(words=16_000)
 @click.pass_context
 def tagger(ctx: click.Context, **given: Any) -> None:
-    """Time a BiLSTM tagger per instance, batched, by packed nn.LSTM, and the limit of the hardware."""
+    """Measure a BiLSTM tagger per instance, batched and with packed nn.LSTM, and the limit of the hardware."""
     exclude(ctx, "words")
-    run(ctx, "networks", **given)
+    run(ctx, "measure_networks", **given)
 
 
 @main.command(cls=RecordedCommand)
-@option("--experts", type=SIZES, default="1,10,100,1000", help="Experts of the layer.")
+@option("--experts", type=SIZES, default="1,10,100,1000", help="Comma-separated list of numbers of experts.")
 @option("--tokens", type=SIZES, default="1,10,100,1000,10000", help="Tokens per minibatch.")
 @option("--k", type=SIZE, default=1, help="Experts per token.")
-@option("--width", type=TRIPLE, metavar="INPUTS HIDDEN OUTPUTS", default=(256, 256, 256), help="Sizes of an expert.")
-@option("--device", default="cpu", help="auto, cpu, cuda, cuda:1, ...")
+@option("--width", type=TRIPLE, metavar="INPUTS HIDDEN OUTPUTS", default=(256, 256, 256), help="Sizes of each expert.")
+@option("--device", default="cpu", help="Device: auto, cpu, cuda, cuda:1, ...")
 @phases
 @seed
+@threads
 @measured(7)
 @click.pass_context
 def moe(ctx: click.Context, **given: Any) -> None:
-    """Time a layer of experts token by token, batched, by hand, and the limit of the hardware."""
+    """Measure a layer of experts token by token, batched and by hand, and the limit of the hardware."""
     k, few = given["k"], min(given["experts"])
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")
-    run(ctx, "moe", **given)
+    run(ctx, "measure_experts", **given)
 
 
 if __name__ == "__main__":

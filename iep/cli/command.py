@@ -1,4 +1,4 @@
-"""What every command shares: `--version`; errors and signals are one line and an exit code, never a traceback."""
+"""The base of all commands: `--version`, and errors and signals as one line and an exit code, not a traceback."""
 
 import errno
 import os
@@ -21,11 +21,11 @@ FULL_DISK = {
 
 
 LOST_WORKER = "DataLoader worker (pid"
-"""How torch begins its error, wherever the main process is, when the system has killed one that loads data."""
+"""The beginning of the error that PyTorch raises when the system has killed a process that loads data."""
 
 
 def describe_os_error(error: OSError) -> str:
-    """One line for an operating system error: what happened, and to which file when that is known."""
+    """Return one line about an operating system error, with the file if it is known."""
     what = FULL_DISK.get(error.errno) or error.strerror or str(error)
     line = f"{error.filename}: {what}" if error.filename else what
     return " ".join(line.split())
@@ -40,14 +40,14 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         keep_freed_memory()
-        os.environ["MPLBACKEND"] = "agg"  # pictures are files; a backend for windows may be missing
+        os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters
         with handled():
             try:
                 return super().main(*args, **kwargs)
             except Stopped as stop:
-                if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first speaks
+                if os.environ.get("RANK", "0") == "0":  # only the first process of torchrun prints
                     click.echo(stop, err=True)
                 sys.exit(stop.exit_code)
 
@@ -57,13 +57,14 @@ class CommandGroup(_Stoppable, click.Group):
 
 
 class Command(_Stoppable):
-    """A click command that reports `InputError`, `OSError` and a loader's death as `Error: ...` with exit code 1."""
+    """A click command that reports errors that a user can cause as `Error: ...` with exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """What the command returns.
+        """Run the command, and return its result.
 
         Raises:
-            click.ClickException: instead of an `InputError`, an `OSError` or a loader's death, with the line to show.
+            click.ClickException: the input was invalid, a file operation failed, memory ran out, or a process that
+                loads data was killed.
         """
         try:
             return super().invoke(ctx)
@@ -73,10 +74,10 @@ class Command(_Stoppable):
             raise click.ClickException(" ".join(str(error).split())) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
-                raise  # click ends without a word, as other programs do in a pipe
+                raise  # click exits silently, as other programs do in a pipe
             raise click.ClickException(describe_os_error(error)) from error
         except (MemoryError, RuntimeError) as error:
-            from iep.runtime.devices import is_out_of_memory  # torch, which has been imported by now
+            from iep.runtime.devices import is_out_of_memory  # imports torch, which is loaded by now
 
             if is_out_of_memory(error):
                 raise click.ClickException(f"not enough memory: {first_line(error)}{_advice(ctx)}") from error
@@ -90,13 +91,13 @@ class Command(_Stoppable):
 
 
 def _advice(ctx: click.Context) -> str:
-    """Return which option of the command to lower when memory runs out, or nothing."""
+    """Return advice to lower an option of the command when memory runs out, if there is such an option."""
     options = {parameter.name for parameter in ctx.command.params}
     return next((f"; lower --{name.replace('_', '-')}" for name in ("batch_size", "beam_size") if name in options), "")
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether the stream is a pipe whose reader is gone."""
+    """Return whether the stream is a pipe whose reader has closed it."""
     try:
         descriptor = stream.fileno()
     except OSError:  # a stream in memory

@@ -1,4 +1,4 @@
-"""`iep-eval`: checkpoints on a preprocessed split -> a table, report.json, predictions.jsonl, answers, a page."""
+"""`iep-eval`: evaluate checkpoints on a split, and write a table, predictions, answers and an HTML report."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,62 +7,46 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import DirectoryPath, decoding_options, families_option, placement_options, where
-from iep.config import BATCHING, PRECISIONS, PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
+from iep.cli.options import (
+    PATH,
+    DirectoryPath,
+    PreprocessedPath,
+    decoding_options,
+    device_settings,
+    execution_options,
+    network_options,
+)
+from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
 from iep.runtime.locks import alone_in
 
 
 @click.command(cls=Command)
-@click.option("--pg", type=click.Path(path_type=Path), help="Checkpoint or run of a program generator.")
-@click.option("--ee", type=click.Path(path_type=Path), help="Checkpoint or run of an execution engine.")
-@click.option("--baseline", type=click.Path(path_type=Path), help="Checkpoint or run of a baseline of any kind, alone.")
-@click.option("--data", type=click.Path(path_type=Path), required=True, help="Directory that iep-preprocess wrote.")
+@network_options
+@click.option("--data", type=PreprocessedPath(), required=True, help="Directory written by iep-preprocess.")
 @click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
     help="Programs that the engine runs.  [default: predicted where --pg is given]",
 )
-@click.option(
-    "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Evaluation.batching}]"
-)
-@click.option(
-    "--sharing/--no-sharing",
-    default=None,
-    help="Run each image's stem, and equal subtrees over one image, once per batch.  [default: sharing]",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(PRECISIONS),
-    help=f"Number format of the engine's or baseline's arithmetic; program generators always use float32.  "
-    f"[default: {Evaluation.precision}]",
-)
+@execution_options
 @click.option(
     "--order-by-image",
     is_flag=True,
     default=None,
-    help="Evaluate questions image by image: those of one image share a batch. Results stay in the file's order.",
+    help="Evaluate questions image by image, so that those of one image share a batch. Results keep the file's order.",
 )
 @decoding_options
 @click.option(
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
-@families_option
-@click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions (of --families).")
+@click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions, after --families.")
 @click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
     help=f"Processes that read and plan batches; 0 for the main process.  [default: {Evaluation.workers}]",
 )
-@click.option(
-    "--features-in-memory",
-    is_flag=True,
-    default=None,
-    help="Read all features into memory first, once for all workers.",
-)
-@click.option("--device", help=f"auto, cpu, cuda, cuda:1, ...  [default: {Evaluation.device}]")
-@placement_options
 @click.option(
     "--out",
     type=DirectoryPath(),
@@ -77,7 +61,7 @@ from iep.runtime.locks import alone_in
 )
 @click.option(
     "--images",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="CLEVR_DIR",
     help="Directory in CLEVR's layout; the report shows its images.",
 )
@@ -86,14 +70,14 @@ from iep.runtime.locks import alone_in
     "most_questions",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Most questions that the report lists: of a larger split the worst, and some of every kind.  "
+    help="Largest number of questions in the report; of a larger split, the worst and some of every kind.  "
     f"[default: {REPORT_QUESTIONS}]",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
 @click.option(
     "--against",
     "others",
-    type=(str, click.Path(path_type=Path)),
+    type=(str, PATH),
     multiple=True,
     metavar="NAME REPORT",
     help="Column for an earlier report.json (or its directory); may be given several times.",
@@ -107,7 +91,7 @@ def main(
     most_questions: int | None,
     **options: Any,
 ) -> None:
-    """Evaluate trained models: accuracy overall and by question type, program exact match, questions per second."""
+    """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second."""
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
@@ -123,7 +107,7 @@ def main(
     from iep.runtime.distributed import is_main, joined
 
     earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
-    options |= where(options)
+    options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
     page = None
     if report_dir is not None:

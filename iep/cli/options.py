@@ -1,4 +1,4 @@
-"""The options that several commands share: types of values, questions, decoding, placement and the image backbone."""
+"""The options that several commands share, and the types of their values."""
 
 import re
 import shlex
@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from iep.cli.command import Command
-from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS, Evaluation
-from iep.errors import InputError
+from iep.config import (
+    BATCHING,
+    PATCH_SIZE,
+    PRECISIONS,
+    RESNET,
+    RESNET_IMAGE_SIZE,
+    RESNET_STAGE,
+    RESNETS,
+    Config,
+    Evaluation,
+)
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Patches, ResNet
 
+PATH = click.Path(path_type=Path)
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -43,6 +52,21 @@ class DirectoryPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class PreprocessedPath(click.Path):
+    """A directory that `iep-preprocess` wrote; CLEVR's own directory is an error that shows the missing step."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        is_raw = (path / "questions").is_dir() and (path / "images").is_dir()
+        if is_raw and not any(path.glob("*_questions.h5")):
+            command = f"iep-preprocess {shlex.quote(str(path))} --out DIR"
+            self.fail(f"{path} is not preprocessed yet; run {command}, and then give --data DIR", param, ctx)
+        return path
+
+
 class CommaList(click.ParamType):
     """A comma-separated list whose items `item` converts, as a tuple; without duplicates unless `repeated` is set."""
 
@@ -61,57 +85,104 @@ class CommaList(click.ParamType):
         return tuple(items if self.repeated else dict.fromkeys(items))
 
 
-class RecordedCommand(Command):
-    """A command that records its arguments for its report."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
-        return super().parse_args(ctx, args)
+def all_of(*options: Callable) -> Callable:
+    """Return a decorator that adds options to a command, in the order given."""
+    return lambda command: all_of(*options[:-1])(options[-1](command)) if options else command
 
 
-def parsed(option: str, parse: Callable[[], Any]) -> Any:
-    """Return what `parse` returns; its `InputError` becomes a usage error of `option`."""
-    try:
-        return parse()
-    except InputError as error:
-        raise click.BadParameter(str(error), param_hint=option) from None
-
-
-BACKBONE_OPTIONS: dict[str, tuple[Any, object, str]] = {
-    "backbone": (
-        click.Choice((*RESNETS, "patches")),
-        None,
-        "How features are computed from pixels: by a ResNet, or as patches, which need no weights.",
+network_options = all_of(
+    click.option("--pg", type=PATH, help="Checkpoint or run directory of a program generator."),
+    click.option("--ee", type=PATH, help="Checkpoint or run directory of an execution engine."),
+    click.option("--baseline", type=PATH, help="Checkpoint or run directory of a baseline, a model without programs."),
+)
+decoding_options = all_of(
+    click.option(
+        "--beam-size",
+        type=click.IntRange(min=1),
+        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {Evaluation.beam_size}]",
     ),
-    "stage": (click.IntRange(1, 4), RESNET_STAGE, "ResNet: stage whose output is the features."),
-    "weights": (click.STRING, "default", "ResNet: default (ImageNet, downloaded), random, or a .pth file."),
-    "seed": (click.IntRange(0, 2**32 - 1), 0, "ResNet: seed of the random weights."),
-    "image_size": (click.IntRange(32, 4096), RESNET_IMAGE_SIZE, "ResNet: side length in pixels after resizing."),
-    "patch_size": (click.IntRange(1, 256), PATCH_SIZE, "patches: side length in pixels of each of the 14x14 patches."),
-}
-"""The type, default and help of each option of `backbone_options`, by the name under which a command gets it."""
+    click.option(
+        "--max-program-length",
+        type=click.IntRange(2, 1000),
+        help=f"Number of tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
+    ),
+)
+placement_options = all_of(
+    click.option(
+        "--placement",
+        metavar="none|round-robin|balanced|FILE",
+        help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
+        f"as given in a YAML file (count: cuda:1).  [default: {Config.placement}]",
+    ),
+    click.option(
+        "--devices",
+        type=CommaList(click.STRING, "list of devices", repeated=True),
+        metavar="DEVICE,DEVICE...",
+        help="Devices for --placement, such as cuda:0,cuda:1; the first also runs everything that is not placed.",
+    ),
+)
+device_options = all_of(
+    click.option("--device", help=f"Device: auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]"),
+    placement_options,
+)
+execution_options = all_of(
+    click.option(
+        "--batching", type=click.Choice(BATCHING), help=f"Scheduler of the module calls.  [default: {Config.batching}]"
+    ),
+    click.option(
+        "--sharing/--no-sharing",
+        default=None,
+        help="Run each image's stem, and equal subtrees over one image, once per batch.  [default: sharing; in "
+        "training only where it is exact]",
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(PRECISIONS),
+        help="Precision of the computation; weights and the program generator stay in float32.  "
+        f"[default: {Config.precision}]",
+    ),
+    click.option(
+        "--families",
+        metavar="short|long|FILE",
+        help="Use only questions of these families: those with short programs (below 16 functions on average in "
+        "training), those with long ones, or the numbers (question_family_index) that a JSON or YAML file lists.",
+    ),
+    click.option(
+        "--features-in-memory/--no-features-in-memory",
+        default=None,
+        help="Read all features into memory at the start, once for all processes of a machine.",
+    ),
+    device_options,
+)
+"""The options of training and evaluation; each is None unless it is given."""
 
 
-def backbone_options(default: str | None) -> Callable[[Callable], Callable]:
-    """Add the options that determine how features are computed, unset unless given, to a command.
-
-    Args:
-        default: the backbone if none is given; None leaves it unset too, for a command that looks in a checkpoint
-            first.
-    """
-    when = "default" if default else "default if the checkpoint does not record it"
-
-    def add(command: Callable) -> Callable:
-        for name, (kind, value, text) in reversed(BACKBONE_OPTIONS.items()):
-            of_backbone = {"default": default, "show_default": bool(default)} if name == "backbone" else {}
-            if value is not None:
-                text += f"  [{when}: {value}]"
-            elif default is None:
-                text += " This option and those below, except --weights, are for checkpoints that do not record it."
-            command = click.option(f"--{name.replace('_', '-')}", type=kind, help=text, **of_backbone)(command)
-        return command
-
-    return add
+backbone_options = all_of(
+    click.option(
+        "--backbone",
+        type=click.Choice((*RESNETS, "patches")),
+        help="How features are computed from pixels: by a ResNet, or as patches, which need no weights.  "
+        f"[default: {RESNET}]",
+    ),
+    click.option(
+        "--stage",
+        type=click.IntRange(1, 4),
+        help=f"ResNet: stage whose output is the features.  [default: {RESNET_STAGE}]",
+    ),
+    click.option("--weights", help="ResNet: default (ImageNet, downloaded), random, or a .pth file."),
+    click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="ResNet: seed of random weights.  [default: 0]"),
+    click.option(
+        "--image-size",
+        type=click.IntRange(32, 4096),
+        help=f"ResNet: side length in pixels after resizing.  [default: {RESNET_IMAGE_SIZE}]",
+    ),
+    click.option(
+        "--patch-size",
+        type=click.IntRange(1, 256),
+        help=f"patches: side length in pixels of each of the 14x14 patches.  [default: {PATCH_SIZE}]",
+    ),
+)
+"""The options that determine how features are computed; each is None unless it is given."""
 
 
 def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
@@ -133,48 +204,8 @@ def chosen_backbone(options: Mapping[str, Any]) -> "Patches | ResNet":
     return ResNet(name, **given)
 
 
-def decoding_options(command: Callable) -> Callable:
-    """Add `--beam-size` and `--max-program-length`, unset unless given, to a command."""
-    command = click.option(
-        "--max-program-length",
-        type=click.IntRange(2, 1000),
-        help=f"Number of tokens after which decoding stops.  [default: {Evaluation.max_program_length}]",
-    )(command)
-    return click.option(
-        "--beam-size",
-        type=click.IntRange(min=1),
-        help=f"Beam size for decoding programs; 1 decodes greedily.  [default: {Evaluation.beam_size}]",
-    )(command)
-
-
-def placement_options(command: Callable) -> Callable:
-    """Add `--placement` and `--devices`, unset unless given, to a command."""
-    command = click.option(
-        "--devices",
-        type=CommaList(click.STRING, "list of devices", repeated=True),
-        metavar="DEVICE,DEVICE...",
-        help="Devices for --placement, such as cuda:0,cuda:1; the first also runs everything that is not placed.",
-    )(command)
-    return click.option(
-        "--placement",
-        metavar="none|round-robin|balanced|FILE",
-        help="Place each function of the engine on one of several devices: in turn, balanced by the programs' work, or "
-        "as given in a YAML file (count: cuda:1).  [default: none]",
-    )(command)
-
-
-def families_option(command: Callable) -> Callable:
-    """Add `--families`, unset unless given, to a command."""
-    return click.option(
-        "--families",
-        metavar="short|long|FILE",
-        help="Use only questions of these families: those with short programs (below 16 functions on average in "
-        "training), those with long ones, or the numbers (question_family_index) that a JSON or YAML file lists.",
-    )(command)
-
-
-def where(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of devices that the options imply; they replace those of a file or of a resumed run.
+def device_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the options of devices imply; they replace those of a file or of a resumed run.
 
     Raises:
         click.UsageError: `--device` together with `--devices` or a placement.

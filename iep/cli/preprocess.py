@@ -1,4 +1,4 @@
-"""`iep-preprocess`: a CLEVR directory -> vocab.json and the HDF5 files that training reads."""
+"""`iep-preprocess`: convert a CLEVR directory to vocab.json and the HDF5 files that training reads."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import DirectoryPath, backbone_options, chosen_backbone
-from iep.config import RESNET
+from iep.cli.options import PATH, DirectoryPath, backbone_options, chosen_backbone
 from iep.errors import InputError
 from iep.runtime.locks import alone_in
 
@@ -22,7 +21,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--verify", is_flag=True, help="Read files that are already done, and check that their content is undamaged."
 )
-@backbone_options(RESNET)
+@backbone_options
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16"]),
@@ -30,10 +29,12 @@ from iep.runtime.locks import alone_in
     show_default=True,
     help="Type of the stored features.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images in a batch.")
+@click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
+@click.option("--batch-size", type=click.IntRange(min=1), default=64, show_default=True, help="Images per batch.")
 @click.option(
-    "--workers", type=click.IntRange(min=0), help="Processes that decode images.  [default: one per core, at most 8]"
+    "--workers",
+    type=click.IntRange(min=0),
+    help="Processes that decode images.  [default: one per core, at most 8]",
 )
 @click.option(
     "--questions",
@@ -44,7 +45,7 @@ from iep.runtime.locks import alone_in
 @click.option(
     "--vocab",
     metavar="FILE|clevr",
-    type=click.Path(path_type=Path),  # `clevr` may also be a directory here
+    type=PATH,  # `clevr` may also be a directory here
     help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
@@ -121,7 +122,7 @@ def main(
 def _inputs(
     clevr_dir: Path, splits: tuple[str, ...], parts: set[str], given: dict[str, Path] | None
 ) -> tuple[dict[str, Path], dict[str, list[Path]], dict[str, int]]:
-    """Return by split the question files to encode (`given` or the directory's), the images, and their number.
+    """Return, by split, the question files to encode (`given` or those of the directory), the images, and their number.
 
     Raises:
         InputError: a split is missing, or image indices have gaps.
@@ -143,7 +144,11 @@ def _inputs(
 
 
 def _chosen(found: dict[str, Path], splits: tuple[str, ...], clevr_dir: Path, what: str) -> dict[str, Path]:
-    """Return the splits that the user named, or all that were found."""
+    """Return the files of the splits that the user named, or all that were found.
+
+    Raises:
+        InputError: a split was not found.
+    """
     for split in splits or ([] if found else ["train"]):
         if split not in found:
             there = ", ".join(found) or "none"

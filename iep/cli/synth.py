@@ -1,4 +1,4 @@
-"""`iep-synth`: make a synthetic data set in the layout of CLEVR v1.0."""
+"""`iep-synth`: generate a data set in the layout of CLEVR v1.0."""
 
 import json
 from dataclasses import asdict
@@ -24,11 +24,11 @@ COUNT = click.IntRange(min=0)
     type=click.Choice(sorted(PRESETS)),
     default="clevr",
     show_default=True,
-    help="The defaults of the options below.",
+    help="Set of defaults for the options below.",
 )
 @click.option("--train", type=COUNT, help="Number of images of the train split; 0 omits a split.")
 @click.option("--val", type=COUNT, help="Number of images of the val split.")
-@click.option("--test", type=COUNT, help="Number of images of the test split (without answers, programs and scenes).")
+@click.option("--test", type=COUNT, help="Number of images of the test split, without answers, programs and scenes.")
 @click.option("--questions-per-image", type=click.IntRange(1, 300), help="Number of questions for each image.")
 @click.option("--width", type=click.IntRange(48, 4096), help="Width of an image in pixels.")
 @click.option("--height", type=click.IntRange(32, 4096), help="Height of an image in pixels.")

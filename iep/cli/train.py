@@ -1,4 +1,4 @@
-"""`iep-train`: preprocessed data in, a run directory with checkpoints out."""
+"""`iep-train`: train a model on preprocessed data, and write checkpoints into a run directory."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import CommaList, DirectoryPath, families_option, placement_options, where
+from iep.cli.options import (
+    PATH,
+    CommaList,
+    DirectoryPath,
+    PreprocessedPath,
+    device_settings,
+    execution_options,
+    network_options,
+)
 from iep.config import (
-    BATCHING,
     CONFIG,
     MODELS,
     MODULES,
     PLACES,
-    PRECISIONS,
     PROGRAM_SOURCES,
     Config,
     Given,
@@ -35,9 +41,6 @@ if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
 
 
-FILE = click.Path(path_type=Path)
-
-
 @click.command(cls=Command)
 @click.option(
     "--model",
@@ -45,34 +48,15 @@ FILE = click.Path(path_type=Path)
     help="Model to train: the program generator, the execution engine, both jointly, or a baseline without programs.  "
     f"[default: {Config.model}]",
 )
-@click.option("--data", type=FILE, help="Directory written by iep-preprocess.")
-@click.option(
-    "--out",
-    type=DirectoryPath(),
-    required=True,
-    help="Run directory for settings, checkpoints and metrics.",
-)
+@click.option("--data", type=PreprocessedPath(), help="Directory written by iep-preprocess.")
+@click.option("--out", type=DirectoryPath(), required=True, help="Run directory for settings, checkpoints and metrics.")
 @click.option(
     "--config",
     "config_file",
-    type=FILE,
+    type=PATH,
     help="YAML file of settings, or the name of a config that comes with this package, such as mini/pg.",
 )
-@click.option(
-    "--pg",
-    type=FILE,
-    help="Checkpoint or run directory of a program generator to start from, or to predict programs with.",
-)
-@click.option(
-    "--ee",
-    type=FILE,
-    help="Checkpoint or run directory of an execution engine to start from.",
-)
-@click.option(
-    "--baseline",
-    type=FILE,
-    help="Checkpoint or run directory of a baseline to start from.",
-)
+@network_options
 @click.option(
     "--programs",
     type=click.Choice(PROGRAM_SOURCES),
@@ -84,32 +68,17 @@ FILE = click.Path(path_type=Path)
     help="Set of modules of a new engine (engine.modules): the residual blocks of iep, or the attention modules of "
     f"Transparency by Design.  [default: {Config.engine.modules}]",
 )
-@click.option(
-    "--batching",
-    type=click.Choice(BATCHING),
-    help=f"Scheduler of the module calls.  [default: {Config.batching}]",
-)
-@click.option(
-    "--sharing/--no-sharing",
-    default=None,
-    help="Run each image's stem, and equal subtrees over one image, once per step.  [default: where it is exact]",
-)
+@execution_options
 @click.option(
     "--defer-weight-grads/--no-defer-weight-grads",
     default=None,
     help="Compute the gradient of each module's weights once per step, over all its calls.",
 )
-@click.option(
-    "--precision",
-    type=click.Choice(PRECISIONS),
-    help=f"Dtype of the computation; weights and the program generator stay in float32.  [default: {Config.precision}]",
-)
-@families_option
-@click.option("--num-train-samples", type=click.IntRange(min=1), help="Train on the first N questions only.")
+@click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
 @click.option(
     "--num-val-samples",
     type=click.IntRange(min=1),
-    help=f"Validate on the first N questions only.  [default: {Config.num_val_samples}]",
+    help=f"Validate only on the first N questions.  [default: {Config.num_val_samples}]",
 )
 @click.option(
     "--freeze",
@@ -119,13 +88,6 @@ FILE = click.Path(path_type=Path)
     "modules, classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, "
     "classifier.",
 )
-@click.option(
-    "--features-in-memory/--no-features-in-memory",
-    default=None,
-    help="Read all features into memory at the start, once for all processes of a machine.",
-)
-@click.option("--device", type=str, help=f"Device: auto, cpu, cuda, cuda:1, ...  [default: {Config.device}]")
-@placement_options
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
@@ -151,9 +113,12 @@ def main(
 
     Settings are taken from the defaults, from --config, from KEY=VALUE arguments (with a dot for nested settings:
     engine.module_dim=64), and from options; each of these overrides those before it. --dry-run prints the result.
+
+    --pg, --ee and --baseline are the networks to start from. With --programs predicted, --pg predicts the programs that
+    the engine is trained on.
     """
     modules = options.pop("modules")
-    options |= where(options)
+    options |= device_settings(options)
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if modules is not None:
         overrides["engine"] = {"modules": modules}
@@ -200,7 +165,7 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
                 changes(start, begun)
         elif begun is not None:  # the run was stopped before its first checkpoint
             base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
-        # What the file held when the run was started is not given anew: other settings may have replaced it since.
+        # Settings that the file had when the run started are not new: other settings may have replaced them since.
         before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
         said = [(name, value) for _, name, value in before]
         given = [each for each in given if each[0] != str(file) or each[1:] not in said]

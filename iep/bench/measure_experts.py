@@ -1,8 +1,8 @@
-"""What `iep-bench moe` compares: a layer of experts token by token, batched, and by hand.
+"""Measure a layer of experts, token by token, batched and by hand: `iep-bench moe`.
 
-Experts are drawn uniformly; gating, which would choose them, is not run. The limit is the longer of two times: to read
-the weights of the experts that have a token (in training twice, for the outputs and for the inputs' gradients, besides
-writing gradients of the same size), and to do the operations of all products. Both speeds are the fastest seen.
+Experts are drawn uniformly; there is no gating network. The limit is the longer of two times: the time to read the
+weights of the experts that have a token (in training twice, for the outputs and for the inputs' gradients, besides
+writing gradients of the same size), and the time of the operations of all products.
 
 Shapes: T tokens, K experts each, R = T K rows sorted by expert, E experts, I O sizes of a layer.
 """
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 
 from iep.bench.compare import Case, Competitor, arithmetic_limit, seconds
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.runtime.devices import resolve_device
 from iep.workloads.experts import Experts
 
 ONE_BY_ONE, BATCHED, HAND = "token by token", "batched", "by hand: sort and loop"
 ENOUGH_TOKENS = 1024
-"""The most tokens that are run one after the other; the time is scaled to the number of tokens."""
+"""The most tokens that are run one by one; the time is scaled to the number of tokens."""
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(T, I) tokens, (T, K) experts, (T, K) gates -> (T, O) results."""
 
 
 def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
-    """Return (T, K) int64: every token's k different experts, of at least k, each choice as likely as any other."""
+    """Return k different experts for each token, (T, K) int64, drawn uniformly."""
     return torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)).topk(k).indices
 
 
 def forwards(layer: Experts) -> dict[str, Forward]:
-    """Return every way to run the layer by its name, all with the same weights."""
+    """Return all ways to run the layer, by name; they share its weights."""
 
     def one_by_one(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         tokens = zip(x_TI, experts_TK.tolist(), gates_TK, strict=True)
         return torch.stack([layer.one(*token) for token in tokens])
 
     def by_hand(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Sort rows by expert, loop over the experts that have any, and add each token's results up."""
+        """Sort rows by expert, loop over the experts that have rows, and add up the results of each token."""
         expert_R, order_R = experts_TK.flatten().sort(stable=True)
         tokens_R = order_R // experts_TK.shape[1]
         hidden, output = layer.hidden_weights.unbind(), layer.output_weights.unbind()
@@ -52,7 +52,7 @@ def forwards(layer: Experts) -> dict[str, Forward]:
 
 
 def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case:
-    """Return the ways to run one minibatch through a layer."""
+    """Return the comparison of all ways to run one minibatch through a layer."""
     device, (experts, inputs, hidden) = layer.hidden_weights.device, layer.hidden_weights.shape
     outputs = layer.output_weights.shape[2]
     training, generator = phase == "train", torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def moe_benchmark(
     device: str,
     seed: int,
 ) -> Benchmark:
-    """Return the comparison of every number of experts with every minibatch.
+    """Return the comparisons of every number of experts with every number of tokens.
 
     Raises:
         InputError: there is no such device.
@@ -108,5 +108,5 @@ def moe_benchmark(
             yield from (moe_case(layer, size, k, seed, phase) for size in sorted(tokens))
 
     sizes = "-".join(map(str, width))
-    description = f"experts {sizes}, k {k}, drawn uniformly with seed {seed}, float32; the whole layer, no gating"
+    description = f"experts {sizes}, k {k}, drawn uniformly with seed {seed}, float32, without gating"
     return Benchmark(description, cases(), "tokens", "token", on)

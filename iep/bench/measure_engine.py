@@ -1,6 +1,6 @@
-"""The comparison of `iep-bench engine`: the engine under every strategy, as a whole and in parts, and its limit.
+"""Measure the execution engine under every strategy, as a whole and in parts, and its limit: `iep-bench engine`.
 
-Each part is run alone, on tensors of the shapes, dtypes and memory format that they have in a step, so that the engine
+Each part runs alone, on tensors with the shapes, dtypes and memory format that they have in a step, so that the engine
 needs no timers. Besides running modules, a step moves values between calls and computes the loss.
 
 Shapes: B questions, N stems, C H W features, A answers.
@@ -22,8 +22,8 @@ from torch.nn import functional
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.schedulers import lower_bound
 from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, seconds
-from iep.bench.report import Benchmark
 from iep.bench.strategy import BEST, Strategy
+from iep.bench.tables import Benchmark
 from iep.bench.workload import Minibatch, generated, read_workload
 from iep.config import EngineConfig
 from iep.execution_engine.engine import ExecutionEngine
@@ -33,7 +33,7 @@ from iep.models.build import build, network_kwargs, place, place_engine
 from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
-"""A module, its arguments and its result."""
+"""A module, its arguments and its output."""
 Run = Callable[[], object]
 PLANNING, MODULES, STEP = "planning", "modules", "step"
 
@@ -45,20 +45,20 @@ class Step:
         self.engine, self.strategy = engine, strategy
         self.devices = (device,) if engine.placement is None else tuple(map(torch.device, engine.placement.devices))
         self.programs_BL, self.answers_B = minibatch.programs_BL, minibatch.answers_B
-        # Without sharing every question brings its own features, as in the data loader of the original toolkit.
+        # Without sharing, every question has its own copy of the features, as in the original toolkit's data loader.
         self.features, self.image_rows_B = minibatch.features_NCHW, minibatch.image_rows_B if strategy.sharing else None
         if not strategy.sharing and len(self.features) < len(self.programs_BL):
             self.features = self.features[torch.from_numpy(minibatch.image_rows_B).to(device)]
         self.plan = self.make_plan()
 
     def parts(self) -> dict[str, Run]:
-        """Return what runs each part, with all ready that it needs, so that only the part itself is timed."""
+        """Return a function that runs each part, whose inputs are ready, so that only the part itself is timed."""
         parts = {PLANNING: self.make_plan, STEP: self.step}
-        # A call of a family runs several modules at once, none of which is called by itself.
+        # A call of a family runs several modules at once, so that no module is called by itself.
         return parts if self.strategy.families else {**parts, MODULES: self.replay(self.calls())}
 
     def limit(self) -> dict[str, Run]:
-        """Return what no schedule beats: every function in one call, without waiting for arguments or moving values."""
+        """Return the part that no schedule can beat: one call per function, without dependencies or moved values."""
         together: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
         for module, arguments, result in self.calls():
             together.setdefault(module, []).append((*arguments, result))
@@ -71,7 +71,7 @@ class Step:
         return self.engine.plan(self.programs_BL, self.image_rows_B, *how, families=families)
 
     def step(self) -> None:
-        """Run the engine forward; in training also loss and backward."""
+        """Run a forward pass; in training, also compute the loss and run a backward pass."""
         with self._mode():
             logits_BA = self.engine(self.features, self.plan, self.strategy.defer)
             loss = functional.cross_entropy(logits_BA, self.answers_B) if self.engine.training else None
@@ -79,7 +79,7 @@ class Step:
             loss.backward()
 
     def calls(self) -> list[Call]:
-        """Run a step, and return its calls of modules, those of stem and classifier included."""
+        """Run a forward pass, and return its module calls, including those of the stem and the classifier."""
         found: list[Call] = []
 
         def record(module: nn.Module, arguments: tuple[Tensor, ...], result: Tensor) -> None:
@@ -92,7 +92,7 @@ class Step:
         return found
 
     def replay(self, calls: Sequence[Call]) -> Run:
-        """Return what runs calls on arguments of their own; in training forward and backward."""
+        """Return a function that runs calls on copies of their arguments; in training, with a backward pass."""
         training, stem = self.engine.training, self.engine.stem
         modules, results = [module for module, *_ in calls], [result for *_, result in calls]
         arguments = [
@@ -111,7 +111,7 @@ class Step:
 
     @contextmanager
     def _mode(self, inference: bool | None = None) -> Iterator[None]:
-        """The strategy's precision, and gradients only in training."""
+        """Use the strategy's precision, and compute gradients only in training."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(not self.engine.training if inference is None else inference))
             for device in set(self.devices):
@@ -120,7 +120,7 @@ class Step:
 
 
 def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
-    """Return a strategy, or the limit of those that run the same nodes in the same precision."""
+    """Return the competitor of a strategy, or the limit of strategies with the same nodes and precision."""
     strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
     limit = replace(strategy, batching=LIMIT, defer=False, families=False).name
 
@@ -161,8 +161,8 @@ def engine_benchmark(
     """Return the comparison of strategies at every minibatch size, the small ones first, and in every phase.
 
     Args:
-        memory_format: of the convolutions; None for what training and evaluation use.
-        data: directory that `iep-preprocess` wrote; None to have questions made.
+        memory_format: memory format of the convolutions; None for that of training and evaluation.
+        data: directory that `iep-preprocess` wrote; None to generate questions.
 
     Raises:
         InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.

@@ -1,9 +1,9 @@
-"""The comparison of `iep-bench loader`: how fast batches are loaded, without any network.
+"""Measure how fast batches are loaded, without a network: `iep-bench loader`.
 
-A pass loads every image's features once: in image order, the questions of an image together; or in random order,
-one question of each image, as training at CLEVR's size draws them. Features come from the disk (cold: the file's pages
-are dropped from memory first), from the system's cache, as the pass before left it (warm), or from shared memory.
-No plan is made, and nothing is copied to a GPU.
+A pass loads every image's features once: in image order, with all questions of an image together, or in random order,
+with one question of each image, as training at CLEVR's size draws them. Features are read from the disk (cold: the
+file's pages are dropped from memory first), from the system's cache as the previous pass left it (warm), or from shared
+memory. Batches are not planned, and nothing is copied to a GPU.
 """
 
 import os
@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from iep.bench.compare import Case, Competitor, seconds
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Batches, Loading
@@ -44,19 +44,19 @@ def loader_benchmark(
 
     Args:
         data: directory that `iep-preprocess` wrote; None to generate features of `images` images in `directory`, or
-            in the directory for temporary files; they are removed at the end.
-        batches: after which a pass ends, if not before.
+            in the directory for temporary files. They are removed at the end.
+        batches: largest number of batches of a pass.
 
     Raises:
         InputError: a file is missing or damaged, or memory is too small.
     """
-    opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, made for this"
+    opened, description = None, f"{images} images with {QUESTIONS_PER_IMAGE} questions each, generated"
     if data is not None:
         opened = open_split(data, split, Vocab.load(data / "vocab.json"), with_features=True, num_samples=None)
         description = f"{len(opened.questions)} questions about {len(opened.features)} images of {data}, split {split}"
 
     def competitor(found: Split, source: str, order: str, workers: int, in_memory: Features | None) -> Competitor:
-        """Return one way of loading; a round is a pass."""
+        """Return one way to load batches; a round is a pass."""
         questions, features = found.questions, found.features
         dataset = ClevrDataset(questions, in_memory if source == "memory" else features)
         loading, speeds = Loading(workers), []
@@ -69,7 +69,7 @@ def loader_benchmark(
             slot_bytes = batch_size * dataset.bytes_an_image
             loaded = iter(Batches(dataset.batch, chosen.__getitem__, range(len(chosen)), slot_bytes, loading))
             for _ in range(min(1 + 2 * workers, len(chosen) // 2)):
-                next(loaded)  # the workers begin, and touch the memory that they share
+                next(loaded)  # start the workers, and touch the memory that they share
             counts: list[tuple[int, int]] = []
             elapsed = seconds(lambda: counts.extend((len(each.index), len(each.features)) for each in loaded))
             num_questions, num_images = map(sum, zip(*counts, strict=True))
@@ -90,7 +90,7 @@ def loader_benchmark(
 
 
 def order_rows(image_idxs: np.ndarray, order: str, seed: Sequence[int]) -> np.ndarray:
-    """Return positions of questions in the order of a pass; in random order one of each image."""
+    """Return the rows of the questions of a pass; in random order, one question of each image."""
     if order == "image":
         return np.argsort(image_idxs, kind="stable")
     random = np.random.default_rng(seed)
@@ -100,14 +100,14 @@ def order_rows(image_idxs: np.ndarray, order: str, seed: Sequence[int]) -> np.nd
 
 
 def drop_pages(path: Path) -> None:
-    """Have the system forget what it holds in memory of a file; what is not yet on disk is written first."""
+    """Write a file to disk, and drop its pages from the system's cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def made_data(directory: Path, images: int, seed: int) -> Split:
-    """Write float16 features of random bits, and make ten questions about each image."""
+    """Write float16 features of random bits, and return ten questions about each image."""
     path, random = directory / "random_features.h5", np.random.default_rng(seed)
     with h5py.File(path, "w") as file:
         features = file.create_dataset("features", (images, *FEATURE_SHAPE), np.float16)

@@ -1,7 +1,7 @@
-"""The output of `iep-bench plan`: which functions of which programs run in which call, as text and as a picture.
+"""Show which functions of which programs run in which call, as text and as a picture: `iep-bench plan`.
 
-A node is named by its example and by its token's position in the example's program, from 0: `2.0` is the root of
-example 2. A node that several tokens share has the name of the first. Runs no module.
+A node is named by its example and by the position of its token in the example's program, both from 0: `2.0` is the root
+of example 2. A node that several tokens share has the name of the first. No module is run.
 """
 
 from collections import defaultdict
@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
-from iep.bench.loader import FEATURE_SHAPE
-from iep.bench.report import result_files
+from iep.bench.measure_loader import FEATURE_SHAPE
 from iep.bench.strategy import Strategy
+from iep.bench.tables import result_files
 from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import open_split
@@ -35,12 +35,14 @@ from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
 LEAF, ROW = 1.6, 0.4
-"""Inches of a picture for each leaf across, and for each call down."""
+"""The width of a leaf and the height of a call in a picture, in inches."""
 
 
 class Token(NamedTuple):
-    """One token of an example's program, whose result the token at `parent` reads; `node` runs for it, or, for None,
-    an image's stem."""
+    """One token of an example's program, with the position of the token that reads its result.
+
+    The token runs as `node` of the graph; None is the image's stem.
+    """
 
     name: str
     parent: int | None
@@ -48,7 +50,7 @@ class Token(NamedTuple):
 
 
 def walk(plan: ProgramPlan) -> Iterator[list[Token]]:
-    """Yield every example's tokens in prefix order, whether or not their nodes are shared."""
+    """Yield every example's tokens in prefix order; tokens that share a node are all listed."""
     graph = plan.graph
     for root in graph.roots.tolist():
         tokens: list[Token] = []
@@ -83,7 +85,7 @@ def draw_plan(
 ) -> None:
     """Draw the programs' trees side by side: each call is a row, with one outline around the nodes that it runs.
 
-    The calls follow each other from top to bottom, as in the printed plan, so that a root lies below all that it reads,
+    The calls follow each other from top to bottom, as in the printed plan. A root lies below all nodes that it reads,
     with its example's label under it. Outlines never overlap, since each has a row of its own.
     """
     row_of = {node: row for row, group in enumerate(plan.schedule) for node in group.nodes.tolist()}
@@ -119,7 +121,7 @@ def draw_plan(
 
 
 def draw_plans(plans: Sequence[tuple[str, ProgramPlan, Sequence[Sequence[Token]]]], labels: Sequence[str]) -> Figure:
-    """Draw plans of the same programs below each other: of each its title, and its examples as `walk` yields them."""
+    """Draw plans of the same programs below each other; each has a title, and examples as `walk` yields them."""
     rows = [len(plan.schedule) + 3 for _, plan, _ in plans]
     figure = Figure(layout="constrained")
     axes = figure.subplots(len(plans), squeeze=False, height_ratios=rows)[:, 0]
@@ -142,7 +144,7 @@ def show_plans(
     devices: Sequence[str],
     out: Path | None,
 ) -> None:
-    """Show the programs, given token by token or the first of a preprocessed split, and each strategy's calls.
+    """Show programs, which are given as text or are the first of a preprocessed split, and each strategy's calls.
 
     Raises:
         InputError: a token is unknown (the nearest is suggested), the split is missing or has no programs, a placement

@@ -1,4 +1,4 @@
-"""A benchmark's cases -> comparisons, written as they come: one text table, one JSON file, one picture."""
+"""Run a benchmark, and write its comparisons as they are measured: a text table, a JSON file and a picture."""
 
 import os
 import platform
@@ -24,13 +24,13 @@ MARKERS, ENDS = "osv^D<>pX*hP", ("median", "lower", "upper")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What to compare.
+    """Cases to compare, and how to present them.
 
     Attributes:
-        description: a line or several for the head of the table.
-        cases: the small ones first; they may be made while the benchmark runs.
-        over: the part of the cases' setting that the picture is drawn over.
-        unit: what a sample is.
+        description: one or more lines for the head of the table.
+        cases: the cases, small ones first; they may be created while the benchmark runs.
+        over: the key of the cases' settings that is the horizontal axis of the picture.
+        unit: the name of a sample, such as `question`.
     """
 
     description: str
@@ -41,8 +41,7 @@ class Benchmark:
 
 
 def machine_line(device: torch.device) -> str:
-    """Return what a reader needs to judge the figures: processor or GPU, threads, how many processes wanted a core over
-    the last minute, versions, and the time."""
+    """Return a line that describes the machine: processor or GPU, threads, load, versions, and the time."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -54,10 +53,10 @@ def machine_line(device: torch.device) -> str:
 
 
 def result_files(out: Path | None, name: str) -> list[Path]:
-    """Return the JSON, the table and the picture, none without `out`, once it is known that they can be written.
+    """Return the paths of the JSON file, the table and the picture in `out`; none without `out`.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: a file cannot be written.
     """
     files = [] if out is None else [out / f"{name}{ending}" for ending in (".json", ".txt", ".png")]
     check_writable(files)
@@ -67,8 +66,8 @@ def result_files(out: Path | None, name: str) -> list[Path]:
 def run_benchmark(benchmark: Benchmark, effort: Effort, command: str, files: Sequence[Path] = ()) -> list[Comparison]:
     """Measure every case, and print each table as soon as it is measured.
 
-    JSON and table are written as often, each whole or not at all, and the picture in the end, so that an interruption
-    loses only the comparison that it interrupts.
+    The JSON file and the table are rewritten after every comparison, and the picture is drawn at the end, so that an
+    interruption loses only the comparison that it interrupts.
     """
     machine = machine_line(benchmark.device)
     texts = ["\n".join([f"$ {command}", machine, benchmark.description])]
@@ -118,7 +117,7 @@ def _cells(row: Row, unit: str) -> dict[str, str]:
 
 
 def short(value: Fact) -> str:
-    """Return four digits of a number, in thousands, millions or billions where it is large; `-` for None."""
+    """Return a number with four digits, in thousands, millions or billions if it is large; `-` for None."""
     if value is None or isinstance(value, str):
         return value or "-"
     for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -132,8 +131,11 @@ def _described(setting: Mapping[str, Fact]) -> str:
 
 
 def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, unit: str, subtitle: str) -> None:
-    """Draw milliseconds a sample against the setting `over`, on logarithmic scales: a line for each row, dashed for
-    limits, with quartiles as bars (Suarez & Zhu, figure 2). Each value of the rest of the setting has its own panel."""
+    """Draw milliseconds per sample against the setting `over` on logarithmic scales (Suarez & Zhu 2017, figure 2).
+
+    Each competitor is a line, dashed for limits, with quartiles as bars. Each value of the other settings has its own
+    panel.
+    """
     panels: dict[str, list[Comparison]] = {}
     for case, found in comparisons:
         rest = {name: value for name, value in case.setting.items() if name != over}
@@ -154,7 +156,7 @@ def draw_comparisons(path: Path, comparisons: Sequence[Comparison], over: str, u
                 look = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "--" if name.startswith(LIMIT) else "-"}
                 lines[name] = axis.errorbar(x, median, yerr=[median - lower, upper - median], linewidth=1, **look)
         axis.set_xscale("symlog", linthresh=1)  # a size may be 0
-        axis.set(yscale="log", title=title, xlabel=over, ylabel=f"milliseconds a {unit}")
+        axis.set(yscale="log", title=title, xlabel=over, ylabel=f"milliseconds per {unit}")
         axis.grid(True, which="both", alpha=0.2)
     figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize="small")
     figure.suptitle(subtitle, fontsize="small")

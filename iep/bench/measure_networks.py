@@ -1,9 +1,8 @@
-"""The comparison of `iep-bench tree-lstm`, `tree-fc` and `tagger`: every way to run networks whose shape depends on the
-sample.
+"""Measure networks whose structure depends on the sample: `iep-bench tree-lstm`, `tree-fc` and `tagger`.
 
-A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or by hand, in plain PyTorch
-with the same weights. The limit is to do the operations of the network's matrix products at the speed of the fastest
-product of this machine.
+A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or batched by hand in plain
+PyTorch with the same weights. The limit is the time of the operations of all matrix products at the speed of the
+fastest product of this machine.
 
 Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
 """
@@ -23,8 +22,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, arithmetic_limit, seconds
-from iep.bench.report import Benchmark
 from iep.bench.strategy import PHASES, Strategy
+from iep.bench.tables import Benchmark
 from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
 from iep.errors import InputError
@@ -38,7 +37,7 @@ from iep.workloads.trees import SENTIMENTS, Tree, TreePair, complete_trees, sick
 PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
 RATINGS, TAGS, LETTERS = 5, 9, 64
 Loss = Callable[[Any, Tensor], Tensor]
-"""(samples or what was constructed of them, results) -> the loss, summed over samples."""
+"""(samples or the output of `Way.construct`, results) -> the loss, summed over samples."""
 Minibatches = Sequence[Sequence[Any]]
 States = tuple[Tensor, ...]
 
@@ -48,9 +47,9 @@ class Way:
     """One way to run a minibatch of samples.
 
     Attributes:
-        construct: samples -> the argument of `compute`: graph, schedule, indices; no numbers are computed.
+        construct: samples -> the argument of `compute`: graph, schedule and indices; no tensor is computed.
         compute: the forward pass and, if the second argument is true, loss and backward pass; returns the loss.
-        calls: what was constructed -> how many calls of the network's cells it makes.
+        calls: the output of `construct` -> the number of calls of the network's cells.
     """
 
     name: str
@@ -65,8 +64,8 @@ class Network:
     """A network, and the ways to run it, the one by hand last.
 
     Attributes:
-        one: a sample -> its results, from which the operations of its matrix products are counted.
-        cells: a sample -> how many applications of the network's cells it needs.
+        one: a sample -> its results; used to count the operations of its matrix products.
+        cells: a sample -> the number of cells that run for it.
     """
 
     model: nn.Module
@@ -76,7 +75,7 @@ class Network:
 
 
 def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Callable[[Any, bool], Tensor]:
-    """Return a step of `model` for `Way.compute`: gradients are left in its parameters and not added up."""
+    """Return a step of `model` for `Way.compute`; gradients replace those of the previous step."""
 
     def compute(plan: Any, training: bool) -> Tensor:
         with torch.inference_mode(not training):
@@ -91,9 +90,10 @@ def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Call
 
 
 def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> list[Way]:
-    """Return `model.one`, sample by sample, each with its own backward pass, and the model under every strategy.
+    """Return the ways to run a model: sample by sample with `model.one`, and batched under every strategy.
 
-    No plan is remembered: every minibatch of an epoch is new. Deferral of weight gradients is for training alone.
+    Sample by sample, each sample has its own backward pass. Plans are not remembered, because every minibatch of an
+    epoch is new. Weight gradients are deferred only in training.
     """
 
     def one_by_one(samples: Sequence[Any], training: bool) -> float:
@@ -121,7 +121,7 @@ def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> 
 
 
 def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[dict[str, int], Minibatches]]:
-    """Yield the first minibatches of each size: at least `MIN_SAMPLES` samples, if there are so many."""
+    """Yield the first minibatches of each size, with at least `MIN_SAMPLES` samples if there are so many."""
     for size in sorted(sizes):
         count = max(1, min(MIN_SAMPLES, len(samples)) // size)
         yield {"batch": size}, [samples[number * size : (number + 1) * size] for number in range(count)]
@@ -130,7 +130,7 @@ def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Iterator[tup
 def network_cases(
     network: Network, sized: Iterable[tuple[dict[str, int], Minibatches]], phases: Sequence[str]
 ) -> Iterator[Case]:
-    """Yield a case for the minibatches of each size, given with its name, and each phase."""
+    """Yield a case for each phase and for the minibatches of each size; `sized` names the size."""
     for size, minibatches in sized:
         cells = mean(sum(map(network.cells, each)) for each in minibatches)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -163,24 +163,26 @@ def _competitor(way: Way, cells: float, minibatches: Minibatches, training: bool
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """The vertices of binary trees by depth, the deepest first; the children of a level's inner vertices, in their
-    order, left and right in turn, are the level below it."""
+    """The vertices of binary trees by depth, the deepest first.
+
+    The children of a level's inner vertices, in order and left before right, are the vertices of the next deeper level.
+    """
 
     words: Tensor
-    """(L,) of the leaves, level by level."""
+    """(L,) words of the leaves, level by level."""
     leaves: tuple[int, ...]
-    """How many of them each level has."""
+    """The number of leaves of each level."""
     orders: tuple[Tensor | None, ...]
-    """(G,) row of each vertex among the level's inner vertices and then its leaves; None where all are of one kind."""
+    """(G,) row of each vertex if a level's inner vertices come before its leaves; None where all are of one kind."""
     labels: Tensor
-    """(B,)"""
+    """(B,) labels of the trees."""
 
     def run(self, leaves: States, inner: Callable[..., States]) -> States:
         """Return the roots' states, (B, H) each.
 
         Args:
             leaves: the states of the leaves, (L, H) each.
-            inner: the children's states, (2 G, H) each, left and right in turn -> those of G vertices.
+            inner: the children's states, (2 G, H) each, left and right in turn -> the states of G vertices.
         """
         states: States = ()
         leaves_of_levels = zip(*(each.split(self.leaves) for each in leaves), strict=True)
@@ -192,7 +194,7 @@ class Levels:
 
 
 def levels_of(trees: Sequence[Tree]) -> Levels:
-    """Return the levels of one or more binary trees. A level reads no other than the one below it."""
+    """Return the levels of one or more binary trees; a level reads only the next deeper one."""
     sizes_B = np.array([len(tree) for tree in trees])
     start_B = np.cumsum(sizes_B) - sizes_B
     children_N2 = np.concatenate([tree.children for tree in trees]) + np.repeat(start_B, sizes_B)[:, None]
@@ -212,10 +214,10 @@ def levels_of(trees: Sequence[Tree]) -> Levels:
 
 
 def tree_lstm_by_hand(model: BinaryTreeLSTM, levels: Levels) -> Tensor:
-    """Return (B, classes) scores by the model's parameters (Tai et al. 2015, section 3.2)."""
+    """Return (B, classes) scores, computed with the model's parameters (Tai et al. 2015, section 3.2)."""
 
     def state(gates: Tensor, *children: Tensor) -> States:
-        """From gates i, o, forgets, u."""
+        """Return h and c from the gates i, o, one forget gate for each child, and u."""
         *_, u = gates.split(model.width, dim=1)
         i, o, *forgets = gates[:, : -model.width].sigmoid().split(model.width, dim=1)
         c_GH = i * u.tanh()
@@ -231,7 +233,7 @@ def tree_lstm_by_hand(model: BinaryTreeLSTM, levels: Levels) -> Tensor:
 
 
 def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return a binary Tree-LSTM for trees, which has a cell at every vertex."""
+    """Return a binary Tree-LSTM, which has a cell at every vertex of a tree."""
     model = BinaryTreeLSTM(words, width, SENTIMENTS)
 
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
@@ -244,15 +246,16 @@ def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Ne
 
 
 def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return a child-sum Tree-LSTM for pairs of trees, which has a cell at every word and a score of the two sentences.
+    """Return a child-sum Tree-LSTM, which has a cell at every word, and compares the two sentences of a pair.
 
     The same code runs one pair after the other and in a lazy scope (Zha et al. 2019, Just-in-Time Dynamic-Batching,
-    section 5): by modules under every strategy, by operators under the last. All of this is computation.
+    section 5): by modules under every strategy, and by operators under the last strategy. Planning counts as
+    computation.
     """
     model = ChildSumTreeLSTM(words, width=width, ratings=RATINGS)
 
     def loss(pairs: Sequence[TreePair], scores: Tensor) -> Tensor:
-        """Against how much of each rating makes up a pair's relatedness (Tai et al. 2015, section 4.2)."""
+        """Return the cross-entropy with ratings whose mean is the relatedness (Tai et al. 2015, section 4.2)."""
         related = torch.tensor([pair.relatedness for pair in pairs])
         ratings = (1 - (related[:, None] - torch.arange(1, RATINGS + 1)).abs()).clamp(min=0)
         return cross_entropy(scores, ratings, reduction="sum")
@@ -281,7 +284,7 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
 
 
 def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
-    """Return relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); no cell makes the leaves."""
+    """Return Tree-FC: relu(W [left; right] + b) at every inner vertex (Looks et al. 2017); leaves have no cell."""
     model = TreeFC(words, width)
 
     def loss(_: Any, roots: Tensor) -> Tensor:
@@ -297,7 +300,7 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
 
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
-    """Return words and tags of sentences as `nn.LSTM` reads them, (P,) indices each in the same order."""
+    """Return words and tags of sentences in the packed form that `nn.LSTM` reads, (P,) indices each."""
     return tuple(
         pack_sequence([torch.from_numpy(getattr(sentence, name)) for sentence in sentences], enforce_sorted=False)
         for name in ("words", "tags")
@@ -305,7 +308,7 @@ def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]
 
 
 class PackedTagger(nn.Module):
-    """The tagger with `nn.LSTM`, and the same numbers in its weights (Qiao & Taura 2019, section 4.1)."""
+    """The tagger with `nn.LSTM` and equal weights (Qiao & Taura 2019, section 4.1)."""
 
     def __init__(self, model: Tagger, width: int):
         super().__init__()
@@ -327,8 +330,11 @@ class PackedTagger(nn.Module):
 def tagger_network(
     words: int, width: int, strategies: Sequence[Strategy], letters: int | None = None, tags: int = TAGS
 ) -> Network:
-    """Return a tagger of sentences; its cells are those of all LSTMs, also over the `letters` of rare words if they
-    are spelled. Its last way is the packed one, unless there are letters."""
+    """Return a tagger of sentences, which has a cell at every word in each direction.
+
+    If there are `letters`, rare words are spelled, by a cell at every letter in each direction. There is then no packed
+    `nn.LSTM` to compare with.
+    """
     model = Tagger(words, tags, letters, width=width)
     hand = PackedTagger(model, width)
 
@@ -366,8 +372,11 @@ def tree_lstm_benchmark(
     seed: int,
     data: Path | None = None,
 ) -> Benchmark:
-    """Return the comparison at every minibatch size, for trees of SST's sizes or pairs of trees of SICK's, or for those
-    of `data`: a file of SST, or a directory of SICK."""
+    """Return the comparisons at every minibatch size, on trees like those of SST or pairs of trees like those of SICK.
+
+    Args:
+        data: a file of SST, or a directory of SICK; None to generate trees.
+    """
     binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
     if data is None:
         samples = (sst_like if binary else sick_like)(count, words, np.random.default_rng(seed))
@@ -388,7 +397,7 @@ def tree_fc_benchmark(
     phases: Sequence[str],
     seed: int,
 ) -> Benchmark:
-    """Return the comparison at every size of tree, the smallest first."""
+    """Return the comparisons at every size of tree, the smallest first."""
     rng = np.random.default_rng(seed)
     network = tree_fc_network(words, width, strategies)
     sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
@@ -406,7 +415,7 @@ def tagger_benchmark(
     seed: int,
     data: Path | None = None,
 ) -> Benchmark:
-    """Return the comparison at every minibatch size, for sentences of WikiNER's lengths, or for those of `data`."""
+    """Return the comparisons at every minibatch size, on sentences like those of WikiNER, or on the file `data`."""
     letters, tags, count = LETTERS if characters else None, TAGS, max(*batch_sizes, MIN_SAMPLES)
     if data is None:
         samples = wikiner_like(count, words, tags, np.random.default_rng(seed), letters)

@@ -1,7 +1,7 @@
-"""The comparison of `iep-bench processes`: training by one process and by several processes on this machine.
+"""Measure training by one process and by several processes on this machine: `iep-bench processes`.
 
-Every round is a fresh `torchrun` of `iep-train` from the same seed, with the machine's cores divided among its
-processes. The first metrics of a run, while it warms up, do not count.
+Every round starts `iep-train` under `torchrun` with the same seed, and divides the machine's cores among the processes.
+The first metrics of a run do not count, because it is still warming up.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from iep.bench.compare import Case, Competitor
-from iep.bench.report import Benchmark
+from iep.bench.tables import Benchmark
 from iep.errors import InputError
 from iep.runtime.devices import resolve_device
 
@@ -22,10 +22,10 @@ from iep.runtime.devices import resolve_device
 def processes_benchmark(
     data: Path, config: Path, processes: Sequence[int], iterations: int, settings: Sequence[str]
 ) -> Benchmark:
-    """Return the comparison of numbers of processes, the first of which is the baseline.
+    """Return the comparison of several numbers of processes, the first of which is the baseline.
 
     Raises:
-        InputError: a run fails (with the last line that it wrote), when the case is measured.
+        InputError: a run failed while the case was measured; contains the error that it printed.
     """
     every = max(1, iterations // 10)
     schedule = [f"iterations={iterations}", f"log_every={every}", f"validate_every={iterations}", "num_val_samples=1"]
@@ -50,10 +50,10 @@ def _name(count: int) -> str:
 
 
 def train(data: Path, config: Path, processes: int, threads: int, settings: Sequence[str]) -> list[float]:
-    """Return the questions a second of one run, as often as it logs them.
+    """Train once, and return the questions per second of each row of its metrics.
 
     Raises:
-        InputError: it fails.
+        InputError: the training failed.
     """
     with tempfile.TemporaryDirectory(prefix="iep-processes-") as directory:
         run = Path(directory) / "run"
