@@ -50,12 +50,12 @@ def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: st
             10**6,
             "num_layers makes 1000000 layers of a program generator, and there are",
         ),
-        ("pg", "generator", "hidden_dim", 10**7, "the weights do not make a program generator of its .*size mismatch"),
+        ("pg", "generator", "hidden_dim", 10**7, "the weights do not fit .* a program generator .*size mismatch"),
         ("pg", "generator", "hidden_dim", 10**13, "a program generator cannot be built: .*overflow"),
         ("ee", "engine", "stem", "stone", "an execution engine cannot be built: stem is 'stone', expected"),
         ("ee", "engine", "classifier_hidden", [3] * 10**6, "classifier_hidden makes 1000000 layers of an execution"),
-        ("ee", "engine", "classifier_projection", 10**10, "the weights do not make an execution .*size mismatch"),
-        ("ee", "engine", "feature_height", 10**8, "the weights do not make an execution engine of its .*size mismatch"),
+        ("ee", "engine", "classifier_projection", 10**10, "the weights do not fit .*size mismatch"),
+        ("ee", "engine", "feature_height", 10**8, "the weights do not fit .* an execution engine .*size mismatch"),
     ],
 )
 def test_arguments_that_make_no_network_of_the_weights_are_named_before_they_take_time_and_memory(
@@ -204,7 +204,7 @@ def test_new_words_are_refused_where_nothing_learns_them(run: dict[str, Path], e
     result = iep_train(*start, "--model", "ee", "--programs", "predicted", *tiny("ee"))
     assert_one_error(result, HINT.format(n=KNOWN))
     result = iep_train(*start, "--model", "joint", "--ee", run["ee"], *tiny("joint"), "--freeze", "generator")
-    assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and frozen it cannot learn them")
+    assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and a frozen part cannot learn them")
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
     save = Trainer.save
     monkeypatch.setattr(Trainer, "save", gone)
     result = iep_train("--out", tmp_path / "run", "--model", "lstm", "--data", data, *tiny("lstm"))
-    assert_one_error(result, f"{tmp_path / 'run'}: the run directory is gone; nothing is saved of iteration 2")
+    assert_one_error(result, f"{tmp_path / 'run'}: the run directory no longer exists; iteration 2 is not saved")
     assert not (tmp_path / "run").exists()
 
 

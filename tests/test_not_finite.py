@@ -107,7 +107,7 @@ def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_quest
         patch.setattr(Trainer, "train_step", gone_wrong)
         arguments = ["--model", "joint", "--data", data, "--out", tmp_path / "run", *parts]
         result = iep_train(*arguments)
-    blame = "not to blame: weights were not finite already; the weights before it are in not-finite-2.pt"
+    blame = "but weights were not finite before them; the weights before it are in not-finite-2.pt"
     assert_one_error(result, "the loss is nan at iteration 2, on 8 questions", blame)
 
 

@@ -174,7 +174,7 @@ def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: 
     path = write(tmp_path / "old.pt", joint() | content, _use_new_zipfile_serialization=archive)
     message = refusal(path)
     assert not victim.exists()
-    assert "holds more than plain tensors; not loaded, for that could execute code (GLOBAL " in message
+    assert "holds more than plain tensors; loading it could execute code (GLOBAL " in message
     torch.load(path, weights_only=False)
     assert victim.exists(), "the trap would not have sprung"
 

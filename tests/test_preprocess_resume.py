@@ -147,7 +147,7 @@ def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(
     before = (out / FILE).read_bytes()
     with files_no_larger_than(200_000):
         line = run(clevr, "--out", out, "--backbone", "patches", "--overwrite", code=1)
-    assert "val_features.h5.partial: no room for the features: needs 0.001 GB" in line
+    assert "val_features.h5.partial: no space for the features: needs 0.001 GB" in line
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {FILE: before}
 
 

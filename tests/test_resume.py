@@ -191,12 +191,28 @@ def test_the_best_checkpoint_is_one_to_go_on_from_when_no_other_is_good(data: Pa
     assert_one_error(go(tmp_path, data, "model=lstm"), "step-5.pt: not a whole", "has no good checkpoint")
 
 
-def test_resuming_reads_a_checkpoint_once(data: Path, tmp_path: Path, monkeypatch):
+def test_resuming_reads_each_checkpoint_once(data: Path, tmp_path: Path, monkeypatch):
     assert go(tmp_path, data, "model=lstm").exit_code == 0
     loaded, load = [], torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loaded.append(args[0]) or load(*args, **kwargs))
     assert go(tmp_path, data, "model=lstm", "iterations=7").exit_code == 0
-    assert [path.name for path in loaded] == ["step-5.pt"]
+    assert [path.name for path in loaded] == ["step-5.pt", BEST]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("model=pg",), "it has other networks; without it, the next"),
+        (("model=lstm", "lstm.hidden_dim=5"), "it has other networks; without it, the next"),
+        (("model=lstm", "validate_every=1", "iterations=1"), "it is of iteration 1 and accuracy"),
+    ],
+)
+def test_the_best_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Path, settings, words: str):
+    assert go(tmp_path / "run", data, "model=lstm").exit_code == 0
+    assert go(tmp_path / "other", data, *settings).exit_code == 0
+    (tmp_path / "other" / BEST).replace(tmp_path / "run" / BEST)
+    result = go(tmp_path / "run", data, "model=lstm", "iterations=7")
+    assert_one_error(result, f"{tmp_path / 'run' / BEST}: belongs to another run than step-5.pt: {words}")
 
 
 OUT_OF_MEMORY = [

@@ -1,12 +1,12 @@
 """Questions and features -> minibatches, read in the loader's workers, which also make the engine's plan.
 
-Which questions make up a batch is `ordering.py`; what the files hold, `question_file.py`; the workers, `loader.py`.
+`ordering.py` chooses the questions of a batch, `question_file.py` reads the files, and `loader.py` runs the workers.
 
 Shapes: B examples, N distinct images of a batch, T question tokens, L program tokens, C H W feature maps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from iep.execution_engine.program_plan import Planner, ProgramPlan
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch. Parts that the split's files do not have are None."""
+    """A minibatch, with None for parts that the split's files do not have."""
 
     index: torch.Tensor
     """(B,) position of each question in its data set."""
@@ -36,19 +36,20 @@ class Batch:
     image_rows: np.ndarray | None = None
     """(B,) row in `features` of each question's image; stays on the CPU, where plans are made."""
     plan: ProgramPlan | None = None
-    """The plan that `make_plan` made of `programs` and `image_rows`."""
+    """The engine's plan for `programs` and `image_rows`."""
     draws: torch.Tensor | None = None
-    """(B, ...) random numbers from 0 to below 1, which training uses."""
+    """(B, ...) random numbers from 0 to below 1, by which training samples programs."""
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on `device` and its features in float32."""
-        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True), lambda plan: plan.to(device))
+        batch = replace(self, plan=None)._map(lambda tensor: tensor.to(device, non_blocking=True))
         # Converted after the transfer, since float16 has half as many bytes.
-        return batch if batch.features is None else replace(batch, features=batch.features.float())
+        features = None if batch.features is None else batch.features.float()
+        return replace(batch, features=features, plan=self.plan and self.plan.to(device))
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory; the data loader calls this."""
-        return self._map(torch.Tensor.pin_memory, lambda plan: plan.map(torch.Tensor.pin_memory))
+        return self._map(torch.Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of the tensors on the stream's device until the present work of `stream` is done."""
@@ -58,16 +59,12 @@ class Batch:
                 tensor.record_stream(stream)
             return tensor
 
-        self._map(record, lambda plan: plan.map(record))
+        self._map(record)
 
-    def _map(
-        self, function: Callable[[torch.Tensor], torch.Tensor], function_of_plan: Callable[[ProgramPlan], ProgramPlan]
-    ) -> "Batch":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {k: function(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        if self.plan is not None:
-            changed["plan"] = function_of_plan(self.plan)
-        return replace(self, **changed)
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Return the batch with `function` of its tensors and of the plan's."""
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **tensors, plan=self.plan and self.plan.map(function))
 
 
 Choice = tuple[np.ndarray, np.ndarray | None]
@@ -77,13 +74,8 @@ Choice = tuple[np.ndarray, np.ndarray | None]
 class ClevrDataset:
     """Questions and their images' features, from which batches are made."""
 
-    def __init__(
-        self,
-        questions: Questions,
-        features: Features | None,
-        make_plan: Planner | None = None,
-    ):
-        """Check that every question's image has features.
+    def __init__(self, questions: Questions, features: Features | None, make_plan: Planner | None = None):
+        """Take the questions and features, and check that every question's image has features.
 
         Raises:
             InputError: a question names an image beyond the features file.
@@ -103,7 +95,7 @@ class ClevrDataset:
 
     @property
     def bytes_an_image(self) -> int:
-        """Bytes of one image's features in a batch."""
+        """The number of bytes of one image's features in a batch."""
         return 0 if self.features is None else self.features.row_bytes
 
     def batch(self, choice: Choice, allocate: Callable[..., np.ndarray] = np.empty) -> Batch:
@@ -142,7 +134,7 @@ def training_batches(
 ) -> Batches:
     """Return the batches of the training `steps`, with `draws` random numbers for every example.
 
-    Of each batch, this is the part for process `rank` of the `world_size` processes that train together.
+    Each batch is the part for process `rank` of the `world_size` processes that train together.
     """
 
     def choose(step: int) -> Choice:
@@ -163,7 +155,7 @@ def sequential_batches(
 ) -> Batches:
     """Return batches of every example once, in the file's order or, with `by_image`, ordered by image.
 
-    Of these batches, every `world_size`th is for process `rank`.
+    Process `rank` gets every `world_size`th of these batches.
     """
     order = np.arange(len(dataset))
     if by_image:

@@ -1,18 +1,18 @@
-"""A features file -> rows of features, on demand, checked against the file's checksums; or all of them in memory.
+"""A features file -> rows of features, on demand or all in memory, checked against the file's checksums.
 
-Rows that are stored as numpy stores them (those of `iep-preprocess` are) are read without HDF5, in half the time.
-Files without checksums and compressed files are read as well.
+Rows that are stored as numpy stores them, as `iep-preprocess` does, are read without HDF5, in half the time. Files
+without checksums and compressed files are read as well.
 
 Shapes: N images, C H W feature maps.
 """
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import h5py
 import numpy as np
@@ -26,30 +26,31 @@ from iep.runtime.memory import available_memory
 from iep.runtime.reading import reading
 
 LOAD_BYTES = 2**25
-"""How much is read at once into memory."""
+"""How many bytes `Features.in_memory` reads at once."""
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
-"""The attributes that tell which images the rows were made of; all others are their recipe."""
+"""The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 
 
 class Features:
     """Rows of a features file, read on demand.
 
-    Worker processes that are forked from this one may read, too; all of them check each row once.
+    Worker processes that are forked from this one may read as well; together they check each row once.
 
     Attributes:
         path: the file.
         shape: (N, C, H, W).
-        dtype: of the values, float16, float32 or float64.
-        recipe: how the rows were made of images, as `iep-preprocess` recorded it; empty where nothing is recorded.
-        images: how many images they were made of, and the digest of the files' names and sizes; None likewise.
+        dtype: the dtype of the values, float16, float32 or float64.
+        recipe: how the rows were made of images, as `iep-preprocess` recorded it; empty if it is not recorded.
+        images: how many images they were made of, and the digest of the files' names and sizes; None if they are not
+            recorded.
     """
 
     def __init__(self, path: Path):
         """Check the file.
 
         Raises:
-            InputError: not HDF5, damaged, no dataset `features`, or not (N, C, H, W) floating point.
+            InputError: the file is missing, damaged or not HDF5, or has no (N, C, H, W) floating-point `features`.
         """
         self.path = Path(path)
         with open_hdf5(path) as file:
@@ -61,8 +62,10 @@ class Features:
             self.shape: tuple[int, int, int, int] = dataset.shape
             self.dtype = dataset.dtype.newbyteorder("=")
             attributes = read_attributes(dataset)
-            self.recipe = _recipe(attributes)
-            self.images = _images(attributes)
+            images = attributes.pop(IMAGES, None), attributes.pop(IMAGES_DIGEST, None)
+            self.images = images if isinstance(images[0], int) and isinstance(images[1], str) else None
+            plain = {name: value for name, value in attributes.items() if isinstance(value, (str, int))}
+            self.recipe = plain if "backbone" in attributes else {}
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
         # In memory that forked processes share; mmap refuses a length of 0.
@@ -74,7 +77,7 @@ class Features:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one image's features."""
+        """The number of bytes of one image's features."""
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
@@ -87,7 +90,7 @@ class Features:
             allocate: (shape, dtype) -> the C-contiguous array to read into.
 
         Raises:
-            InputError: the file is missing, or a row cannot be read or is damaged (names it).
+            InputError: the file is missing, or a row cannot be read or is damaged (names the row).
         """
         values_NCHW = allocate((len(rows), *self.shape[1:]), self.dtype)
         with self._reader(rows) as read_row:
@@ -97,18 +100,15 @@ class Features:
                 except Exception as error:  # HDF5 raises all kinds of errors for damaged files
                     what = " ".join(str(error).split())
                     raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
-                self._check(row, values_CHW)
+                if self._checksums_N is None or self._is_sound_N[row]:
+                    continue
+                if row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
+                    raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
+                self._is_sound_N[row] = True
         return torch.from_numpy(values_NCHW)
 
-    def _check(self, row: int, values_CHW: np.ndarray) -> None:
-        if self._checksums_N is None:
-            return
-        if not self._is_sound_N[row] and row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
-            raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
-        self._is_sound_N[row] = True
-
     def verify(self) -> None:
-        """Read every row.
+        """Read every row, and thereby check it.
 
         Raises:
             InputError: as `read`.
@@ -117,7 +117,7 @@ class Features:
             self.read(np.array([row]))
 
     def in_memory(self) -> "Features":
-        """Return the same features, all read and checked, in memory that other processes share.
+        """Read and check all features, and return them in memory that other processes share.
 
         The processes that torchrun started share one copy on each machine; all of them must call this.
 
@@ -132,11 +132,11 @@ class Features:
         memory = memory or open(paths[node], "rb")  # noqa: SIM115 - for as long as the features live
         barrier()  # until all processes have opened the memory, the first must keep it
         other = copy(self)
-        other._memory, other._offset, other._checksums_N = memory, 0, None
+        other._memory, other._checksums_N = memory, None
         return other
 
     def _load(self) -> BinaryIO:
-        """Read all rows into a file of the kernel's without a name, which goes with the last process that has it open.
+        """Read all rows into an anonymous file in memory, which exists as long as a process has it open.
 
         Raises:
             InputError: as `in_memory`.
@@ -156,20 +156,19 @@ class Features:
 
     @contextmanager
     def _reader(self, rows: np.ndarray) -> Iterator[Callable[[int, np.ndarray], None]]:
-        """Open what holds the features, and yield a function that reads one of the `rows` into an array."""
-        if self._offset is None:
+        """Open the file or the memory, and yield a function that reads one of the `rows` into an array."""
+        if self._memory is None and self._offset is None:
             with open_hdf5(self.path) as file:
                 dataset = file["features"]
                 yield lambda row, values_CHW: dataset.read_direct(values_CHW, np.s_[row])
             return
-        with ExitStack() as stack:
-            if self._memory is None:
-                stack.enter_context(reading(self.path, "a features file"))
-            file = self._memory or stack.enter_context(open(self.path, "rb", buffering=0))
-            start, size = self._offset, self.row_bytes
-            if self._memory is None and len(rows) > 1:
-                for row in rows.tolist():  # have the disk fetch all rows at once
-                    os.posix_fadvise(file.fileno(), start + row * size, size, os.POSIX_FADV_WILLNEED)
+        start, size = self._offset, self.row_bytes
+        if self._memory is not None:
+            yield lambda row, values_CHW: _read_into(values_CHW, self._memory.fileno(), row * size)
+            return
+        with reading(self.path, "a features file"), open(self.path, "rb", buffering=0) as file:
+            for row in rows.tolist() if len(rows) > 1 else ():  # lets the disk fetch all rows at once
+                os.posix_fadvise(file.fileno(), start + row * size, size, os.POSIX_FADV_WILLNEED)
             yield lambda row, values_CHW: _read_into(values_CHW, file.fileno(), start + row * size)
 
 
@@ -184,29 +183,13 @@ def _read_into(values: np.ndarray, descriptor: int, start: int) -> None:
 
 
 def _offset_of_plain_rows(dataset: h5py.Dataset) -> int | None:
-    """Return the offset in its file of a dataset that is stored as a numpy array is; None if it is not."""
+    """Return the offset in its file of a dataset that is stored as a numpy array is, or None if it is not."""
     native = h5py.h5t.py_create(dataset.dtype.newbyteorder("="), logical=True)
     return dataset.id.get_offset() if dataset.id.get_type().equal(native) else None
 
 
-def _recipe(attributes: Mapping[str, Any]) -> dict[str, str | int]:
-    """Return the recipe among a file's attributes as plain values, which checkpoints keep; empty without a backbone."""
-    if "backbone" not in attributes:
-        return {}
-    recipe: dict[str, str | int] = {}
-    for name, value in attributes.items():
-        if name not in (IMAGES, IMAGES_DIGEST) and isinstance(value, (str, int, np.integer)):
-            recipe[name] = value if isinstance(value, str) else int(value)
-    return recipe
-
-
-def _images(attributes: Mapping[str, Any]) -> tuple[int, str] | None:
-    count, digest = attributes.get(IMAGES), attributes.get(IMAGES_DIGEST)
-    return (int(count), digest) if isinstance(count, (int, np.integer)) and isinstance(digest, str) else None
-
-
 def _read_checksums(file: h5py.File, count: int) -> np.ndarray | None:
-    """Return the (count,) checksums of the rows; None if the file has none, as the original toolkit's."""
+    """Return the (count,) checksums of the rows, or None if the file has none, as the original toolkit's files."""
     if "checksums" not in file:
         return None
     checksums_N = file["checksums"][()]

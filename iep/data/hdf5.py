@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 
 from iep.runtime.reading import reading
 
@@ -24,5 +25,6 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 def read_attributes(holder: h5py.File | h5py.Dataset) -> dict[str, Any]:
-    """Return all attributes, with texts as `str`."""
-    return {name: value.decode() if isinstance(value, bytes) else value for name, value in holder.attrs.items()}
+    """Return all attributes, with numpy's texts and numbers as Python's."""
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in holder.attrs.items()}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}

@@ -1,16 +1,21 @@
 """Batches made by worker processes ahead of their use, in order, and copied to a device while it computes.
 
-What a batch is made of, and the making, are `datasets.py`'s. Features, nearly all of a batch's bytes, are read into
-buffers that the processes share. The first write to a page of memory takes several times as long as reading its content
-does, so the buffers are reused, and only a buffer's number is sent through the pipe.
+`datasets.py` defines how a batch of questions and features is made, `iep/preprocess/images.py` one of images.
+
+Features are nearly all of a batch's bytes. Workers read them into buffers that the processes share, and send only a
+buffer's number through the pipe. The buffers are reused, because the first write to a page of memory takes several
+times as long as reading its content.
 """
 
+import copyreg
 import io
 import mmap
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -22,17 +27,17 @@ from iep.errors import InputError
 from iep.runtime.signals import end_with_parent, waited_for
 
 Make = Callable[..., Any]
-"""(choice, allocate) -> a batch: a dataclass with a field `features`, which is in an array that `allocate` returned."""
+"""(choice, allocate=np.empty) -> a batch, a dataclass with a field `features` in an array that `allocate` returned."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are made.
+    """The processes and memory that make batches.
 
     Args:
-        workers: number of processes that make them; 0 makes them in this process.
+        workers: number of processes that make batches; with 0, this process makes them.
         prefetch: number of batches that each worker makes ahead.
-        pin: copy batches to page-locked memory, from which copies to a GPU run while it computes.
+        pin: copy batches to page-locked memory, from which they are copied to a GPU while it computes.
     """
 
     workers: int = 0
@@ -44,10 +49,10 @@ HERE = Loading()
 
 
 class Batches:
-    """Batches in order; can be iterated over several times."""
+    """Batches in order, which can be iterated over several times."""
 
     def __init__(self, make: Make, choose: Callable[[int], Any], numbers: range, buffer_bytes: int, loading: Loading):
-        """Batch n is `make(choose(n), allocate)`, for the n of `numbers`; its features have at most `buffer_bytes`."""
+        """Define batch n as `make(choose(n), allocate)`, for n in `numbers`, with features of up to `buffer_bytes`."""
         self._make, self._choose, self._numbers = make, choose, numbers
         self._buffer_bytes, self._loading = buffer_bytes, loading
 
@@ -57,66 +62,79 @@ class Batches:
         Raises:
             InputError: a batch cannot be read.
         """
-        loading, buffers = self._loading, None
+        loading, make, buffers = self._loading, self._make, None
         if loading.workers and self._buffer_bytes:
             # Besides the batches that a worker makes ahead, one is in use and another is being pinned.
             buffers = BatchBuffers(loading.workers, loading.prefetch + 2, self._buffer_bytes)
-        loader = DataLoader(
-            _Items(self._make, buffers),
-            sampler=map(self._choose, self._numbers),
-            batch_size=None,
-            **worker_options(loading.workers, loading.prefetch),
-            pin_memory=loading.pin,
-            # Without a generator of its own it would draw a seed for its workers from the one that training uses.
-            generator=torch.Generator(),
-        )
-        for item in waited_for(loader):
-            if isinstance(item, InputError):
-                raise item
-            yield item.opened() if isinstance(item, Parcel) else item
+        if loading.workers:
+            make = partial(_make_parcel, make, buffers)
+        for batch in made_ahead(make, map(self._choose, self._numbers), loading):
+            yield batch.opened() if isinstance(batch, Parcel) else batch
 
 
-class _Items(Dataset):
-    """What workers send: batches, and `InputError`s, which if raised would arrive as tracebacks of several lines."""
+def made_ahead(make: Callable[[Any], Any], choices: Iterable[Any], loading: Loading) -> Iterator[Any]:
+    """Yield `make(choice)` of each of `choices` in order, made ahead by worker processes.
 
-    def __init__(self, make: Make, buffers: "BatchBuffers | None"):
-        self.make, self.buffers = make, buffers
+    Raises:
+        InputError: as `make`.
+    """
+    options: dict[str, Any] = {}
+    if loading.workers:
+        # Forked processes start at once, and share the parent's buffers and data.
+        options = {"prefetch_factor": loading.prefetch, "multiprocessing_context": "fork"}
+    loader = DataLoader(
+        _Made(make),
+        sampler=choices,
+        batch_size=None,
+        num_workers=loading.workers,
+        worker_init_fn=_leave_signals_to_parent,
+        pin_memory=loading.pin,
+        # Without a generator, it would draw a seed for its workers from the generator that training uses.
+        generator=torch.Generator(),
+        **options,
+    )
+    for item in waited_for(loader):
+        if isinstance(item, InputError):
+            raise item
+        yield item
+
+
+class _Made(Dataset):
+    """A data set of what `make` returns, or of the `InputError` that it raises.
+
+    If a worker process raised the error, it would arrive as a traceback of several lines.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]):
+        self.make = make
 
     def __getitem__(self, choice: Any) -> Any:
-        worker = get_worker_info()
         try:
-            if worker is None:
-                return self.make(choice, np.empty)
-            number = None if self.buffers is None else self.buffers.take(worker.id)
-            if number is None:
-                return Parcel(pickled(self.make(choice, np.empty)))
-            batch = self.make(choice, lambda shape, dtype: self.buffers.array(number, shape, dtype))
+            return self.make(choice)
         except InputError as error:
             return error
-        features = batch.features.numpy()
-        return Parcel(pickled(replace(batch, features=None)), self.buffers, number, features.shape, features.dtype)
 
 
 class BatchBuffers:
-    """Memory for the features of batches, shared with forked worker processes; each worker has buffers of its own.
+    """Memory for the features of batches, shared with forked worker processes.
 
-    A worker takes a buffer, and the process that made the buffers releases it. Pages that are never written take no
-    memory.
+    Each worker has buffers of its own. A worker takes a buffer, and the process that made the buffers releases it.
+    Pages that are never written take no memory.
     """
 
     def __init__(self, workers: int, per_worker: int, size: int) -> None:
-        """Make `per_worker` free buffers of `size` bytes for each worker."""
+        """Allocate `per_worker` buffers of `size` bytes for each worker."""
         self.per_worker = per_worker
         self._buffers = [mmap.mmap(-1, size) for _ in range(workers * per_worker)]
         self._taken = np.frombuffer(mmap.mmap(-1, workers * per_worker), dtype=np.uint8)
         _MADE[id(self)] = self
 
     def __reduce__(self) -> tuple[Callable[[int], "BatchBuffers"], tuple[int]]:
-        """Pickle the identity, by which the process that made the buffers finds them again."""
+        """Pickle the identity, by which the process that made the buffers finds them."""
         return _made_here, (id(self),)
 
     def take(self, worker: int) -> int | None:
-        """Take a free buffer of `worker`, and return its number; None if all of them are in use."""
+        """Take a free buffer of `worker`, and return its number, or None if all are in use."""
         first = worker * self.per_worker
         free = np.flatnonzero(self._taken[first : first + self.per_worker] == 0)
         if not len(free):
@@ -130,7 +148,7 @@ class BatchBuffers:
         return np.ndarray(shape, dtype, self._buffers[number])
 
     def tensor(self, number: int, shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor:
-        """Return the array as a tensor; the buffer is free again when no tensor shares its memory any more."""
+        """Return the array as a tensor, and free the buffer once no tensor shares its memory any more."""
         array = self.array(number, shape, dtype)
         finalize(array, self._taken.__setitem__, number, 0)
         return torch.from_numpy(array)
@@ -145,7 +163,7 @@ def _made_here(key: int) -> BatchBuffers:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A pickled batch on its way from a worker; its features are in a buffer if one was free."""
+    """A pickled batch as a worker sends it, with its features in a buffer if one was free."""
 
     content: bytes
     buffers: BatchBuffers | None = None
@@ -161,37 +179,29 @@ class Parcel:
         return replace(batch, features=self.buffers.tensor(self.number, self.shape, self.dtype))
 
     def pin_memory(self) -> Any:
-        """Return the batch in page-locked memory; the data loader calls this in a thread of its own."""
+        """Return the batch in page-locked memory, as the data loader asks in a thread of its own."""
         return self.opened().pin_memory()
 
 
-class _Pickler(pickle.Pickler):
-    """Write small tensors as arrays; torch would send each through a file of its own, which takes far longer."""
+def _make_parcel(make: Make, buffers: BatchBuffers | None, choice: Any) -> Parcel:
+    """Make a batch in a worker, with its features in a buffer if one is free."""
+    if buffers is None or (number := buffers.take(get_worker_info().id)) is None:
+        return Parcel(_pickled(make(choice)))
+    batch = make(choice, partial(buffers.array, number))
+    features = batch.features.numpy()
+    return Parcel(_pickled(replace(batch, features=None)), buffers, number, features.shape, features.dtype)
 
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor:
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
 
+def _pickled(value: Any) -> bytes:
+    """Return `value`, which holds CPU tensors, as bytes for `pickle.loads`.
 
-def pickled(value: Any) -> bytes:
-    """Return `value`, which holds CPU tensors, as bytes for `pickle.loads`."""
+    Tensors are written as arrays; torch would send each through a file of its own, which takes far longer.
+    """
     content = io.BytesIO()
-    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = pickle.Pickler(content, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: lambda each: (torch.from_numpy, (each.numpy(),))}
+    pickler.dump(value)
     return content.getvalue()
-
-
-def worker_options(workers: int, prefetch: int) -> dict[str, Any]:
-    """Return the arguments of a `DataLoader` with this number of worker processes."""
-    if not workers:
-        return {}
-    # Forked, whatever Python's default: they start at once, and share the parent's buffers and what it has read.
-    return {
-        "num_workers": workers,
-        "prefetch_factor": prefetch,
-        "multiprocessing_context": "fork",
-        "worker_init_fn": _leave_signals_to_parent,
-    }
 
 
 def _leave_signals_to_parent(worker: int) -> None:
@@ -209,20 +219,15 @@ def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
-    stream, waiting = torch.cuda.Stream(device), None
-    for batch in batches:
+    stream = torch.cuda.Stream(device)
+
+    def send(batch: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            sent = batch.to(device), stream.record_event()
-        if waiting is not None:
-            yield _ready(*waiting, device)
-        waiting = sent
-    if waiting is not None:
-        yield _ready(*waiting, device)
+            return batch.to(device), stream.record_event()
 
-
-def _ready(batch: Any, event: torch.cuda.Event, device: torch.device) -> Any:
-    """Return the batch once the current stream may use it."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(event)
-    batch.record_stream(current)  # otherwise its memory could be reused while it is in use
-    return batch
+    # `pairwise` sends a batch before it yields the one before it.
+    for (batch, event), _ in pairwise(chain(map(send, batches), [None])):
+        current = torch.cuda.current_stream(device)
+        current.wait_event(event)
+        batch.record_stream(current)  # otherwise its memory could be reused while it is in use
+        yield batch

@@ -1,12 +1,13 @@
 """The random choices of training as pure functions of the seed and the step: the order of examples, seeds and numbers.
 
-A resumed run therefore sees exactly what an uninterrupted one would, and several processes together see what one would.
-The curriculum, which limits the programs that a step may see, is here as well. Reading examples is `datasets.py`.
+A resumed run therefore makes the same choices as an uninterrupted one, and several processes together the same as one.
+The curriculum, which limits the length of the programs in a step, is here as well. `datasets.py` reads the examples.
 
-Shapes: N examples, B of a batch.
+Shapes: N examples, B examples of a batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,27 +15,27 @@ from iep.errors import InputError
 
 
 def step_seed(seed: int, step: int, rank: int = 0) -> int:
-    """Return the 64-bit seed of the random numbers of process `rank` in a step, as for dropout."""
+    """Return the 64-bit seed of the random numbers of process `rank` in a step, such as those of dropout."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 def step_numbers(seed: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return random float32 numbers from 0 to below 1 for a step, the same in every process."""
-    # The seed is longer than that of the order's shuffling, so the numbers differ.
+    # The seed has more parts than that of the order, so that the numbers differ.
     return np.random.default_rng([seed, step, 0, 1]).random(shape, dtype=np.float32)
 
 
 def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Divide the examples of a minibatch into `parts` of about the same size; return rising positions for each.
+    """Divide the examples of a minibatch into `parts` of about the same size, and return their rising positions.
 
-    Questions about one image stay together if there are enough images, so that no image is run by two processes.
+    Questions about one image stay together if there are enough images, so that only one process runs its stem.
 
     Raises:
         ValueError: there are fewer examples than parts.
     """
     count = len(image_idxs_B)
     if count < parts:
-        raise ValueError(f"a minibatch of {count} examples for {parts} processes, expected one each at least")
+        raise ValueError(f"a minibatch has {count} examples for {parts} processes, expected at least one each")
     if parts == 1:
         return [np.arange(count)]
     _, first, inverse = np.unique(image_idxs_B, return_index=True, return_inverse=True)
@@ -47,28 +48,22 @@ def deal(image_idxs_B: np.ndarray, parts: int) -> list[np.ndarray]:
     return [np.sort(part) for part in np.split(order, cuts)]
 
 
+@dataclass
 class Order:
-    """The examples of each training step: a new order in each epoch, with short programs first if asked.
+    """The examples of each training step: a new order in each epoch, and short programs first with a curriculum.
 
-    Every epoch visits all examples of its stage once, but for a remainder smaller than a batch, in a random order of
+    Every epoch visits all examples of its stage once, except for a remainder smaller than a batch, in a random order of
     groups of up to `questions_per_image` random questions about one image.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[tuple[int, np.ndarray]],
-        image_idxs: np.ndarray,
-        batch_size: int,
-        seed: int,
-        questions_per_image: int = 1,
-    ):
-        """Take `stages` as pairs (first step, positions that may be drawn), with first steps rising from 0."""
-        self.stages = stages
-        self.image_idxs = image_idxs
-        self.batch_size = batch_size
-        self.seed = seed
-        self.questions_per_image = questions_per_image
-        self._shuffled: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0, dtype=np.int64))
+    stages: Sequence[tuple[int, np.ndarray]]
+    """Pairs (first step, positions that may be drawn), with first steps rising from 0."""
+    image_idxs: np.ndarray
+    """(N,) the image of each example."""
+    batch_size: int
+    seed: int
+    questions_per_image: int = 1
+    _shuffled: tuple[tuple[int, int], np.ndarray] = field(default=((-1, -1), np.empty(0)), init=False)
 
     def rows(self, step: int) -> np.ndarray:
         """Return the (B,) positions of a batch; B is `batch_size`, or less if a stage has fewer examples."""
@@ -88,7 +83,7 @@ def _by_image(positions: np.ndarray, image_idxs: np.ndarray, most: int, generato
     """Rearrange the shuffled `positions` into random groups of up to `most` with the same image."""
     order = np.argsort(image_idxs, kind="stable")
     images = image_idxs[order]
-    number = np.arange(len(images)) - np.searchsorted(images, images)  # of the question within its image
+    number = np.arange(len(images)) - np.searchsorted(images, images)  # position among its image's questions
     group = np.cumsum(number % most == 0) - 1
     return positions[order[np.argsort(generator.permutation(group[-1] + 1)[group], kind="stable")]]
 
@@ -107,23 +102,18 @@ def make_order(
         curriculum: pairs (first step, greatest program length); empty for all examples from the start.
 
     Raises:
-        InputError: the curriculum does not start at step 0 and rise, there are no programs to measure, or a stage has
-            no example.
+        InputError: the steps of the curriculum do not rise from 0, there are no programs to measure, or a stage has no
+            example.
     """
     stages = [(0, np.arange(len(image_idxs)))]
     if curriculum:
-        stages = _stages(lengths, curriculum)
+        firsts = [first for first, _ in curriculum]
+        if firsts[0] != 0 or firsts != sorted(set(firsts)):
+            raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
+        if lengths is None:
+            raise InputError("a curriculum needs programs, and the training questions have none")
+        stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
+        for (_, longest), (_, pool) in zip(curriculum, stages, strict=True):
+            if not len(pool):
+                raise InputError(f"curriculum: no training program has at most {longest} functions")
     return Order(stages, image_idxs, batch_size, seed, questions_per_image)
-
-
-def _stages(lengths: np.ndarray | None, curriculum: Sequence[tuple[int, int]]) -> list[tuple[int, np.ndarray]]:
-    firsts = [first for first, _ in curriculum]
-    if firsts[0] != 0 or firsts != sorted(set(firsts)):
-        raise InputError(f"curriculum starts its stages at iterations {firsts}, expected 0 first and then rising")
-    if lengths is None:
-        raise InputError("a curriculum needs programs, and the training questions have none")
-    stages = [(first, np.flatnonzero(lengths <= longest)) for first, longest in curriculum]
-    for (_, longest), (_, pool) in zip(curriculum, stages, strict=True):
-        if not len(pool):
-            raise InputError(f"curriculum: no training program has at most {longest} functions")
-    return stages

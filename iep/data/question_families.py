@@ -1,13 +1,13 @@
-"""Question families (CLEVR's templates), from a list or by the length of their programs -> only their questions.
+"""Question families (CLEVR's templates), from a list or by the length of their programs -> their questions.
 
 Johnson et al. 2017 (Inferring and Executing Programs, section 4.4, on generalising to new question types) train on the
-families whose programs are short and test on the others. `question_file.open_split` applies the filter to a split.
+families with short programs and test on the others. `question_file.open_split` applies the filter to a split.
 
 Shapes: N questions, L program tokens.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,42 +21,50 @@ from iep.vocab import END, NULL, START, Vocab
 SHORT, LONG = "short", "long"
 EXPECTED = "a file that lists question families, or one of the words short and long"
 LONG_FROM = 16
-"""A family is long from this mean program length on."""
+"""The least mean program length of a long family."""
 
 
 def family_filter(families: str, train_path: Path | None, vocab: Vocab) -> Callable[[Questions], Questions]:
     """Return a function that selects the questions of the `families`: a file that lists them, `short` or `long`.
 
-    Families whose mean program length is below 16 are short, the others long (Johnson et al. 2017, section 4.4). A
-    program's length is the number of its functions, `scene` included. The mean is over the training questions in
-    `train_path`; families without programs there are measured on the questions that are filtered.
+    Families with a mean program length below 16 are short, and the others are long (Johnson et al. 2017, section 4.4).
+    A program's length is the number of its functions, including `scene`. The mean is over the training questions in
+    `train_path`, or over the questions to select from for families that have no programs there.
 
     Raises:
         InputError: as `read_families`. The returned function raises it if questions have no families, a family has no
-            program to measure it by, or no question is left.
+            programs, or no question is left.
     """
-    if families not in (SHORT, LONG):
-        listed = read_families(Path(families))
-        return lambda questions: _only(questions, listed, families)
+    only = None if families in (SHORT, LONG) else read_families(Path(families))
 
     @cache
     def lengths_of_training() -> Mapping[int, float]:
         return {} if train_path is None or not train_path.exists() else mean_lengths(read_questions(train_path, vocab))
 
-    def choose(questions: Questions) -> Questions:
+    def by_length(questions: Questions, found: list[int]) -> list[int]:
+        """Return those of the families `found` among the questions that are short or long, as asked."""
         lengths = mean_lengths(questions)
         if questions.path != train_path:
             lengths |= lengths_of_training()
-        for family in _families(questions, families):
-            if family not in lengths:
-                raise InputError(f"{questions.path}: no program tells whether family {family} is short or long")
-        return _only(questions, [f for f in lengths if (lengths[f] < LONG_FROM) == (families == SHORT)], families)
+        if unknown := [family for family in found if family not in lengths]:
+            raise InputError(f"{questions.path}: no program tells whether family {unknown[0]} is short or long")
+        return [family for family in found if (lengths[family] < LONG_FROM) == (families == SHORT)]
+
+    def choose(questions: Questions) -> Questions:
+        if questions.families is None:
+            what = f"has no dataset 'question_families', by which families {families} are chosen"
+            raise InputError(f"{questions.path}: {what}")
+        found = np.unique(questions.families).tolist()
+        rows = np.flatnonzero(np.isin(questions.families, by_length(questions, found) if only is None else only))
+        if not len(rows):
+            raise InputError(f"{questions.path}: no question of the families {families}, only of {_ranges(found)}")
+        return questions.select(rows)
 
     return choose
 
 
 def listed(families: str | None) -> str | None:
-    """Return the families that a file lists as text such as `0-4, 7`; None for `short`, `long` and None.
+    """Return the families that a file lists as text such as `0-4, 7`, or None for `short`, `long` and None.
 
     Raises:
         InputError: as `read_families`.
@@ -65,15 +73,15 @@ def listed(families: str | None) -> str | None:
 
 
 def read_families(path: Path) -> tuple[int, ...]:
-    """Read a JSON or YAML file with a list of CLEVR's `question_family_index`, as the original toolkit's.
+    """Return the list of CLEVR's `question_family_index` in a JSON or YAML file, such as the original toolkit's.
 
     Raises:
-        InputError: as `reading`, or the file is not a list of whole numbers from 0.
+        InputError: as `reading`, or the file does not hold a list of whole numbers from 0.
     """
     with reading(path, EXPECTED):
         text = path.read_text(encoding="utf-8")
         try:
-            content = json.loads(text)  # JSON that is indented by tabs is not YAML
+            content = json.loads(text)  # JSON with tabs is not YAML
         except json.JSONDecodeError:
             content = parse_yaml(text)
         if not isinstance(content, list) or not content:
@@ -85,28 +93,13 @@ def read_families(path: Path) -> tuple[int, ...]:
 
 
 def mean_lengths(questions: Questions) -> dict[int, float]:
-    """Return the mean number of functions, `scene` included, in each family's programs; empty without these."""
+    """Return the mean number of functions, including `scene`, in the programs of each family that has programs."""
     if questions.programs is None or questions.families is None:
         return {}
     lengths_N = (~np.isin(questions.programs, (NULL, START, END))).sum(axis=1)
     families, index_N = np.unique(questions.families, return_inverse=True)
     means = np.bincount(index_N, lengths_N) / np.bincount(index_N)
     return dict(zip(families.tolist(), means.tolist(), strict=True))
-
-
-def _families(questions: Questions, chosen: str) -> list[int]:
-    if questions.families is None:
-        raise InputError(f"{questions.path}: has no dataset 'question_families', by which families {chosen} are chosen")
-    return np.unique(questions.families).tolist()
-
-
-def _only(questions: Questions, families: Collection[int], chosen: str) -> Questions:
-    """Return the questions of `families`, in their order."""
-    found = _families(questions, chosen)
-    rows = np.flatnonzero(np.isin(questions.families, list(families)))
-    if not len(rows):
-        raise InputError(f"{questions.path}: no question of the families {chosen}, only of {_ranges(found)}")
-    return questions.select(rows)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -1,14 +1,14 @@
 """A split's preprocessed HDF5 files -> arrays: all questions at once, features on demand (`features.py`).
 
-A split is `{split}_questions.h5` and, for models that see images, `{split}_features.h5`, in the original toolkit's
-formats, which `iep-preprocess` writes. Its own files hold checksums of their content, which are compared on reading.
-Making batches is `datasets.py`.
+A split is `{split}_questions.h5` and, for models that read images, `{split}_features.h5`, in the original toolkit's
+formats. The files that `iep-preprocess` writes hold checksums of their content, which are compared on reading.
+`datasets.py` makes batches of them.
 
 Shapes: N questions, T question tokens, L program tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -29,7 +29,7 @@ REQUIRED = ("questions", "image_idxs")
 
 @dataclass(frozen=True)
 class Questions:
-    """The int64 arrays of a questions file with N questions; datasets that the file does not have are None."""
+    """The int64 arrays of a questions file with N questions, with None for datasets that the file does not have."""
 
     path: Path
     questions: np.ndarray
@@ -50,16 +50,16 @@ class Questions:
 
     def select(self, rows: slice | np.ndarray) -> "Questions":
         """Return the questions at `rows`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[rows] for k, v in values.items() if isinstance(v, np.ndarray)})
+        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **arrays)
 
 
 def read_questions(path: Path, vocab: Vocab) -> Questions:
     """Read a whole questions file and check it against the vocabulary.
 
     Raises:
-        InputError: not HDF5, damaged, encoded with another vocabulary, a dataset is missing or has the wrong shape, a
-            token is not in `vocab`, or an image index is below 0.
+        InputError: the file is missing, damaged, not HDF5 or encoded with another vocabulary, a dataset is missing or
+            has a wrong shape, a token is not in `vocab`, or an image index is below 0.
     """
     with open_hdf5(path) as file:
         attributes = read_attributes(file)  # the original toolkit's files have none
@@ -67,7 +67,7 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
             raise InputError("was encoded with another vocabulary than the vocab.json beside it")
         arrays = _read_arrays(file)
         if attributes.get(CONTENT_DIGEST, digest := arrays_digest(arrays)) != digest:
-            raise InputError(f"damaged, its arrays are not those that were written; {REMEDY}")
+            raise InputError(f"is damaged, its arrays are not those that were written; {REMEDY}")
         limits = {"questions": vocab.question, "programs": vocab.program, "answers": vocab.answer}
         for name, tokens in limits.items():
             values = arrays.get(name, np.empty(0))
@@ -87,10 +87,10 @@ def read_questions(path: Path, vocab: Vocab) -> Questions:
 
 
 def _read_arrays(file: h5py.File) -> dict[str, np.ndarray]:
-    """Read the datasets that are there as int64 arrays.
+    """Return the datasets of a questions file that exist as int64 arrays.
 
     Raises:
-        InputError: a required dataset is missing, or one has the wrong shape or type.
+        InputError: a required dataset is missing, or a dataset has a wrong shape or type.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, dimensions in DATASETS.items():
@@ -121,12 +121,12 @@ def training_split(data: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Split:
-    """One split's questions and, for a model that sees images, their features."""
+    """The questions of a split and, for a model that reads images, their features."""
 
     questions: Questions
     features: Features | None
     total: int
-    """Number of questions in the file, of which `questions` may be only some."""
+    """The number of questions in the file, of which `questions` may be only some."""
 
 
 def open_split(
@@ -145,12 +145,12 @@ def open_split(
         with_features: also open the features.
         num_samples: use at most this many questions; None for all.
         in_memory: read all features into memory.
-        choose: selects questions before `skip` and `num_samples` apply; None for all.
-        skip: leave out the first questions.
+        choose: a function that selects questions before `skip` and `num_samples` apply; None for all.
+        skip: the number of questions to leave out at the beginning.
 
     Raises:
-        InputError: a file is missing, damaged or made with another vocabulary, there is no question, or the features
-            do not fit into memory; or as `choose`.
+        InputError: as `choose`; or a file is missing, damaged or made with another vocabulary, no question is left, or
+            the features do not fit into memory.
     """
     questions_path, features_path = split_files(data, split)
     questions = read_questions(questions_path, vocab)

@@ -1,1 +1,1 @@
-"""Settings or a checkpoint, ours or the original toolkit's -> the networks that a model consists of."""
+"""Settings, or a checkpoint of this or the original toolkit -> the networks of a model."""

@@ -1,14 +1,15 @@
 """The networks of a model: built from settings and the data's shapes, or loaded from a checkpoint.
 
-A checkpoint keeps the constructor arguments of each network beside its weights, so that loading needs no config. The
-networks are called `generator`, `engine`, `lstm`, `cnn_lstm` and `cnn_lstm_sa`, as their settings in a config are.
-`NETWORKS` lists those of each model.
+A checkpoint stores the constructor arguments of each network beside its weights, so that loading needs no config. The
+networks have the names of the sections of a config with their settings: `generator`, `engine`, `lstm`, `cnn_lstm` and
+`cnn_lstm_sa`. `NETWORKS` lists the networks of each model.
 """
 
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, get_args, get_origin
@@ -47,11 +48,11 @@ FEATURE_SIDES = {
     "engine": ("feature_dim", "feature_height", "feature_width"),
     **{name: network.feature_sides for name, network in BASELINES.items() if network.feature_sides},
 }
-"""The constructor arguments that say which features a network is made for, by network, for those that read any."""
+"""The constructor arguments for the shape of the features, by network; those that read no features are not here."""
 LAYERS = {"num_layers", "cnn_res_blocks", "attention_steps", "stem_widths", "classifier_hidden", "classifier_dims"}
-"""The constructor arguments that are a number of layers or a list of their widths."""
+"""The constructor arguments that are numbers of layers, or lists of the widths of layers."""
 VARIANCES, COUNTS = "running_var", "num_batches_tracked"
-"""PyTorch's names of the buffers of batch norms that are never negative, and that are integers."""
+"""PyTorch's names of two buffers of batch norms: the first is never negative, and the second holds an integer."""
 PARTS_WITH_WORDS = ("encoder", "rnn")
 """The parts that hold the word embeddings of a generator and of a baseline, as `--freeze` names them."""
 NEW_WORDS_STD = 0.01
@@ -63,8 +64,8 @@ def network_kwargs(name: str, settings: Any, vocab: Vocab, feature_shape: Shape 
     """Return the constructor arguments of the network `name`: its settings, and the sizes of the data that it takes.
 
     Args:
-        settings: those of the network, a section of a `Config`.
-        feature_shape: (C, H, W) of the features; None for a network that reads none.
+        settings: the network's section of a `Config`.
+        feature_shape: (C, H, W) of the features; None for a network that does not read features.
     """
     sizes = {
         "num_question_tokens": len(vocab.question),
@@ -81,45 +82,45 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """Return the network `name` with new weights.
 
     Settings that `kwargs` lacks, such as those of an earlier version's checkpoint, have the defaults of `Config`. The
-    network keeps all of them in `kwargs`, for its checkpoints, and in `recipe` how the features that it was trained on
-    were computed, nothing so far.
+    network has three attributes for its checkpoints: its `name`, all of its `kwargs`, and the `recipe` of the features
+    that it was trained on, which is still empty.
 
     Raises:
-        InputError: the arguments do not fit together (too few convolutions for the stride, say), or one is unknown or
-            of a wrong type.
+        InputError: an argument is unknown or of a wrong type, or the arguments do not fit together, as with too few
+            convolutions for the stride.
     """
     accepted = inspect.signature(CLASSES[name]).parameters
     for key, value in kwargs.items():
         if key in accepted and not _is_of(value, accepted[key].annotation):
-            what = f"{key} is {shorten(repr(value), 60)}, which is not of type {accepted[key].annotation}"
-            raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {what}")
+            found = f"{key} is {shorten(repr(value), 60)}, expected the type {accepted[key].annotation}"
+            raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {found}")
     kwargs = to_dict(getattr(Config, name)) | dict(kwargs)
     try:
         network = CLASSES[name](**kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{DESCRIPTIONS[name]} cannot be built: {error}") from None
-    network.kwargs, network.recipe = kwargs, {}
+    network.name, network.kwargs, network.recipe = name, kwargs, {}
     return network
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Return whether a constructor argument is of its annotated type, as far as that is plain."""
+    """Return whether a constructor argument is of its annotated type, if that is one of a few simple types."""
     if get_origin(kind) is Sequence:
         return isinstance(value, (list, tuple)) and all(_is_of(item, *get_args(kind)) for item in value)
     return type(value) is kind if kind in (bool, int, str) else True
 
 
 def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the constructor arguments and the weights of networks, for a checkpoint."""
+    """Return the constructor arguments and the weights of networks, as a checkpoint stores them."""
     return {name: {"kwargs": net.kwargs, "weights": net.state_dict()} for name, net in networks.items()}
 
 
 def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Module:
-    """Return the network `name` of a loaded checkpoint; its `recipe` says how its training features were computed.
+    """Return the network `name` of a loaded checkpoint, with the `recipe` of the features that it was trained on.
 
     Raises:
-        InputError: the checkpoint holds other networks, arguments that cannot be built, weights that do not fit them or
-            are not finite, or a negative variance.
+        InputError: the checkpoint does not hold this network, or its arguments are invalid, its weights do not fit them
+            or are not finite, or a variance is negative.
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
@@ -131,7 +132,7 @@ def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Mod
 
 
 class _Unfilled(TorchFunctionMode):
-    """Skips the random initialization of weights, which takes PyTorch seconds to start on the device `meta`."""
+    """A mode that skips the random initialization of weights, which PyTorch takes seconds to start on `meta`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -145,7 +146,7 @@ class _Unfilled(TorchFunctionMode):
 def _load(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
     """Return a network with weights, which are compared with its settings before a network of that size is allocated.
 
-    With a weight or a running statistic that is not finite, every answer would be NaN or the first answer.
+    Weights and running statistics that are not finite are refused: every answer would be NaN or the first answer.
     """
     what = DESCRIPTIONS[name]
     for key, value in weights.items():
@@ -157,7 +158,7 @@ def _load(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path
         if isinstance(count, int) and count > len(weights):
             raise InputError(f"{path}: {key} makes {count} layers of {what}, and there are {len(weights)} weights")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to the sketch
+        warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to `meta`
         try:
             with torch.device("meta"), _Unfilled():
                 network = build(name, kwargs)
@@ -169,7 +170,7 @@ def _load(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path
             network.load_state_dict(weights)  # compares names and shapes
             network.to_empty(device="cpu").load_state_dict(weights)
         except RuntimeError as error:
-            raise InputError(f"{path}: the weights do not make {what} of its settings ({_short(error)})") from None
+            raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
         is_good, expected = value.isfinite(), "finite numbers"
         if is_good.all() and key.endswith(VARIANCES):
@@ -190,9 +191,9 @@ def load_network(
     device: torch.device,
     add_words: Callable[[nn.Module, int], None] | None = None,
 ) -> nn.Module:
-    """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` stands for one of any kind.
+    """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` is a baseline of any kind.
 
-    If `vocab` has question words after all those of the checkpoint, `add_words` (unless None) is called with the
+    If `vocab` has further question words after those of the checkpoint, `add_words` (unless None) is called with the
     network and their number, to extend the network to `vocab`.
 
     Raises:
@@ -211,8 +212,8 @@ def load_network(
 
 
 def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
-    """Return an engine with the same weights and `norm` in its modules, if the engine has the other one of 'batch' and
-    'example'; otherwise the engine itself."""
+    """Return the engine, or one with the same weights and `norm` in its modules if `norm` is one of 'batch' and
+    'example' and the engine has the other one."""
     if {norm, engine.kwargs.get("module_norm")} != {"batch", "example"}:
         return engine
     other = build("engine", engine.kwargs | {"module_norm": norm})
@@ -225,10 +226,10 @@ MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": to
 
 
 def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
-    """Move a network to a device, its convolutions in a format of `MEMORY_FORMATS`, and return it.
+    """Move a network to a device, with its convolutions in a format of `MEMORY_FORMATS`, and return it.
 
-    None is channels last on a CPU, where convolutions are then faster (`iep-bench engine --memory-format` compares
-    them), and channels first elsewhere.
+    The format None is channels last on a CPU, where convolutions are faster with it (`iep-bench engine --memory-format`
+    compares them), and channels first on other devices.
     """
     if memory_format is None:
         memory_format = "channels-last" if device.type == "cpu" else "channels-first"
@@ -246,7 +247,7 @@ def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: st
 def place_engine(
     engine: ExecutionEngine, option: str, devices: Sequence[str], sample: Sample, memory_format: str | None = None
 ) -> Costs:
-    """Place the parts of an engine as `--placement` and `--devices` say, and return their costs for the sample.
+    """Place the parts of an engine by `--placement` and `--devices`, and return their costs for the sample.
 
     Raises:
         InputError: as `make_placement`.
@@ -257,24 +258,22 @@ def place_engine(
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:
-    """Compare the vocabularies that the network `name` depends on.
+    """Check that two vocabularies are equal in the tokens that the network `name` depends on.
 
     Args:
-        source: where the `given` vocabulary is from, for messages.
+        source: the source of the `given` vocabulary, for messages.
 
     Raises:
-        InputError: they differ; names the first index where they do.
+        InputError: they differ (names the first index where they do).
     """
     kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
     for kind in kinds:
         ours, theirs = getattr(trained, kind), getattr(given, kind)
         if ours == theirs:
             continue
-        index = next(
-            (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
-            min(len(ours), len(theirs)),
-        )
-        there, here = (repr(tokens[index]) if index < len(tokens) else "missing" for tokens in (ours, theirs))
+        pairs = enumerate(zip_longest(ours, theirs))
+        index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+        there, here = ("missing" if token is None else repr(token) for token in tokens)
         what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
         if kind == "question" and (count := count_new_words(trained, given)):
             what += f"; training that starts from it learns the {count} new question words"
@@ -285,33 +284,31 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
     """Check that features have the shape that a network was built for.
 
     Raises:
-        InputError: they differ.
+        InputError: they have another shape.
     """
     made_for = features_shape(network)
     if made_for != tuple(feature_shape)[: len(made_for)]:
-        what = DESCRIPTIONS[_name(network)].split(" ")[-1]
+        what = DESCRIPTIONS[network.name].split(" ")[-1]
         raise InputError(f"{path}: features are {tuple(feature_shape)} an image, but the {what} is made for {made_for}")
 
 
 def describe_other_features(network: nn.Module, features: Features) -> str | None:
-    """Return a line if the features were computed differently from those that a network was trained on, as far as both
-    are recorded, or None. The dtype in which they are stored does not matter."""
+    """Return a line on how the features were computed differently from those that a network was trained on, or None.
+
+    Only settings that both record are compared, except the dtype in which the features are stored.
+    """
     both = sorted(network.recipe.keys() & features.recipe.keys() - {"dtype"})
     others = [key for key in both if network.recipe[key] != features.recipe[key]]
     if not others:
         return None
     parts = ", ".join(f"{key} {features.recipe[key]} instead of {network.recipe[key]}" for key in others)
-    what = DESCRIPTIONS[_name(network)]
+    what = DESCRIPTIONS[network.name]
     return f"{features.path}: computed differently from the features that {what} was trained on: {parts}"
 
 
 def features_shape(network: nn.Module) -> tuple[int, ...]:
-    """Return the sides of (C, H, W) that a network was built for."""
-    return tuple(network.kwargs[side] for side in FEATURE_SIDES[_name(network)])
-
-
-def _name(network: nn.Module) -> str:
-    return next(name for name, kind in CLASSES.items() if type(network) is kind)
+    """Return the sizes among (C, H, W) that a network was built for."""
+    return tuple(network.kwargs[side] for side in FEATURE_SIDES[network.name])
 
 
 def add_words(network: nn.Module, name: str, count: int, seed: int) -> None:

@@ -1,10 +1,10 @@
 """A run's state <-> one file, written whole or not at all and loaded without executing anything in it.
 
 A checkpoint holds plain containers and tensors only: weights and constructor arguments of its networks, optimiser,
-step, resolved config, which question families the config's file lists, vocabulary, and how the features that it was
-trained on were made of images. Random states are none of it: a step's chance is a function of the seed and its number.
-A run keeps its newest checkpoints by number, and the best. Building networks from one is `build.py`. Checkpoints of
-the original toolkit load as well, to start from or to evaluate.
+step, resolved config, the question families that the config's file lists, vocabulary, and how the features that it was
+trained on were made of images. It holds no random states, because the random numbers of a step are a function of the
+seed and the step. A run keeps its newest checkpoints by number, and the best. `build.py` builds networks from one.
+Checkpoints of the original toolkit load as well, to start from or to evaluate.
 """
 
 import io
@@ -39,12 +39,10 @@ PARTS_OF_A_RUN = PARTS_OF_A_MODEL | {
 }
 """The parts of a checkpoint and their types, for `check_parts`."""
 BEST = "best.pt"
-_BEFORE_ARCHIVES = {
-    pickle.dumps(0x1950A86A20F9469CFC6C, protocol): protocol for protocol in range(pickle.HIGHEST_PROTOCOL, -1, -1)
-}
-"""How torch's files began until version 1.6, which made them zip archives, and with which pickle protocol."""
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""The number that torch pickled at the beginning of a file until version 1.6, which made its files zip archives."""
 _SAFE_PROTOCOLS = (2, 3)
-"""Those that torch loads without executing anything; it writes the first unless told otherwise."""
+"""The pickle protocols that torch loads without executing anything; it writes the first by default."""
 WHAT = "a whole checkpoint file"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
@@ -77,7 +75,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write `content` (plain containers and tensors) to `path`, whole or not at all.
 
     Raises:
-        OSError: the disk is full; what stood at `path` still stands.
+        OSError: the file cannot be written, as on a full disk; the previous file at `path` is unchanged.
     """
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **content}, buffer)
@@ -85,13 +83,17 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint, tensors on the CPU. A run directory stands for its best checkpoint, or else
-    its newest. Of a checkpoint of the original toolkit, return what `iep.models.original.from_original` makes of it.
+    """Return the content of a checkpoint, with tensors on the CPU.
 
-    `parts` are those that it must have, as `check_parts` takes them.
+    A run directory stands for its best checkpoint, or else its newest. A checkpoint of the original toolkit is
+    converted by `iep.models.original.from_original`.
+
+    Args:
+        parts: the parts that the checkpoint must have, as `check_parts` takes them.
 
     Raises:
-        InputError: the file is missing, truncated, not a checkpoint, holds more than plain data, or lacks a part.
+        InputError: the file is missing, truncated or not a checkpoint, holds more than plain data, or a part is
+            missing.
     """
     path = Path(path)
     if path.is_dir():
@@ -113,13 +115,12 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
 
 
 def check_parts(value: Any, parts: Any, name: str = "") -> None:
-    """Compare a value with what it should be.
+    """Check that plain data has the expected parts and types.
 
     Args:
-        value: plain data.
-        parts: a type; or a mapping of keys to what their values should be, where a type in place of a key stands for
+        parts: a type; or a mapping of keys to the `parts` of their values, where a type in place of a key stands for
             any number of keys of that type.
-        name: of the value, dotted.
+        name: the dotted name of the value.
 
     Raises:
         InputError: a part is missing or of another type.
@@ -137,8 +138,9 @@ def check_parts(value: Any, parts: Any, name: str = "") -> None:
 
 
 def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
-    """Compare a saved state of Adam with the parameters that it is of, before torch loads it: the fused optimiser
-    trusts its shapes, and would read and write beyond its memory.
+    """Check that a saved state of Adam belongs to the parameters, before torch loads it.
+
+    The fused optimiser does not check shapes itself, and would read and write beyond its memory.
 
     Raises:
         InputError: it is of another number of parameters, or a tensor is missing, unknown, or of another shape or type.
@@ -150,7 +152,7 @@ def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> No
     groups = held["param_groups"]
     numbers = groups[0].get("params") if len(groups) == 1 and isinstance(groups[0], dict) else None
     if numbers != list(range(len(parameters))) or not held["state"].keys() <= set(numbers):
-        raise InputError(f"optimizer is not one of {len(parameters)} parameters, as these networks have")
+        raise InputError(f"optimizer is not the state of {len(parameters)} parameters, as these networks have")
     for number, tensors in held["state"].items():
         like = parameters[number]
         expected = describe({"step": torch.zeros(()), "exp_avg": like, "exp_avg_sq": like})
@@ -159,18 +161,14 @@ def check_optimizer(held: Mapping[str, Any], parameters: Sequence[Tensor]) -> No
 
 
 def _read(path: Path) -> Any:
-    """Return what a torch file holds, whoever wrote it; nothing in it is executed."""
-    with open(path, "rb") as file:
-        start = file.read(max(map(len, _BEFORE_ARCHIVES)))
-    protocol = next((number for begins, number in _BEFORE_ARCHIVES.items() if start.startswith(begins)), None)
-    if protocol is None:
-        protocol = _check_archive(path)
-    if protocol not in _SAFE_PROTOCOLS:
-        what = (
-            f"pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected {_SAFE_PROTOCOLS[0]}"
+    """Return the content of a torch file without executing anything in it."""
+    start = _start_of_pickle(path)
+    if (protocol := start[1] if start.startswith(pickle.PROTO) else 0) not in _SAFE_PROTOCOLS:
+        raise InputError(
+            f"written with pickle protocol {protocol or '0 or 1'}, which torch does not load safely, expected "
+            f"{_SAFE_PROTOCOLS[0]}; if you trust the file, torch.save anew what "
+            "torch.load(FILE, 'cpu', weights_only=False) gives"
         )
-        how = "if you trust the file, torch.save anew what torch.load(FILE, 'cpu', weights_only=False) gives"
-        raise InputError(f"written with {what}; {how}")
     try:
         with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")
@@ -178,32 +176,33 @@ def _read(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))
         what = f" ({found[0]})" if found else ""
-        raise InputError(f"holds more than plain tensors; not loaded, for that could execute code{what}") from None
+        raise InputError(f"holds more than plain tensors; loading it could execute code{what}") from None
 
 
-def _check_archive(path: Path) -> int:
-    """Compare the parts of a torch file, which is a zip archive, with their checksums before anything is unpickled;
-    return its pickle protocol, 0 standing for 1 too.
+def _start_of_pickle(path: Path) -> bytes:
+    """Return the first bytes of the pickle in a torch file, after checking all parts of a zip archive.
 
     Raises:
-        BadZipFile: the file is not an archive, or a part differs from what was written.
+        BadZipFile: the file is neither an archive nor one of torch before 1.6, or a part differs from what was written.
     """
+    with open(path, "rb") as file:
+        start = file.read(32)
+    if _MAGIC.to_bytes(10, "little") in start or str(_MAGIC).encode() in start:
+        return start
     with zipfile.ZipFile(path) as archive:
         if (damaged := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"{damaged} is damaged")
-        pickled = next((name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"), None)
-        if pickled is None:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if not pickles:
             raise zipfile.BadZipFile("it is an archive without data.pkl")
-        with archive.open(pickled) as part:
-            start = part.read(2)
-    return start[1] if start[:1] == pickle.PROTO and len(start) > 1 else 0
+        return archive.read(pickles[0])[:2]
 
 
 def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: str) -> Saved:
     """Return the first of a run's checkpoints `paths`.
 
     Raises:
-        InputError: it is damaged or lacks a part. Names the next one that is good, and gives the `advice` to it.
+        InputError: it is damaged or a part is missing (names the next checkpoint that is good, with the `advice`).
     """
     problem, bad = None, []
     for path in paths:
@@ -220,25 +219,49 @@ def _load_first(paths: Sequence[Path], parts: Mapping[str, Any] | None, advice: 
 
 
 def load_newest(out: Path) -> Saved | None:
-    """Return the newest checkpoint of the run in `out`, to resume from; None when it has none.
+    """Return the newest checkpoint of the run in `out`, to resume from, or None if there is no checkpoint.
 
     Raises:
-        InputError: the newest is damaged, or no checkpoint of a run, and names the newest one that is good; or the best
-            one, which nothing may ever replace, is damaged.
+        InputError: it is damaged or not the checkpoint of a run (names the newest one that is good).
     """
-    if not (found := checkpoints(out)):
-        return None
-    newest = _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}")
-    if (out / BEST).exists():
-        try:
-            with reading(out / BEST, WHAT):
-                _check_archive(out / BEST)
-        except InputError as error:
-            raise InputError(f"{error}; without it, the next validation's checkpoint becomes the best") from None
-    return newest
+    found = checkpoints(out)
+    return _load_first(found, PARTS_OF_A_RUN, "to resume from it, remove {bad}") if found else None
+
+
+def check_best(newest: Saved) -> None:
+    """Check that the best checkpoint beside the newest one, if any, belongs to the same run.
+
+    A run that resumes may never replace its best checkpoint. The best checkpoint is saved before the numbered one of
+    its iteration, so that it can be ahead of the newest numbered one if the run was killed.
+
+    Raises:
+        InputError: the best checkpoint is damaged, its networks have other weights, or it is not the one that the
+            newest checkpoint records.
+    """
+    path = newest.path.with_name(BEST)
+    if path == newest.path or not path.exists():
+        return
+    without = "without it, the next validation's checkpoint becomes the best"
+    try:
+        held, run = load_checkpoint(path, PARTS_OF_A_RUN), newest.content
+    except InputError as error:
+        raise InputError(f"{error}; {without}") from None
+    other = f"{path}: belongs to another run than {newest.path.name}"
+    if _weight_shapes(held) != _weight_shapes(run):
+        raise InputError(f"{other}: it has other networks; {without}")
+    is_recorded = run.get("best_step") is None or (held["step"], held["best"]) == (run["best_step"], run["best"])
+    if held["step"] < run["step"] and not is_recorded:
+        found = f"it is of iteration {held['step']} and accuracy {held['best']:.4f}"
+        recorded = f"the best one of this run of iteration {run['best_step']} and accuracy {run['best']:.4f}"
+        raise InputError(f"{other}: {found}, {recorded}; {without}")
+
+
+def _weight_shapes(content: Mapping[str, Any]) -> dict[str, dict[str, torch.Size]]:
+    networks = content["networks"].items()
+    return {name: {key: value.shape for key, value in packed["weights"].items()} for name, packed in networks}
 
 
 def remove_old(out: Path, keep: int) -> None:
-    """Remove the numbered checkpoints of the run in `out` but for the newest `keep`."""
+    """Remove the numbered checkpoints of the run in `out` except the newest `keep`."""
     for path in step_checkpoints(out)[keep:]:
         path.unlink(missing_ok=True)

@@ -1,10 +1,9 @@
 """A checkpoint of the original IEP toolkit -> the content of a checkpoint of this one.
 
-The original saves with torch a dictionary of, for each of `program_generator`, `execution_engine` and `baseline`, the
-constructor's arguments (`_kwargs`) and the weights (`_state`), either None where there is no such network; `vocab`;
-`args`, its command line; and statistics. Weights keep their names but for modules that never run. What the arguments
-mean there is written down here: most are settings of this toolkit under another name. Reading the file safely is
-`checkpoint.py`'s.
+The original toolkit saves a dictionary by torch. For each of `program_generator`, `execution_engine` and `baseline` it
+holds the constructor's arguments (`_kwargs`) and the weights (`_state`), both None if there is no such network. It also
+holds `vocab`, the command line `args`, and statistics. Weights keep their names; those of modules that never run are
+left out. Most arguments are settings of this toolkit under another name. `checkpoint.py` reads the file.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from iep.errors import InputError, nearest
 from iep.vocab import END, NULL, START, Vocab
 
 PARTS = ("program_generator", "execution_engine", "baseline")
-"""The original's names of networks."""
+"""The original toolkit's names of networks."""
 _POOLS = {"none": 1, "maxpool2": 2, "maxpool4": 4}
 _RNN = {"rnn_num_layers": "num_layers", "rnn_dropout": "dropout"}
 _GENERATOR = {"wordvec_dim": "embedding_dim", "hidden_dim": "hidden_dim", **_RNN}
@@ -76,14 +75,14 @@ _NETWORKS = {
     "CNN+LSTM": ("cnn_lstm", CnnLstmConfig(), _CNN_LSTM, (*_ANSWERS, *_SIDES)),
     "CNN+LSTM+SA": ("cnn_lstm_sa", CnnLstmSaConfig(), _CNN_LSTM_SA, (*_ANSWERS, *_SIDES[:1])),
 }
-"""By the original's name of a network or of a kind of baseline: the name here, the default settings, their names there,
-and the sizes of the data that the constructor takes."""
+"""By the original's name of a network or of a kind of baseline: the name here, the default settings, the names here of
+the original's arguments, and the sizes of the data that the constructor takes."""
 _NUMBER = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 """Codes of numpy's dtypes that are numbers."""
 
 
 class _Dtype:
-    """Stands for one of numpy's dtypes in the original's files: its code and byte order alone."""
+    """The code and byte order of a numpy dtype in the original's files."""
 
     def __init__(self, code: object, *_: object):
         self.code = code if isinstance(code, str) else ""
@@ -94,7 +93,7 @@ class _Dtype:
 
 
 class _Ignored:
-    """Stands for one of numpy's arrays: nothing of it is kept."""
+    """A placeholder for a numpy array in the original's files, of which nothing is kept."""
 
     def __init__(self, *_: object):
         pass
@@ -104,7 +103,7 @@ class _Ignored:
 
 
 def _number(dtype: object = None, content: object = b"") -> object:
-    """One of numpy's numbers as Python's; anything else that is said to be one is ignored."""
+    """Return a numpy number as a Python number, or a placeholder if it is not a number."""
     if isinstance(dtype, _Dtype) and _NUMBER.fullmatch(dtype.code) and isinstance(content, bytes):
         values = np.frombuffer(content, dtype=dtype.code) if len(content) == int(dtype.code[-1]) else ()
         return values[0].item() if len(values) else _Ignored()
@@ -112,10 +111,10 @@ def _number(dtype: object = None, content: object = b"") -> object:
 
 
 def safe_globals() -> list[Any]:
-    """What the original's files may hold besides plain containers and tensors, for `torch.serialization.safe_globals`.
+    """Return the globals that the original's files may use, for `torch.serialization.safe_globals`.
 
-    Nothing of numpy's is made, which would trust what the file says of bytes: its numbers are read here, its arrays,
-    which only statistics hold, are passed over.
+    No numpy object is made, because numpy would trust the file's description of raw bytes. Numbers are read here, and
+    arrays, which only statistics hold, are ignored.
     """
     inert = [(_Dtype, "numpy.dtype"), (_Ignored, "numpy.ndarray")]
     for core in ("core", "_core"):
@@ -124,13 +123,13 @@ def safe_globals() -> list[Any]:
 
 
 def is_original(content: object) -> bool:
-    """Is the content of a loaded torch file a checkpoint of the original toolkit?"""
+    """Return whether the content of a torch file is a checkpoint of the original toolkit."""
     return isinstance(content, Mapping) and any(f"{part}_kwargs" in content for part in PARTS)
 
 
 @dataclass(frozen=True)
 class _Others:
-    """The original's arguments that are not settings of this toolkit."""
+    """The arguments of the original that are not settings of this toolkit."""
 
     feature_dim: tuple[int, int, int] = setting((1024, 14, 14), minimum=1)
     stem_num_layers: int = setting(2, minimum=0, maximum=1000)
@@ -139,12 +138,11 @@ class _Others:
 
 
 def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the networks and the vocabulary of one of the original's checkpoints as a checkpoint of this toolkit has
-    them.
+    """Return the networks and the vocabulary of a checkpoint of the original, as checkpoints of this toolkit hold them.
 
     Raises:
-        InputError: there is no network, a part is missing or of another type, an option is unknown or has a value that
-            the original does not know, or sizes do not fit the vocabulary.
+        InputError: there is no network, a part is missing or of another type, an option is unknown or has an invalid
+            value, or sizes do not fit the vocabulary.
     """
     vocab = Vocab.from_json(content.get("vocab"), "vocab")
     networks = {}
@@ -182,18 +180,18 @@ def from_original(content: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = {size: sizes[size] for size in takes} | settings
         if name == "engine":
             kwargs |= _engine_settings(others, kwargs["module_dim"])
-            idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # like any other's, and never run
+            idle = tuple(f"{vocab.program[index]}." for index in (NULL, START))  # modules that never run
             weights = {key: value for key, value in weights.items() if not key.startswith(idle)}
         networks[name] = {"kwargs": kwargs, "weights": weights}
     if not networks:
-        raise InputError("a checkpoint of the original toolkit without any network")
+        raise InputError("is a checkpoint of the original toolkit without any network")
     return {"networks": networks, "vocab": vocab.to_json()}
 
 
 def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
-    """Return the settings of the engine that have another meaning there, and those that are fixed there."""
+    """Return the settings of the engine that have another meaning in the original, or that are fixed there."""
     return {
-        # Its examples run one at a time, and so does its batch norm.
+        # The original runs one example at a time, and its batch norm sees one.
         "module_norm": "example" if others.module_batchnorm else "none",
         "scene": "module",
         "stem": "conv" if others.stem_num_layers else "none",
@@ -207,11 +205,12 @@ def _engine_settings(others: _Others, module_dim: int) -> dict[str, Any]:
 def _settings(
     config: Any, values: dict[str, Any], names: Mapping[str, str], source: str
 ) -> tuple[dict[str, Any], _Others]:
-    """Return the arguments `values` of the original as settings of this toolkit, `config` being the defaults, and those
-    that are not. The original takes None for 0, and 0 and 1 for flags.
+    """Return the arguments `values` of the original as settings of this toolkit, and those that are no settings.
+
+    `config` holds the defaults. The original accepts None for 0, and 0 and 1 for flags.
 
     Raises:
-        InputError: an argument is unknown, which might change what the network computes, or has an invalid value.
+        InputError: an argument has an invalid value, or is unknown, so that it might change what the network computes.
     """
     values.pop("verbose", None)
     others = _Others()
@@ -231,7 +230,11 @@ def _settings(
 
 
 def _check_vocab(values: dict[str, Any], source: str, vocab: Vocab, kinds: Sequence[str]) -> None:
-    """Check that the network's own vocabulary, if it has one, is that of the checkpoint in the kinds that it uses."""
+    """Check that the network's own vocabulary, if any, is the checkpoint's in the kinds of tokens that it uses.
+
+    Raises:
+        InputError: the tokens differ.
+    """
     own = values.pop("vocab", None)
     held = vocab if own is None else Vocab.from_json(own, f"{source}: vocab")
     for kind in kinds:

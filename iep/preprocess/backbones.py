@@ -1,11 +1,13 @@
 """Pixels -> features: a torchvision ResNet up to a stage, or patches of the pixels themselves.
 
-A backbone is plain data: which one, and its settings. Its `extractor` is a function of pixels. Its `recipe` is recorded
-in features files and in the checkpoints of models trained on them; `backbone_of` returns the backbone of a recipe.
+A backbone is plain data: its kind and settings. Its `extractor` is a function of pixels. Its `recipe` is recorded in
+features files and in the checkpoints of models trained on them; `backbone_of` returns the backbone of a recipe.
+
 Shapes: B images, C H W features.
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +22,24 @@ from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
 
 GRID = 14
+"""The number of patches to a side."""
 MAX_IMAGE_SIZE = 4096
-"""Pixels to a side; the features of larger images would not fit into memory."""
+"""The greatest number of pixels to a side; the features of larger images would not fit into memory."""
 DEFAULT_WEIGHTS = "torchvision IMAGENET1K_V1"
 RANDOM_WEIGHTS = "random, outputs of order 1"
-"""How the weights of `randomize` are recorded, with the seed after it."""
+"""The recorded name of the weights of `randomize`, which the seed follows."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class Patches:
-    """The image cut into 14x14 patches, each patch's pixels as its channels: features (3 * patch_size^2, 14, 14).
+    """A backbone that cuts the image into 14x14 patches, whose pixels are the channels: (3 * patch_size^2, 14, 14).
 
-    Channels are in the order of `torch.nn.functional.pixel_unshuffle` (colour, row, column in the patch), so that
-    `pixel_shuffle(features, patch_size)` is the resized image; a pixel x of 0 to 255 becomes x / 127.5 - 1.
+    The channels are in the order of `torch.nn.functional.pixel_unshuffle` (colour, row, column in the patch), so that
+    `pixel_shuffle(features, patch_size)` is the resized image. A pixel x of 0 to 255 becomes x / 127.5 - 1.
 
     Args:
-        patch_size: pixels to a side of a patch.
+        patch_size: number of pixels to a side of a patch.
     """
 
     patch_size: int = PATCH_SIZE
@@ -54,7 +57,7 @@ class Patches:
         }
 
     def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """(B, 3, H, W) uint8 -> (B, 3 * patch_size^2, 14, 14) float32."""
+        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, 3 * patch_size^2, 14, 14) float32."""
 
         def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
             patches_BCHW = functional.pixel_unshuffle(pixels_BCHW.to(device), self.patch_size)
@@ -67,15 +70,15 @@ class Patches:
 class ResNet:
     """A torchvision ResNet to the end of one of its stages (He et al. 2016, table 1), on ImageNet-normalised pixels.
 
-    The features that Johnson et al. 2017 (section 4.1) train on are resnet101's to the end of stage 3: (1024, 14, 14).
+    The features in Johnson et al. 2017 (section 4.1) are the output of stage 3 of a resnet101: (1024, 14, 14).
 
     Args:
-        name: torchvision's, one of `iep.config.RESNETS`.
+        name: torchvision's name, one of `iep.config.RESNETS`.
         stage: 1 to 4, torchvision's layer1 to layer4.
         weights: `default` (torchvision's ImageNet weights, version 1, which the original toolkit used), `random`
             (`randomize`), or a file with a state dict of this ResNet.
-        seed: of random weights.
-        image_size: pixels to a side; stage 3 divides it by 16.
+        seed: the seed of random weights.
+        image_size: number of pixels to a side, which stage 3 divides by 16.
     """
 
     name: str = RESNET
@@ -95,24 +98,28 @@ class ResNet:
         }
 
     def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """(B, 3, H, W) uint8 -> (B, C, H', W') float32.
+        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, H', W') float32.
 
         Raises:
-            InputError: torchvision does not load, the weights cannot be downloaded, or their file does not fit.
+            InputError: torchvision cannot be imported, the weights cannot be downloaded, or their file does not fit.
         """
         trunk = _trunk(self._model(), self.stage).to(device).eval()
         mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
         std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
 
         def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
-            # Full float32 products and repeatable kernels: files made on any device agree closely.
+            # With full float32 products and repeatable kernels, files made on different devices agree closely.
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
                 return trunk((pixels_BCHW.to(device) / 255 - mean) / std)
 
         return extract
 
     def _model(self) -> nn.Module:
-        models = _torchvision_models()
+        try:
+            from torchvision import models  # patches do not need torchvision
+        except (ImportError, RuntimeError) as error:  # a RuntimeError if torchvision was built for another torch
+            remedy = f"install the version that belongs to torch {torch.__version__}"
+            raise InputError(f"torchvision cannot be imported ({error}); {remedy}") from None
         if self.weights == "default":
             try:
                 return models.get_model(self.name, weights="IMAGENET1K_V1")
@@ -131,15 +138,15 @@ class ResNet:
 
 
 def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Patches | ResNet:
-    """Return the backbone whose `recipe()` is among what a features file records.
+    """Return the backbone that made the features with a recorded recipe.
 
     Args:
-        recipe: what the file records.
-        weights: a file with a ResNet's weights; needed if the recipe names one by its digest, and otherwise used
-            instead of torchvision's.
+        recipe: the recipe that a features file or a checkpoint records.
+        weights: a file with a ResNet's weights, which is needed if the recipe names a file by its digest, and otherwise
+            replaces torchvision's weights.
 
     Raises:
-        InputError: the recipe is not that of a backbone, or needs a file of weights, or was made with another file.
+        InputError: the recipe is not that of a backbone, needs a file of weights, or was made with another file.
     """
     name, recorded = recipe.get("backbone"), str(recipe.get("weights"))
     if name == "patches":
@@ -163,6 +170,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Pat
 
 
 def _whole(recipe: Mapping[str, object], key: str, most: int) -> int:
+    """Return the whole number from 1 to `most` that a recipe has for `key`."""
     value = recipe.get(key)
     if not isinstance(value, int) or not 1 <= value <= most:
         raise InputError(f"the features were made with {key} {value}, expected a whole number from 1 to {most}")
@@ -175,9 +183,9 @@ def randomize(model: nn.Module) -> None:
 
     torchvision's own random weights are for training, where batch norms use the statistics of the batch. Here batch
     norms do nothing, so features would grow with every block, to millions in resnet152. Two things keep them of order
-    1: convolutions that preserve the variance of their input (He et al. 2015, equation 10: `fan_in`; torchvision's
-    preserve that of gradients), and residual branches that are scaled, by the last batch norm's weight, by 1 /
-    sqrt(2 n) in a stage of n blocks, whose sum therefore grows at most e-fold.
+    1. Convolutions preserve the variance of their input (He et al. 2015, equation 10: `fan_in`), where torchvision's
+    preserve that of gradients. The last batch norm's weight scales a residual branch by 1 / sqrt(2 n) in a stage of n
+    blocks, so that the sum over the stage grows at most e-fold.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -188,30 +196,14 @@ def randomize(model: nn.Module) -> None:
             nn.init.constant_(last.weight, (2 * len(stage)) ** -0.5)
 
 
-def _torchvision_models():
-    """Import torchvision only for ResNets; patches do not need it."""
-    try:
-        import torchvision
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
-        raise InputError(
-            f"torchvision cannot be imported ({error}); install the version that belongs to torch {torch.__version__}"
-        ) from None
-    return torchvision.models
-
-
-_STEM = ("conv1", "bn1", "relu", "maxpool")
-
-
-def _parts(stage: int) -> tuple[str, ...]:
-    return (*_STEM, *(f"layer{number}" for number in range(1, stage + 1)))
-
-
 def _trunk(model: nn.Module, stage: int) -> nn.Sequential:
-    return nn.Sequential(*(getattr(model, part) for part in _parts(stage)))
+    """Return the layers of a ResNet to the end of a stage, under their names in the ResNet."""
+    parts = ("conv1", "bn1", "relu", "maxpool", *(f"layer{number}" for number in range(1, stage + 1)))
+    return nn.Sequential(OrderedDict((part, model.get_submodule(part)) for part in parts))
 
 
 def _load_weights(model: nn.Module, path: Path, name: str, stage: int) -> None:
-    """Load a state dict, which must hold the parts of `model` up to `stage`, and nothing that is not this model's.
+    """Load a state dict, which must hold the weights of `model` up to `stage`, and no others than this model's.
 
     Raises:
         InputError: as `reading`, or it is the state dict of another network.
@@ -219,7 +211,7 @@ def _load_weights(model: nn.Module, path: Path, name: str, stage: int) -> None:
     with reading(path, f"a state dict of {name}"):
         found = torch.load(path, map_location="cpu", weights_only=True)
         differences = model.load_state_dict(found, strict=False)
-        missing = [key for key in differences.missing_keys if key.partition(".")[0] in _parts(stage)]
+        missing = sorted(_trunk(model, stage).state_dict().keys() & set(differences.missing_keys))
         if differences.unexpected_keys or missing:
             what = f"{missing[0]!r} is missing" if missing else f"{differences.unexpected_keys[0]!r} is not part of it"
             raise InputError(f"not a state dict of {name}: {what}")

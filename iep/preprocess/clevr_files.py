@@ -1,7 +1,7 @@
 """A CLEVR directory -> its splits, the paths of its images by index, and its questions as objects.
 
-Covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and CLEVR-Humans' question files. Encoding
-questions is `encode_questions.py`, decoding images `images.py`.
+This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and CLEVR-Humans' question files.
+`encode_questions.py` encodes questions, and `images.py` decodes images.
 """
 
 import json
@@ -29,13 +29,13 @@ def image_number(filename: str) -> int | None:
 
 
 def image_directories(clevr_dir: Path) -> dict[str, Path]:
-    """Return the directory of each split's images, those of train, val and test first."""
+    """Return the directory of each split's images, with the splits of train, val and test first."""
     root = clevr_dir / "images"
     return _in_order({path.name: path for path in root.iterdir() if path.is_dir()} if root.is_dir() else {})
 
 
 def question_files(clevr_dir: Path) -> dict[str, Path]:
-    """Return the question file of each split of CLEVR or CLEVR-Humans, those of train, val and test first."""
+    """Return the question file of each split of CLEVR or CLEVR-Humans, with those of train, val and test first."""
     found = {}
     for folder, pattern in _QUESTION_FILES:
         directory = clevr_dir / folder
@@ -47,7 +47,7 @@ def question_files(clevr_dir: Path) -> dict[str, Path]:
 
 
 def _in_order(by_split: dict[str, Path]) -> dict[str, Path]:
-    """Return the splits of each kind in `_ORDER`, then the others, each in alphabetical order."""
+    """Return the splits ordered by their kind in `_ORDER`, with others last, and then by name."""
     return dict(sorted(by_split.items(), key=lambda item: ([not item[0].startswith(kind) for kind in _ORDER], item[0])))
 
 
@@ -62,10 +62,10 @@ def png_files(directory: Path) -> Iterator[Path]:
 
 
 def image_paths(directory: Path) -> list[Path]:
-    """Return the PNG files of `directory`, the one with image index i at position i.
+    """Return the PNG files of `directory`, with image i at position i.
 
     Raises:
-        InputError: there is none, one has no number in its name, two share an index, or an index is missing.
+        InputError: there are no images, a name has no number, two images share an index, or an index is missing.
     """
     by_index: dict[int, Path] = {}
     for path in sorted(png_files(directory)):
@@ -86,7 +86,7 @@ def image_paths(directory: Path) -> list[Path]:
 def read_questions(path: Path) -> Iterator[dict]:
     """Yield the objects in the list `questions` of a question file.
 
-    The text is parsed question by question: the 700,000 of CLEVR's train split at once would take several GB.
+    The text is parsed one question at a time, because the 700,000 of CLEVR's train split would take several GB.
 
     Raises:
         InputError: as `reading`, or the file has no list `questions` of objects, or the list is empty.

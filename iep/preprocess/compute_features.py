@@ -1,7 +1,7 @@
 """The images of a split -> {split}_features.h5: decode, resize, run the backbone and write, batch by batch.
 
-The memory needed does not depend on the number of images. The parts are `images.py`, `backbones.py` and
-`write_features.py`.
+The memory needed does not depend on the number of images. `images.py` decodes, `backbones.py` computes, and
+`write_features.py` writes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from iep.preprocess.backbones import Patches, ResNet
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
 from iep.preprocess.write_features import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
+from iep.runtime.devices import enough_memory
 from iep.runtime.distributed import by_main, is_main, main_first, rank, world_size
 
 
@@ -32,28 +33,28 @@ def preprocess_features(
     flush_seconds: float = 5.0,
     verify: bool = False,
 ) -> None:
-    """Write `{split}_features.h5` to `out` for the images of some splits, row i from image i.
+    """Write `{split}_features.h5` to `out` for the images of some splits, with row i made of image i.
 
-    All existing files are checked before any is made; finished ones are skipped. An interrupted run is resumed where it
-    stopped. The finished file then has the same bytes as without interruption, provided that the batch size and the
-    device are the same (a ResNet's last bits depend on them). The processes that torchrun starts share the batches, and
-    write the same bytes as one process.
+    All existing files are checked before any is made, and finished ones are skipped. An interrupted run is resumed
+    where it stopped. The finished file then has the same bytes as without interruption, provided that the batch size
+    and the device are the same, on which a ResNet's last bits depend. The processes that torchrun starts share the
+    batches, and write the same bytes as one process.
 
     Args:
         images: split -> N image files.
         out: directory of the files, each with a dataset `features` (N, C, H, W).
-        backbone: computes the features.
-        dtype: `float32` or `float16`, of the stored features.
+        backbone: the backbone that computes the features.
+        dtype: the dtype of the stored features, `float32` or `float16`.
         device: the device on which the backbone runs.
         batch_size: number of images in a batch.
-        workers: number of processes that decode images; 0 decodes in this one.
-        overwrite: replace files, finished or not, that were made otherwise.
-        say: is called with one line for each file.
-        flush_seconds: at most this much work, and one batch, is lost if the process is killed.
+        workers: number of processes that decode images; with 0, this process decodes them.
+        overwrite: replace files, finished or not, that were made differently.
+        say: a function that is called with one line for each file.
+        flush_seconds: seconds of work that are lost at most, besides one batch, if the process is killed.
         verify: read the files that are already done, and check that they are undamaged.
 
     Raises:
-        InputError: an image cannot be read, a file was made otherwise or is damaged, the disk or the device is too
+        InputError: an image cannot be read, a file was made differently or is damaged, the disk or the device is too
             small, the weights are those of another network, or features are not finite numbers in `dtype`.
         OSError: a file cannot be written (names it).
     """
@@ -65,8 +66,8 @@ def preprocess_features(
             say(f"{path}: already done{', and undamaged' if verify else ''}")
     if not todo:
         return
-    extract, size = main_first(lambda: backbone.extractor(torch.device(device))), backbone.image_size
-    chw = main_first(lambda: _run(extract, torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:])
+    extract, size = main_first(lambda: _extractor(backbone, torch.device(device))), backbone.image_size
+    chw = main_first(lambda: extract(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:])
     for path, names in todo.items():
         spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
         with (
@@ -82,21 +83,32 @@ def preprocess_features(
 def image_features(
     path: Path, backbone: Patches | ResNet, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return the (1, C, H, W) float32 features of one image, with the values that are stored as `dtype`.
+    """Return the (1, C, H, W) float32 features of one image, rounded to `dtype` as stored features are.
 
     Raises:
         InputError: the image cannot be read, the device is too small, the weights are those of another network, or
             features are not finite numbers in `dtype`.
     """
     pixels_1CHW = torch.from_numpy(read_image(path, backbone.image_size).copy()).unsqueeze(0)
-    features_1CHW = _run(backbone.extractor(torch.device(device)), pixels_1CHW)
+    features_1CHW = _extractor(backbone, torch.device(device))(pixels_1CHW)
     return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float()
+
+
+def _extractor(backbone: Patches | ResNet, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function of pixels of `backbone`, which reports in one line that memory ran out."""
+    extract = backbone.extractor(device)
+
+    def run(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), enough_memory(device, f"a batch of {len(pixels_BCHW)} images", "--batch-size"):
+            return extract(pixels_BCHW)
+
+    return run
 
 
 def _undone(
     files: Mapping[Path, Sequence[Path]], recipe: Recipe, overwrite: bool, verify: bool
 ) -> dict[Path, tuple[str, ...]]:
-    """Return the features files that are to be made, with the listing of their images; clear up after the others."""
+    """Return the features files to make, with the listings of their images, and clear up beside the finished ones."""
     listings = {path: listing(images) for path, images in files.items()}
     todo = {path: names for path, names in listings.items() if not is_done(path, names, recipe, overwrite, verify)}
     for path in listings.keys() - todo.keys():
@@ -112,40 +124,30 @@ def _write_rows(
     extract: Callable[[torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
 ) -> Iterator[int]:
-    """Write the remaining rows; in each round, every process makes one of the remaining batches of `pixels`.
+    """Write the remaining rows, in rounds in which every process makes one batch of `pixels`.
 
     Yields:
-        The number of complete rows, after each round.
+        The number of complete rows after each round.
 
     Raises:
-        InputError: in any process an image cannot be read or its features cannot be stored; all rows before it are.
+        InputError: in any process, an image cannot be read or its features cannot be stored. All rows before it are
+            stored.
         OSError: rows cannot be written.
     """
     for start in range(rows.count, len(paths), batch_size * world_size()):
         first, trouble = start + rank() * batch_size, None
         try:
             if first < len(paths):
-                rows.write(first, _stored(_run(extract, next(pixels)), dtype, paths[first]))
+                rows.write(first, _stored(extract(next(pixels)), dtype, paths[first]))
         except (InputError, OSError) as error:
             trouble = (first, error)
         rows.end_round(min(start + batch_size * world_size(), len(paths)), trouble)
         yield rows.count
 
 
-def _run(extract: Callable[[torch.Tensor], torch.Tensor], pixels_BCHW: torch.Tensor) -> torch.Tensor:
-    try:
-        with torch.inference_mode():
-            return extract(pixels_BCHW)
-    except torch.OutOfMemoryError:
-        batch_size = len(pixels_BCHW)
-        raise InputError(
-            f"not enough memory on the device for a batch of {batch_size} images: lower --batch-size"
-        ) from None
-
-
 def _stored(features_BCHW: torch.Tensor, dtype: torch.dtype, first: Path) -> np.ndarray:
     stored_BCHW = features_BCHW.to(dtype)
-    lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, allocates no memory
+    lowest, highest = stored_BCHW.aminmax()  # unlike isfinite, this allocates no memory
     if not (lowest.isfinite() and highest.isfinite()):
         largest = features_BCHW.abs().max().item()
         raise InputError(f"{first}: the features of its batch are up to {largest:.4g}, not finite in {dtype}")

@@ -1,8 +1,8 @@
 """Question objects -> token ids -> int32 arrays, and the vocabulary by which they are encoded.
 
 A question file is read once into a `QuestionSet`, which numbers the distinct tokens in the order of their first use.
-Counting tokens for a vocabulary and encoding with one are then array operations. Writing the arrays is
-`write_questions.py`; the token rules are `iep.vocab.tokenize` and `iep.programs.json_to_prefix`.
+Counting tokens for a vocabulary and encoding with one are then array operations. `iep.vocab.tokenize` and
+`iep.programs.json_to_prefix` define the tokens, and `write_questions.py` writes the arrays.
 
 Shapes: N questions, T question tokens, L program tokens.
 """
@@ -10,6 +10,7 @@ Shapes: N questions, T question tokens, L program tokens.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from iep.programs import json_to_prefix
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, index_tokens, tokenize
 
 CLEVR = "clevr"
-"""The name, in place of a file, of the vocabulary of CLEVR v1.0."""
+"""The name of the vocabulary of CLEVR v1.0, which may be given in place of a file."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class TokenRows:
     lengths: np.ndarray
 
     def counts(self) -> np.ndarray:
-        """How often each name occurs."""
+        """Return the number of occurrences of each name."""
         return np.bincount(self.ids, minlength=len(self.names))
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """The content of a question file; parts that it does not have are None. Each row of `answers` is one token."""
+    """The content of a question file, with None for missing parts; each row of `answers` is one token."""
 
     source: str
     questions: TokenRows
@@ -50,7 +51,7 @@ class QuestionSet:
 
 
 class _Rows:
-    """Collects the rows of a `TokenRows`."""
+    """A `TokenRows` to which rows are appended."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
@@ -69,11 +70,11 @@ class _Rows:
 def load_questions(path: Path) -> QuestionSet:
     """Read a question file of CLEVR v1.0, of its public generator, or of CLEVR-Humans.
 
-    `image_idxs` comes from `image_index` or else from the number in `image_filename`, `orig_idxs` from `question_index`
-    or else the position. Either all questions have a program, or none; likewise for answers and question families.
+    `image_idxs` is `image_index` or else the number in `image_filename`, and `orig_idxs` is `question_index` or else
+    the position in the file. Either all questions have a program, or none; the same holds for answers and families.
 
     Raises:
-        InputError: as `clevr_files.read_questions`; a question has no text, or a value of the wrong type; or only some
+        InputError: as `clevr_files.read_questions`; or a question has no text, a value has a wrong type, or only some
             questions have a program, answer or family (names file, question and key).
     """
     questions, programs, answers = _Rows(), _Rows(), _Rows()
@@ -108,7 +109,7 @@ def load_questions(path: Path) -> QuestionSet:
 
 
 def answer_token(answer: object) -> str:
-    """Return an answer as the release has it: the generator's true, false and 3 become yes, no and "3".
+    """Return an answer as CLEVR v1.0 has it: the public generator's true, false and 3 become yes, no and "3".
 
     Raises:
         InputError: the answer is not a string, a boolean or an integer.
@@ -121,11 +122,11 @@ def answer_token(answer: object) -> str:
 
 
 def _optional_parts(question: dict, before: list[str] | None) -> list[str]:
-    """Return the optional keys of a question; `before` are those of the first question, None at the first."""
+    """Return the optional keys that a question has, which must be those of the questions `before`, if any."""
     present = [key for key in ("program", "answer", "question_family_index") if question.get(key) not in (None, [])]
     if before is not None and present != before:
         key = min(set(present) ^ set(before))
-        raise InputError(f"{key!r} is {'there' if key in present else 'missing'}, unlike in the questions before it")
+        raise InputError(f"{key!r} is {'present' if key in present else 'missing'}, unlike in the questions before it")
     return present
 
 
@@ -149,8 +150,11 @@ def _int32(numbers: array) -> np.ndarray:
 
 
 def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None = None) -> Vocab:
-    """Return the vocabulary of a question set: its question tokens that occur at least `unk_threshold` times, all its
-    program and answer tokens, and the tokens of the vocabulary `also`."""
+    """Return the vocabulary of a question set.
+
+    It holds the question tokens that occur at least `unk_threshold` times, all program and answer tokens, and the
+    tokens of the vocabulary `also`.
+    """
     also = also or Vocab((), (), ())
     programs, answers = (part.names if part else () for part in (questions.programs, questions.answers))
     return Vocab(
@@ -161,7 +165,7 @@ def build_vocab(questions: QuestionSet, unk_threshold: int, also: Vocab | None =
 
 
 def expand_vocab(vocab: Vocab, questions: QuestionSet, unk_threshold: int) -> Vocab:
-    """Return `vocab` with new question tokens, sorted, after its own, whose indices stay.
+    """Return `vocab` with new question tokens, sorted, after its own, which keep their indices.
 
     Only tokens that occur at least `unk_threshold` times in `questions` are added.
     """
@@ -174,65 +178,66 @@ def _frequent(rows: TokenRows, threshold: int) -> Iterable[str]:
 
 
 def encode(questions: QuestionSet, vocab: Vocab, vocab_source: str, encode_unk: bool) -> dict[str, np.ndarray]:
-    """Return the int32 arrays of a questions file by dataset name, without the parts that the question set lacks.
+    """Return the int32 arrays of a questions file by dataset name, without parts that the question set does not have.
 
-    `questions` (N, T) and `programs` (N, L) begin with <START>, end with <END> and are padded with <NULL>; the others
-    are (N,). With `encode_unk`, question tokens that are not in `vocab` become <UNK>.
+    The rows of `questions` (N, T) and `programs` (N, L) begin with <START>, end with <END> and are padded with <NULL>;
+    the other arrays are (N,). With `encode_unk`, question tokens that are not in `vocab` become <UNK>.
 
     Raises:
         InputError: a token is not in the vocabulary (names file, question, token and vocabulary).
     """
-    sources = (questions.source, vocab_source)
-    otherwise = UNK if encode_unk else _UNKNOWN
-    arrays = {"questions": _wrapped(questions.questions, vocab.question_index, "question", sources, otherwise)}
+    indices = partial(_indices, vocab=vocab, sources=(questions.source, vocab_source))
+    unknown = UNK if encode_unk else -1
+    arrays = {"questions": _wrapped(questions.questions, indices(questions.questions, "question", unknown))}
     if questions.programs is not None:
-        arrays["programs"] = _wrapped(questions.programs, vocab.program_index, "program", sources)
+        arrays["programs"] = _wrapped(questions.programs, indices(questions.programs, "program"))
     if questions.answers is not None:
-        arrays["answers"] = _indices(questions.answers, vocab.answer_index, "answer", sources)
+        arrays["answers"] = indices(questions.answers, "answer")
     if questions.question_families is not None:
         arrays["question_families"] = questions.question_families
     return arrays | {"image_idxs": questions.image_idxs, "orig_idxs": questions.orig_idxs}
 
 
-_UNKNOWN = -1
+def _indices(rows: TokenRows, kind: str, unknown: int = -1, *, vocab: Vocab, sources: tuple[str, str]) -> np.ndarray:
+    """Return the indices of all tokens of `rows` in the vocabulary of a kind, with `unknown` for those not in it.
 
-
-def _indices(
-    rows: TokenRows, index: dict[str, int], kind: str, sources: tuple[str, str], otherwise: int = _UNKNOWN
-) -> np.ndarray:
-    """Return the vocabulary's indices of all of `rows.ids`; `otherwise` for tokens that are not in it."""
+    Raises:
+        InputError: a token is not in the vocabulary, and `unknown` is below 0.
+    """
     source, vocab_source = sources
-    known = {token: position for token, position in index.items() if token not in SPECIAL_TOKENS}
-    table = np.array([known.get(name, otherwise) for name in rows.names], dtype=np.int32)
+    positions = {token: position for position, token in enumerate(getattr(vocab, kind)) if token not in SPECIAL_TOKENS}
+    table = np.array([positions.get(name, unknown) for name in rows.names], dtype=np.int32)
     indices = table[rows.ids]
-    unknown = np.flatnonzero(indices < 0)
-    if unknown.size:
-        token = rows.names[rows.ids[unknown[0]]]
-        position = np.searchsorted(np.cumsum(rows.lengths), unknown[0], side="right")
+    missing = np.flatnonzero(indices < 0)
+    if missing.size:
+        token = rows.names[rows.ids[missing[0]]]
+        question = np.searchsorted(np.cumsum(rows.lengths), missing[0], side="right")
         clevr = token in getattr(Vocab.clevr(), kind) and vocab_source != CLEVR
         hint = f"--vocab {CLEVR} has it" if clevr else "give a vocabulary that has it with --vocab FILE"
         hint += ", --encode-unk encodes such tokens as <UNK>" if kind == "question" else ""
         raise InputError(
-            f"{source}: question {position}: {kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
+            f"{source}: question {question}: {kind} token {token!r} is not in the vocabulary {vocab_source}; {hint}"
         )
     return indices
 
 
-def _wrapped(
-    rows: TokenRows, index: dict[str, int], kind: str, sources: tuple[str, str], otherwise: int = _UNKNOWN
-) -> np.ndarray:
+def _wrapped(rows: TokenRows, indices: np.ndarray) -> np.ndarray:
     """Return (N, longest row + 2) indices: <START>, the row, <END>, then <NULL>."""
     columns = np.arange(rows.lengths.max() + 2)
     padded = np.full((len(rows.lengths), len(columns)), NULL, dtype=np.int32)
     padded[:, 0] = START
-    # A boolean mask is filled row by row, which is the order of the ids.
-    padded[(columns > 0) & (columns <= rows.lengths[:, None])] = _indices(rows, index, kind, sources, otherwise)
+    # A boolean mask is filled row by row, in the order of the ids.
+    padded[(columns > 0) & (columns <= rows.lengths[:, None])] = indices
     padded[np.arange(len(padded)), rows.lengths + 1] = END
     return padded
 
 
 def check_images(questions: QuestionSet, num_images: int) -> None:
-    """Raise InputError if a question is about an image beyond the `num_images` that there are."""
+    """Check that all questions are about the `num_images` images that there are.
+
+    Raises:
+        InputError: a question is about another image.
+    """
     outside = np.flatnonzero((questions.image_idxs < 0) | (questions.image_idxs >= num_images))
     if outside.size:
         position = outside[0]

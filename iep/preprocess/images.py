@@ -1,6 +1,8 @@
 """Image files -> batches of uint8 pixels, decoded and resized by worker processes in the order of the images' indices.
 
-Shapes: B images of a batch, 3 colours, H = W = the size in pixels. Normalising is the backbone's.
+The backbone normalises the pixels.
+
+Shapes: B images of a batch, 3 colours, H = W = the size in pixels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,37 +11,34 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset
 
-from iep.data.loader import worker_options
+from iep.data.loader import Loading, made_ahead
 from iep.errors import InputError
 from iep.runtime.reading import reading
-from iep.runtime.signals import waited_for
 
 _OF_16_BITS = ("PNG", "PPM")
-"""Formats whose grey has at most 16 bits, though Pillow may store it in 32 (mode I)."""
+"""Formats whose grey values have at most 16 bits, though Pillow may store them in 32 bits (mode I)."""
 
 
 def open_image(path: Path) -> Image.Image:
-    """Decode an image to RGB as it is meant to be seen: rotated by its EXIF data, and 16 bits of grey scaled to 8.
+    """Decode an image to RGB, rotated by its EXIF data, and with 16 bits of grey scaled to 8.
 
     Raises:
-        InputError: the file is missing, truncated or not an image, or its pixels are numbers without a maximum, so that
-            it is unknown which one is white.
+        InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
     """
     with reading(path, "an image"), Image.open(path) as image:
         return _rgb(ImageOps.exif_transpose(image), image.format)
 
 
 def _rgb(image: Image.Image, kind: str) -> Image.Image:
-    """Convert `image`, from a file of that kind, to RGB; Pillow itself would make everything above 255 white."""
+    """Convert `image` from a file of a `kind` to RGB; Pillow itself would turn everything above 255 white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in _OF_16_BITS):
         grey_HW = np.asarray(image).astype(np.int64)
         return Image.fromarray(((grey_HW + 128) // 257).astype(np.uint8)).convert("RGB")  # 65535 / 255 is 257
     if image.mode in ("I", "F"):
         numbers = "whole numbers of 32 bits" if image.mode == "I" else "fractions"
         raise InputError(
-            f"is an image of {numbers} (mode {image.mode}), which do not tell what is white; expected 8 or 16 bits"
+            f"is an image of {numbers} (mode {image.mode}), in which white is undefined; expected 8 or 16 bits"
         )
     return image.convert("RGB")
 
@@ -54,38 +53,19 @@ def read_image(path: Path, size: int) -> np.ndarray:
     return np.asarray(pixels).transpose(2, 0, 1)
 
 
-class _Batches(Dataset):
-    """Batches of images. A bad image gives its InputError as the item: raised in a worker process, it would arrive
-    wrapped in that process's traceback."""
-
-    def __init__(self, paths: Sequence[Path], size: int, batch_size: int) -> None:
-        self.paths, self.size, self.batch_size = paths, size, batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.paths) // self.batch_size)
-
-    def __getitem__(self, batch: int) -> torch.Tensor | InputError:
-        paths = self.paths[batch * self.batch_size : (batch + 1) * self.batch_size]
-        try:
-            return torch.from_numpy(np.stack([read_image(path, self.size) for path in paths]))
-        except InputError as error:
-            return error
-
-
 def image_batches(
     paths: Sequence[Path], size: int, batch_size: int, workers: int, first: int = 0, step: int = 1
 ) -> Iterator[torch.Tensor]:
-    """Yield (B, 3, size, size) uint8 tensors, all of `batch_size` images but the last: batches `first`, `first` +
-    `step` and so on.
+    """Yield every `step`th batch of the images from batch `first` on, as (B, 3, size, size) uint8 tensors.
+
+    B is `batch_size`, or less in the last batch.
 
     Raises:
         InputError: an image cannot be read (names it).
     """
-    batches = _Batches(paths, size, batch_size)
-    numbers = range(first, len(batches), step)
-    # batch_size=None: the data set's items are batches already.
-    loader = DataLoader(batches, batch_size=None, sampler=numbers, **worker_options(workers, prefetch=2))
-    for batch in waited_for(loader):
-        if isinstance(batch, InputError):
-            raise batch
-        yield batch
+
+    def read(start: int) -> torch.Tensor:
+        return torch.from_numpy(np.stack([read_image(path, size) for path in paths[start : start + batch_size]]))
+
+    starts = range(first * batch_size, len(paths), step * batch_size)
+    return made_ahead(read, starts, Loading(workers))

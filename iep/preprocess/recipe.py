@@ -1,6 +1,7 @@
-"""How a file was made, in its HDF5 attributes, so that a finished file is skipped and a different one is an error.
+"""The recipe of a file in its HDF5 attributes, by which a finished file is skipped and a different one is an error.
 
-A recipe is a flat dictionary of strings and integers. Digests are the first 16 hexadecimal digits of SHA-256.
+A recipe is a flat dictionary of strings and integers that says how the file was made. Digests are the first 16
+hexadecimal digits of SHA-256.
 """
 
 import hashlib
@@ -17,14 +18,14 @@ from iep.runtime.reading import reading
 Recipe = Mapping[str, str | int]
 _DIGITS = 16
 FORMAT = ("v108", "v108")
-"""The version of HDF5 files: the first whose structure has checksums; HDF5 1.8 (2008) and later read it."""
+"""The version of HDF5 files: the first with checksums of its structure, which HDF5 1.8 (2008) and later read."""
 
 
 def write_recipe(holder: h5py.File | h5py.Dataset, recipe: Recipe) -> None:
     """Record the recipe as attributes.
 
-    Texts have a fixed length. Those of any length would be in a part of the file that has no checksums, and that HDF5
-    may read forever if it is damaged.
+    Texts have a fixed length. HDF5 stores texts of variable length in a part of the file that has no checksums, and
+    that it may read forever if it is damaged.
     """
     for name, value in recipe.items():
         holder.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
@@ -46,12 +47,12 @@ def value_digest(value: object) -> str:
 
 
 def listing(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Return files' names and sizes, for a digest; a file that changes but keeps its size is not noticed."""
+    """Return files' names and sizes, for a digest that does not notice a file that changes but keeps its size."""
     return tuple(f"{path.name} {path.stat().st_size}" for path in paths)
 
 
 def is_current(path: Path, check: Callable[[], object], overwrite: bool) -> bool:
-    """Return whether the file `path` is there and `check()` finds it as wanted, so that it need not be made again.
+    """Return whether the file `path` exists and passes `check()`, so that it need not be made again.
 
     Raises:
         InputError: `check()` raises it, and `overwrite` is not set.
@@ -69,13 +70,13 @@ def is_current(path: Path, check: Callable[[], object], overwrite: bool) -> bool
 
 
 def check_same(path: Path, found: Recipe, wanted: Recipe) -> None:
-    """Check that the file `path` was made as wanted.
+    """Check that the recipe `found` in the file `path` has all `wanted` values.
 
     Raises:
-        InputError: it was not (names the first difference).
+        InputError: a value is missing or differs (names the first one).
     """
     for key, value in wanted.items():
         if key not in found:
-            raise InputError(f"{path}: was made otherwise ({key} is not recorded in it)")
+            raise InputError(f"{path}: was made differently ({key} is not recorded in it)")
         if found[key] != value:
             raise InputError(f"{path}: was made with {key} {found[key]}, now it is {value}")

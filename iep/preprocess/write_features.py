@@ -1,10 +1,9 @@
 """Rows of features -> {split}_features.h5, written so that a process that is killed at any moment can be resumed.
 
-The file is made at its full size at the start, with two contiguous datasets: the rows, and a CRC-32 of each. They are
-then written at their offsets without HDF5, so that its metadata never changes and cannot be left half written. A small
-journal beside the file, replaced as a whole after rows and checksums are on disk, holds the number of complete rows.
-The finished file is renamed. Its bytes are the same whatever interruptions there were and however many processes wrote
-it.
+The file is created at its full size, with two contiguous datasets: the rows, and a CRC-32 of each row. They are then
+written at their offsets without HDF5, so that its metadata never changes and cannot be left half written. A small
+journal beside the file holds the number of complete rows; it is replaced as a whole after rows and checksums are on
+disk. The finished file is renamed. Its bytes depend neither on interruptions nor on the number of processes.
 
 Shapes: N images, C H W features.
 """
@@ -48,11 +47,11 @@ _DATASET, _CHECKSUMS = "features", "checksums"
 
 @dataclass(frozen=True)
 class FeaturesSpec:
-    """The content that a features file is to have.
+    """The content of a features file that is to be made.
 
     Args:
         shape: (N, C, H, W).
-        dtype: of the features.
+        dtype: the dtype of the features.
         images: names and sizes of the N image files, in the order of the rows.
         recipe: how the rows are made.
     """
@@ -64,12 +63,12 @@ class FeaturesSpec:
 
 
 def is_done(path: Path, images: tuple[str, ...], recipe: Recipe, overwrite: bool, verify: bool = False) -> bool:
-    """Return whether the features file is there, made from these images (names and sizes) by this recipe.
+    """Return whether the features file exists and was made from these images (names and sizes) by this recipe.
 
-    With `verify`, also check every row.
+    With `verify`, every row is checked as well.
 
     Raises:
-        InputError: it was made otherwise or is damaged, and `overwrite` is not set.
+        InputError: it was made differently or is damaged, and `overwrite` is not set.
     """
 
     def check() -> None:
@@ -89,10 +88,10 @@ def _recorded(path: Path) -> tuple[dict[str, Any], "_Begun"]:
 
 
 class FeatureRows:
-    """The rows of a features file that one or several processes write.
+    """The rows of a features file, written by one or several processes.
 
     Attributes:
-        count: the number of rows, from the first on, that are written by any process.
+        count: the number of rows from the first on that are complete.
     """
 
     def __init__(self, file: BinaryIO, begun: "_Begun", spec: FeaturesSpec, journal: Path, flush_seconds: float):
@@ -118,28 +117,28 @@ class FeatureRows:
     def end_round(self, count: int, trouble: Trouble | None = None) -> None:
         """End a round, in which all processes have written their rows, so that `count` rows are complete.
 
-        Every few seconds, and before an error ends the job, put the rows on disk.
+        The rows are flushed to disk every few seconds, and before an error ends the job.
 
         Args:
-            trouble: the row that this process could not make, and why.
+            trouble: the row that this process could not make, and the error.
 
         Raises:
-            Exception: the first trouble of any process, in the main process; the others exit.
+            Exception: the error at the first row, in the main process; the others exit.
         """
         due = time.monotonic() - self._flushed >= self._flush_seconds
         if not any_rank(due or trouble is not None):
             self.count = count
             return
         os.fsync(self._file.fileno())
-        first = first_trouble(trouble)  # after which all have put theirs on disk
+        first = first_trouble(trouble)  # after this, the rows of all processes are on disk
         self.count = count if first is None else first[0]
         self._record()
         if first is not None:
-            barrier()  # torchrun stops the main process soon after another has ended
+            barrier()  # torchrun stops the main process soon after another process has ended
             end_with(first[1])
 
     def flush(self) -> None:
-        """Put the rows on disk, then record them in the journal."""
+        """Flush the rows to disk, and then record them in the journal."""
         os.fsync(self._file.fileno())
         self._record()
 
@@ -152,7 +151,7 @@ class FeatureRows:
 
 @dataclass(frozen=True)
 class _Begun:
-    """The offsets of the datasets in the file that is being written, and how many rows are complete."""
+    """The offsets of the datasets in the file that is being written, and the number of complete rows."""
 
     rows_at: int
     checksums_at: int
@@ -161,23 +160,23 @@ class _Begun:
 
 @contextmanager
 def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds: float = 5.0) -> Iterator[FeatureRows]:
-    """Write the features file `path`: begin it, or resume where an interrupted run stopped.
+    """Write the features file `path`, from its beginning or from the row at which an interrupted run stopped.
 
     All rows must have been written when the block ends; the file is then renamed to `path`. With several processes, the
-    main process begins and ends the file; all of them must call this.
+    main process creates and renames the file, and all of them must call this.
 
     Raises:
-        InputError: an unfinished file was made otherwise or is damaged, and `overwrite` is not set; another process
-            writes it; or there is no room for the whole file on the disk.
+        InputError: an unfinished file was made differently or is damaged, and `overwrite` is not set; another process
+            writes it; or there is no space for the whole file on the disk.
         OSError: the file cannot be written.
     """
-    partial, journal = _partial(path), _journal(path)
+    partial, journal, lock = _beside(path)
     with ExitStack() as stack:
         stack.enter_context(os_errors_name(partial))
 
         def start() -> _Begun:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(_lock(path), partial))
+            stack.enter_context(held(lock, partial))
             return _resume(partial, journal, spec, overwrite) or _begin(partial, journal, spec)
 
         begun = by_main(start)
@@ -186,7 +185,7 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
         try:
             yield rows
         except BaseException:
-            if local_world_size() == world_size():  # on several machines only a meeting tells what is on their disks
+            if local_world_size() == world_size():  # else the rows of other machines may not be on disk
                 with suppress(OSError):
                     rows.flush()
             raise
@@ -199,39 +198,32 @@ def feature_rows(path: Path, spec: FeaturesSpec, overwrite: bool, flush_seconds:
             clear_up(path)
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
-def _journal(path: Path) -> Path:
-    return path.with_name(f"{path.name}.progress")
-
-
-def _lock(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
+def _beside(path: Path) -> tuple[Path, Path, Path]:
+    """Return the paths of the unfinished file that is to replace `path`, of its journal and of its lock."""
+    return tuple(path.with_name(name.format(path.name)) for name in ("{}.partial", "{}.progress", ".{}.lock"))
 
 
 def clear_up(path: Path) -> None:
     """Remove the files beside the finished file `path` that a killed process may have left.
 
-    If there is an unfinished file, which is to replace it, they belong to that one and stay.
+    If there is an unfinished file that is to replace `path`, they belong to that file and stay.
     """
-    if _partial(path).exists():
-        return
-    _journal(path).unlink(missing_ok=True)
-    _lock(path).unlink(missing_ok=True)
-    remove_temporaries(path.parent, _journal(path).name)
+    partial, journal, lock = _beside(path)
+    if not partial.exists():
+        journal.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        remove_temporaries(path.parent, journal.name)
 
 
 def _begin(partial: Path, journal: Path, spec: FeaturesSpec) -> _Begun:
-    """Make the file at its full size, without rows.
+    """Create the file at its full size, without rows.
 
-    The journal comes last: a file without one is begun again.
+    The journal is written last, because a file without a journal is created anew.
     """
     journal.unlink(missing_ok=True)
     try:
         with open(partial, "w+b") as file:
-            # A signal waits: HDF5 would write to a file that is already closed.
+            # Signals are deferred, because HDF5 would write to a file that is already closed.
             with deferred(), h5py.File(file, "w", libver=FORMAT) as hdf5:
                 begun = _create_datasets(hdf5, spec)
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
@@ -243,7 +235,7 @@ def _begin(partial: Path, journal: Path, spec: FeaturesSpec) -> _Begun:
         free = shutil.disk_usage(partial.parent).free
         size = math.prod(spec.shape) * spec.dtype.itemsize
         need = f"needs {size / 1e9:.3f} GB, {free / 1e9:.3f} GB are free"
-        raise InputError(f"{partial}: no room for the features: {need} ({error.strerror})") from None
+        raise InputError(f"{partial}: no space for the features: {need} ({error.strerror})") from None
     return begun
 
 
@@ -256,10 +248,10 @@ def _create_datasets(hdf5: h5py.File, spec: FeaturesSpec) -> _Begun:
 
 
 def create_in_place(hdf5: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype) -> h5py.Dataset:
-    """Create a contiguous dataset without content whose offset in the file is fixed, to be written there."""
+    """Create a contiguous dataset without content at a fixed offset in the file, where its content can be written."""
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_obj_track_times(False)  # the same bytes whenever it is made
-    layout.set_attr_phase_change(255, 0)  # attributes in the header, where they are replaced in place
+    layout.set_obj_track_times(False)  # without times, the bytes do not depend on when the file is made
+    layout.set_attr_phase_change(255, 0)  # attributes in the header can be replaced in place
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -268,7 +260,7 @@ def create_in_place(hdf5: h5py.File, name: str, shape: tuple[int, ...], dtype: n
 
 
 def _resume(partial: Path, journal: Path, spec: FeaturesSpec, overwrite: bool) -> _Begun | None:
-    """Return the offsets and the number of complete rows, or None if the file is to be begun."""
+    """Return the offsets and the number of complete rows, or None if the file must be created anew."""
     wanted = {IMAGES: len(spec.images), **spec.recipe}
 
     def check() -> None:
@@ -279,14 +271,14 @@ def _resume(partial: Path, journal: Path, spec: FeaturesSpec, overwrite: bool) -
         return None
     attributes, begun = _recorded(partial)
     images = value_digest(spec.images)
-    if attributes.get(IMAGES_DIGEST) != images:  # images whose rows are not yet written were replaced
+    if attributes.get(IMAGES_DIGEST) != images:  # images were replaced whose rows are not written yet
         with deferred(), h5py.File(partial, "r+", libver=FORMAT) as hdf5:
             hdf5[_DATASET].attrs.modify(IMAGES_DIGEST, np.bytes_(images))
     return replace(begun, count=_completed_rows(journal, spec))
 
 
 def _completed_rows(journal: Path, spec: FeaturesSpec) -> int:
-    """Return how many rows the journal says are complete.
+    """Return the number of complete rows that the journal records.
 
     Raises:
         InputError: it is not a journal of this file, or the images of those rows have changed.

@@ -1,7 +1,7 @@
 """Question files -> vocab.json and {split}_questions.h5 in the original toolkit's format.
 
-Decides what is already done, which vocabulary is used, and writes each file whole or not at all. Reading and encoding
-questions is `encode_questions.py`.
+This module chooses the vocabulary, skips files that are already done, and writes each file whole or not at all.
+`encode_questions.py` reads and encodes the questions.
 """
 
 import io
@@ -35,14 +35,14 @@ from iep.vocab import Vocab
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """How questions are encoded.
+    """The options of encoding questions.
 
     Args:
-        vocab: a vocab.json to use as it is, or `clevr` for that of CLEVR v1.0, instead of building one.
+        vocab: a vocab.json to use instead of building a vocabulary, or `clevr` for that of CLEVR v1.0.
         expand_vocab: add new question tokens to `vocab`.
         unk_threshold: a question token enters the vocabulary if it occurs at least this many times.
         encode_unk: encode question tokens that are not in the vocabulary as <UNK>; otherwise they are an error.
-        also: tokens that enter a vocabulary that is built, whether they occur or not.
+        also: tokens that a vocabulary that is built contains even if they do not occur.
     """
 
     vocab: Path | None = None
@@ -61,7 +61,7 @@ def preprocess_questions(
     say: Callable[[str], None],
     verify: bool = False,
 ) -> None:
-    """Encode the question files of some splits into `out`; everything is read and checked before anything is written.
+    """Encode the question files of some splits into `out`, after reading and checking all of them.
 
     The vocabulary is `options.vocab`, or is built from the questions of the first split whose name begins with `train`,
     or else is the `vocab.json` that an earlier run wrote to `out`.
@@ -69,13 +69,13 @@ def preprocess_questions(
     Args:
         files: split -> question file.
         out: the directory of `vocab.json` and `{split}_questions.h5`.
-        num_images: split -> how many images there are; a split without images is checked against its features file.
+        num_images: split -> number of its images; a split without images is checked against its features file.
         overwrite: replace files made from other questions or with other options; otherwise they are errors.
-        say: is called with one line for each file.
+        say: a function that is called with one line for each file.
         verify: read the files that are already done, and check that they are undamaged.
 
     Raises:
-        InputError: the questions or the vocabulary are invalid, or a file in `out` was made otherwise or is damaged.
+        InputError: the questions or the vocabulary are invalid, or a file in `out` was made differently or is damaged.
         OSError: a file cannot be written (names it).
     """
     load = cache(lambda split: load_questions(files[split]))
@@ -104,7 +104,7 @@ def preprocess_questions(
         arrays[split] = encode(load(split), vocab, source, options.encode_unk)
 
     made = {}
-    with ExitStack() as stack:  # all are written beside their targets before any is renamed
+    with ExitStack() as stack:  # all files are written beside their targets before any is renamed
         if not vocab_is_done:
             vocab.save(_temporary(stack, vocab_path))
             sizes = f"{len(vocab.question)} question, {len(vocab.program)} program, {len(vocab.answer)} answer tokens"
@@ -116,7 +116,7 @@ def preprocess_questions(
         say(f"{path}: {made.get(path, 'already done')}")
     for path in sorted(out.glob("*_questions.h5")):
         if _recorded_if_sound(path).get("vocab_digest", vocab.digest) != vocab.digest:
-            say(f"{path}: encoded with another vocabulary than the new vocab.json, preprocess that split again")
+            say(f"{path}: encoded with another vocabulary than the new vocab.json; preprocess that split again")
 
 
 def _vocabulary(
@@ -126,7 +126,7 @@ def _vocabulary(
     options: QuestionOptions,
     load: Callable[[str], QuestionSet],
 ) -> tuple[Vocab, str, str]:
-    """Return the vocabulary to encode with, the name of its source for errors, and its recipe, for `vocab_from`."""
+    """Return the vocabulary to encode with, the name of its source for messages, and its recipe for `vocab_from`."""
     train = next((split for split in files if split.startswith("train")), None)
     given = options.vocab or (None if train else out / "vocab.json")
     if given is not None and not options.expand_vocab:
@@ -146,14 +146,14 @@ def _vocabulary(
 
 
 def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
-    """Return the vocabulary in `out` if `split` was encoded with it and it was made as `made_from` says."""
+    """Return the vocabulary in `out` if it was made by the recipe `made_from` and `split` was encoded with it."""
     found = _recorded_if_sound(out / f"{split}_questions.h5")
     if found.get("vocab_from") != made_from:
         return None
     try:
         vocab = Vocab.load(out / "vocab.json")
     except InputError:
-        return None  # it is made again, and then compared with the file
+        return None  # the vocabulary is made again, and then compared with the file
     return vocab if found.get("vocab_digest") == vocab.digest else None
 
 
@@ -186,7 +186,7 @@ def _recorded_if_sound(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray], recipe: Recipe) -> None:
-    # Made in memory, because HDF5 reports a full disk late and in unclear words.
+    # The file is made in memory, because HDF5 reports a full disk late and in unclear words.
     image = io.BytesIO()
     with h5py.File(image, "w", libver=FORMAT) as file:
         for name, array in arrays.items():

@@ -1,7 +1,7 @@
-"""`--freeze`: parts of a model that training leaves as they are, by name.
+"""Parts of a model that `--freeze` excludes from training, by name.
 
-A frozen part keeps its weights, and computes in training what it computes in evaluation: it has no dropout, and its
-batch norm uses the running statistics, which do not change. The parts of a model with two networks are these networks;
+A frozen part keeps its weights, and computes the same in training as in evaluation: it has no dropout, and its batch
+norm uses the running statistics, which do not change. The parts of a model with two networks are these networks;
 otherwise they are groups of its network's children. `tasks.py` leaves out the loss of a frozen network.
 """
 
@@ -13,7 +13,7 @@ from iep.errors import InputError, nearest
 from iep.models.build import NETWORKS
 
 REST = None
-"""Children that no other part names."""
+"""The part that consists of all children that are in no other part."""
 CHILDREN: dict[str, dict[str, tuple[str, ...] | None]] = {
     "generator": {"encoder": ("encoder_embed", "encoder_rnn"), "decoder": REST},
     "engine": {"stem": ("stem",), "modules": REST, "classifier": ("classifier",)},
@@ -21,11 +21,11 @@ CHILDREN: dict[str, dict[str, tuple[str, ...] | None]] = {
     "cnn_lstm": {"rnn": ("rnn",), "cnn": ("cnn",), "classifier": ("classifier",)},
     "cnn_lstm_sa": {"rnn": ("rnn",), "cnn": ("image_proj",), "attention": REST, "classifier": ("classifier",)},
 }
-"""The parts of each network."""
+"""The children that make up each part of a network."""
 
 
 def parts_of(model: str) -> tuple[str, ...]:
-    """Return the names of the parts of a model, which `--freeze` takes."""
+    """Return the names of the parts of a model, as `--freeze` takes them."""
     networks = NETWORKS[model]
     return networks if len(networks) > 1 else tuple(CHILDREN[networks[0]])
 
@@ -40,14 +40,14 @@ def check_freeze(model: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in parts:
             raise InputError(
-                f"freeze: {name!r} is no part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
+                f"freeze: {name!r} is not a part of {model}, expected {', '.join(parts)}{nearest(name, parts)}"
             )
     if set(names) == set(parts):
         raise InputError(f"freeze: {', '.join(parts)} are all parts of {model}; nothing is left to train")
 
 
 def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-    """Exclude the named parts of a model, which has these `networks`, from training.
+    """Exclude the parts `names` of the model with these `networks` from training.
 
     Raises:
         InputError: no other part has weights.
@@ -56,7 +56,7 @@ def freeze(networks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
         for module in modules_of(networks, name):
             module.requires_grad_(False)
             for rnn in filter(_is_rnn, module.modules()):
-                rnn.dropout = 0.0  # its own, which `train_mode` cannot turn off
+                rnn.dropout = 0.0  # an RNN drops values by itself in training mode, which it may have to stay in
     if not any(map(is_trained, networks.values())):
         raise InputError(f"freeze: {', '.join(names)} have all the weights of the model; nothing is left to train")
 

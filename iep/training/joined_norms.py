@@ -1,14 +1,14 @@
 """Batch norm in training with several processes, and in an engine's modules.
 
 A network that all processes call once a step gets `SyncNorm`s, which normalise over the batches of all processes
-together, so that several train as one would (Ioffe & Szegedy 2015). PyTorch's own SyncBatchNorm runs on GPUs only.
+together, so that several processes train as one would (Ioffe & Szegedy 2015). PyTorch's SyncBatchNorm needs GPUs.
 
 The norms of an engine's modules cannot be synchronised in this way, because each process calls a module as often as its
 own schedule says. `ExampleNorm` normalises each row by itself, so that only its running statistics have to be joined.
-Batch norm over a call's rows is an error in several processes, and gives a warning in one where calls are batched.
+Batch norm over a call's rows is an error in several processes, and gives a warning in one process that batches calls.
 
-Shapes: B examples of this process, C channels, H W places; P processes, N norms, S running statistics of all norms side
-by side.
+Shapes: B examples of this process, C channels, H W positions; P processes, N norms, S running statistics of all norms
+side by side.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from iep.training.freezing import is_trained
 
 
 def synchronize_norms(network: nn.Module) -> None:
-    """Put a `SyncNorm` in the place of every `BatchNorm1d` and `BatchNorm2d` within `network`, with its weights."""
+    """Replace every `BatchNorm1d` and `BatchNorm2d` within `network` by a `SyncNorm` with its weights."""
     for name, child in network.named_children():
         if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d):
             setattr(network, name, SyncNorm(child))
@@ -35,10 +35,10 @@ def synchronize_norms(network: nn.Module) -> None:
 
 
 class SyncNorm(nn.BatchNorm2d):
-    """(B, C, H, W) or (B, C) -> the same, each channel normalised over the batches of all processes in training."""
+    """Batch norm of (B, C, H, W) or (B, C) values that, in training, is over the batches of all processes."""
 
     def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d):
-        """Take the settings and the very parameters and buffers of `norm`, which is affine and keeps statistics."""
+        """Take over the settings, parameters and buffers of `norm`, which is affine and keeps running statistics."""
         super().__init__(norm.num_features, norm.eps, norm.momentum, device="meta")
         self._parameters, self._buffers = norm._parameters, norm._buffers
         self.training = norm.training
@@ -50,7 +50,7 @@ class SyncNorm(nn.BatchNorm2d):
         if not self.training:
             return super().forward(x_BCHW)
         variance_C, mean_C = torch.var_mean(x_BCHW.to(self.weight.dtype), dim=(0, 2, 3), correction=0)
-        # Sums in float64, in which a mean far from zero leaves the variance its digits.
+        # In float64, the variance keeps its digits where the mean is far from zero.
         variance_C, mean_C = variance_C.double(), mean_C.double()
         sums = torch.stack([torch.ones_like(mean_C), mean_C, variance_C + mean_C**2])
         counts_C, sums_C, squares_C = _Total.apply(sums * (x_BCHW.numel() // self.num_features))
@@ -67,7 +67,7 @@ class SyncNorm(nn.BatchNorm2d):
 
 
 class _Total(Function):
-    """The sum over all processes, through which each of them gets the gradients of all."""
+    """The sum over all processes; its gradient is the sum of the gradients of all processes."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def parts_that_all_call(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing: bool | None) -> str | None:
-    """Return a line of warning if an engine's batch norm is over several examples, or None.
+    """Return a warning if an engine's batch norm is over several examples, or None.
 
     Raises:
         InputError: an engine with batch norm in its modules is trained in several processes.
@@ -94,13 +94,13 @@ def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing:
         return None
     if world_size() > 1:
         raise InputError(
-            "engine.module_norm batch normalises over the examples of a call, and no process sees all of them: train "
+            "engine.module_norm=batch normalises over the examples of a call, and no process sees all of them: train "
             "in one process, or with engine.module_norm=example"
         )
     if batching == "vanilla" and not sharing:
         return None
     return (
-        "engine.module_norm batch normalises over all examples of a call, not over one as the original toolkit does: "
+        "engine.module_norm=batch normalises over all examples of a call, not over one as the original toolkit does: "
         "engine.module_norm=example is exact, and so is --batching vanilla --no-sharing"
     )
 
@@ -108,11 +108,11 @@ def check_module_norm(networks: Mapping[str, nn.Module], batching: str, sharing:
 class JoinedStatistics:
     """The running statistics of `ExampleNorm`s, kept equal in all processes.
 
-    They are those of one process that has seen the rows of all processes, in the order of the ranks.
+    They are the statistics of one process that has seen the rows of all processes in the order of the ranks.
     """
 
     def __init__(self, networks: Sequence[nn.Module]):
-        """`networks` have the norms, and are equal in all processes at this time."""
+        """Take the norms of `networks`, which are equal in all processes at this time."""
         self._norms = [norm for network in networks for norm in _module_norms(network, ExampleNorm)]
         self._remember()
 
@@ -128,7 +128,7 @@ class JoinedStatistics:
         sizes_N = torch.tensor([2 * norm.num_features for norm in self._norms])
 
         def kept(rows_N: Tensor) -> Tensor:
-            """Return (S,) the share of a statistic that is left after so many rows of its norm."""
+            """Return (S,) the share of each statistic that is left after (N,) further rows of its norm."""
             return (keeps_N**rows_N).repeat_interleave(sizes_N)
 
         added_S = self._statistics() - self._before * kept(rows_PN[rank()])
@@ -156,7 +156,7 @@ class JoinedStatistics:
 
 
 def _module_norms(network: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
-    """Return the norms of exactly this kind in an engine's modules; none for another network."""
+    """Return the norms of exactly this kind in an engine's modules; another network has none."""
     if not isinstance(network, ExecutionEngine):
         return []
     modules = [getattr(network, part) for part in network.parts[1:-1]]

@@ -1,9 +1,9 @@
-"""The training loop: batches through a task, an optimiser step each, validation, records and checkpoints.
+"""The training loop: an optimiser step for each batch, validation, records and checkpoints.
 
-One short loop for every model; what a step computes is passed in as a task (`tasks.py`), and how several processes do
-it together is `parallel.py`'s; the first of them writes. A run directory holds config.yaml, step-N.pt (the newest few),
-best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, what it leaves is a state between two steps; a run resumed
-from it gives the same bits as one that never stopped.
+There is one short loop for every model. A task (`tasks.py`) computes the loss of a step, and `parallel.py` lets several
+processes take a step together, of which the first writes the files. A run directory holds config.yaml, step-N.pt (the
+newest few), best.pt, metrics.jsonl and tensorboard/. Whatever ends a run, its newest checkpoint is the state between
+two steps, and a run resumed from it gives the same bits as one that never stopped.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,13 +40,13 @@ from iep.vocab import Vocab
 
 NOT_FINITE = "iep-not-finite-1"
 """The format of the file with the state before a step whose loss is not finite."""
-LOWER = "try a lower learning_rate or clip_gradients=1"
+HINT = "try a lower learning_rate or clip_gradients=1"
 SHOWN = 8
-"""How many questions or images a message lists."""
+"""The greatest number of questions or images that a message lists."""
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a step: linear warm-up, then constant or a cosine down to a hundredth of the peak."""
+    """Return the learning rate of a step: linear warm-up, then constant or a cosine to a hundredth of the peak."""
     peak = config.peak_learning_rate
     if step < config.warmup:
         return peak * (step + 1) / config.warmup
@@ -55,35 +56,35 @@ def learning_rate(config: Config, step: int) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The data that a run reads, and the device that computes with it."""
+
+    device: torch.device
+    vocab: Vocab
+    training: Split
+    validation: Split | None = None
+    families: str | None = None
+    """The question families that the config's file lists; None without a file."""
+
+
 class Trainer:
     """The state of one run: task, optimiser, step and best score so far, with saving and resuming.
 
     Attributes:
-        step: how many steps are done.
-        best: the best validation score so far, below 0 without any.
+        step: the number of steps that are done.
+        best: the best validation score so far; -1 before the first validation.
         best_step: the step of the best checkpoint.
-        validation_due: the step asks for a validation that is not done.
+        validation_due: whether the last step must be followed by a validation that is not done yet.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        config: Config,
-        vocab: Vocab,
-        out: Path,
-        device: torch.device,
-        training: Split,
-        families: str | None = None,
-    ):
-        """`training` is what the batches are made of; how its features were made of images is saved, for `iep-ask`.
-        `families` is what the config's file of question families lists, None without one."""
+    def __init__(self, task: Task, config: Config, data: RunData, out: Path):
+        """Make the optimiser, and give all processes the same weights."""
         self.task = task
         self.config = config
-        self.vocab = vocab
+        self.data = data
+        self.device = data.device
         self.out = out
-        self.device = device
-        self.training = training
-        self.families = families
         self.step = 0
         self.best, self.best_step = -1.0, 0
         self.validation_due = False
@@ -95,11 +96,16 @@ class Trainer:
         self.replicas = Replicas(task, self.parameters)
 
     def save(self, name: str) -> None:
-        """Write the checkpoint `name` into the run directory, whole or not at all; the first process does."""
+        """Write the checkpoint `name` into the run directory, whole or not at all, in the first process.
+
+        Raises:
+            InputError: the run directory no longer exists.
+        """
         if not is_main():
             return
         if not self.out.is_dir():
-            raise InputError(f"{self.out}: the run directory is gone; nothing is saved of iteration {self.step}")
+            raise InputError(f"{self.out}: the run directory no longer exists; iteration {self.step} is not saved")
+        features = self.data.training.features
         content = {
             "model": self.config.model,
             "step": self.step,
@@ -108,15 +114,15 @@ class Trainer:
             "validation_due": self.validation_due,
             "task": self.task.state,
             "config": {key: value for key, value in settings_of(self.config).items() if key not in PLACES},
-            "vocab": self.vocab.to_json(),
-            "features": {} if self.training.features is None else dict(self.training.features.recipe),
-            "families": self.families,
-            **self._learnt(),
+            "vocab": self.data.vocab.to_json(),
+            "features": {} if features is None else dict(features.recipe),
+            "families": self.data.families,
+            **self._networks_and_optimizer(),
         }
         save_checkpoint(self.out / name, content)
 
     def save_step(self) -> None:
-        """Write the numbered checkpoint of this step; then those that are too many go."""
+        """Write the numbered checkpoint of this step, and then remove the oldest ones but for `config.keep`."""
         self.save(step_name(self.step))
         if is_main():
             remove_old(self.out, self.config.keep)
@@ -126,7 +132,7 @@ class Trainer:
         """Continue from a checkpoint whose networks are already loaded into the task.
 
         Raises:
-            InputError: the state of the optimiser is not one of these networks.
+            InputError: the state of the optimiser or of the task does not belong to these networks.
         """
         held = start.content
         with reading(start.path, "a checkpoint of this run"):
@@ -145,10 +151,10 @@ class Trainer:
         self._saved_step = self.step
 
     def train_step(self, batch: Batch) -> tuple[Metrics, Agreement]:
-        """Differentiate the task's loss on `batch`, step the optimiser; returns the step's metrics.
+        """Differentiate the task's loss on `batch`, step the optimiser, and return the metrics of the step.
 
         Raises:
-            InputError: the loss is not finite; no weight has changed, and they are saved to be looked at.
+            InputError: the loss is not finite. No weight has changed, and the weights are saved for inspection.
         """
         torch.manual_seed(step_seed(self.config.seed, self.step, rank()))
         for group in self.optimizer.param_groups:
@@ -169,7 +175,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, batches: Iterable[Batch]) -> float:
-        """Share of examples that the task gets right."""
+        """Return the share of examples that the task gets right."""
         self._train_mode(False)
         what = f"validation with {self.config.val_batch_size} questions at a time"
         with enough_memory(self.device, what, "val_batch_size"), autocast(self.device, self.config.precision):
@@ -180,21 +186,19 @@ class Trainer:
         return right / questions
 
     def fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
-        """Train to `config.iterations`; validate and save every `validate_every` steps and at the end.
+        """Train to `config.iterations`, validating and saving every `validate_every` steps and at the end.
 
-        `training` yields the batches from the current step on. Without `validation` the last checkpoint is the best.
+        `training` yields the batches from the current step on. Without `validation`, the last checkpoint is the best.
 
         Raises:
-            Stopped: a signal; the step was finished and is saved.
-            InputError: the loss or a weight is not finite, or memory does not suffice for a batch.
+            Stopped: a signal has asked a process to stop; its step is finished and saved.
+            InputError: the loss or a weight is not finite, or a batch does not fit into memory.
         """
         what = f"a batch of {self.config.batch_size} questions; --resume continues from the last checkpoint"
         try:
-            # A process of several stops where they have agreed on it, not where the signal finds it.
-            with (
-                enough_memory(self.device, what, "batch_size"),
-                deferred() if world_size() > 1 else nullcontext(),
-            ):
+            # Several processes stop at a step that they agree on, not where the signal arrives.
+            waiting = deferred() if world_size() > 1 else nullcontext()
+            with enough_memory(self.device, what, "batch_size"), waiting:
                 self._fit(training, validation)
         except Stopped as stop:
             if self.step > self._saved_step:
@@ -202,7 +206,7 @@ class Trainer:
                     self._check_weights()
                     self.save_step()
             if self.step == self.config.iterations and not self.validation_due:
-                return  # nothing was left to do
+                return  # the run was complete
             outcome = f"after iteration {self.step}, which is saved; --resume continues from there"
             raise Stopped(stop.number, outcome if self.step else "before the first iteration") from None
 
@@ -212,20 +216,15 @@ class Trainer:
         return f"the best checkpoint is {self.out / BEST}, of iteration {self.best_step}{accuracy}"
 
     def _fit(self, training: Iterable[Batch], validation: Iterable[Batch] | None) -> None:
-        config = self.config
-        records = Records(self.out, self.step, self.validation_due) if is_main() else None
+        config, hidden = self.config, not is_main()
+        records = None if hidden else Records(self.out, self.step, self.validation_due)
         with tqdm(
-            total=config.iterations,
-            initial=self.step,
-            unit="it",
-            desc=config.model,
-            mininterval=1.0,
-            disable=not is_main(),
+            total=config.iterations, initial=self.step, desc=config.model, mininterval=1.0, disable=hidden
         ) as bar:
             if self.step == 0 and validation is not None:
-                self._tell("before the first iteration", self.validate(validation), bar)
+                self._tell("before the first iteration", self.validate(validation))
             if self.validation_due:
-                self._validate_and_save(validation, records, bar)
+                self._validate_and_save(validation, records)
             self._train_mode(True)
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
@@ -240,13 +239,18 @@ class Trainer:
                     raise Stopped(agreed.stop)
                 if self.validation_due:
                     paused = time.perf_counter()
-                    self._validate_and_save(validation, records, bar)
-                    clock += time.perf_counter() - paused  # only training counts
+                    self._validate_and_save(validation, records)
+                    clock += time.perf_counter() - paused  # the speed is that of training alone
 
     def _log(
         self, metrics: Metrics, agreed: Agreement, examples: int, seconds: float, records: Records | None, bar: tqdm
     ) -> None:
-        """Write a row of what all processes have done since the last one, `examples` being this one's."""
+        """Write a row of metrics: those of the step, and the speed at which all processes trained since the last row.
+
+        Args:
+            examples: the number of examples of this process since the last row.
+            seconds: the time since the last row.
+        """
         row = self.replicas.mean(metrics, agreed.weight)
         row["questions_per_second"] = int(total(torch.tensor(examples))) / seconds
         memory = gather(peak_memory(self.device))
@@ -255,13 +259,13 @@ class Trainer:
         row["peak_memory_gb"] = max(memory) / 1e9
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         records.write(self.step, row)
-        bar.set_postfix_str(_summary(row))
+        accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
+        bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {row['questions_per_second']:.0f} questions/s")
 
-    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None, bar: tqdm) -> None:
-        """Validate where there is a split for it; write this step's checkpoint, after it as the best if it is that.
+    def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None) -> None:
+        """Validate if there is a split for it, and write the checkpoints of this step: the best, then the numbered one.
 
-        The order matters to a run that is killed in between: it resumes from the checkpoint before, and comes here
-        again.
+        A run that is killed between the two resumes from the numbered checkpoint before, and comes here again.
         """
         self._check_weights()
         score = None if validation is None else self.validate(validation)  # a signal interrupts it
@@ -272,21 +276,21 @@ class Trainer:
                 self.best, self.best_step = self.best if score is None else score, self.step
             if score is not None and records is not None:
                 records.write(self.step, {VALIDATION: score})
-                self._tell(f"iteration {self.step}", score, bar)
+                self._tell(f"iteration {self.step}", score)
             if improved:
                 self.save(BEST)
             self.save_step()
 
-    def _tell(self, when: str, score: float, bar: tqdm) -> None:
+    def _tell(self, when: str, score: float) -> None:
         if is_main():
-            bar.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
+            tqdm.write(f"{self.config.model} {when}: validation accuracy {100 * score:.1f}%")
 
     def _refuse(self, batch: Batch, loss: float) -> NoReturn:
-        """End the run before a step whose loss is not finite; training on would only lose it.
+        """End the run before a step whose loss is not finite, since the weights would not be finite after it.
 
-        The networks, the optimiser and the batch are saved as plain data for `torch.load`, not as a checkpoint: nothing
-        resumes or starts from the file. Weights and optimiser are as before the step; running statistics of batch
-        norms have seen its batch already.
+        The networks, the optimiser and the batch are saved as plain data for `torch.load`, not as a checkpoint, so that
+        nothing resumes or starts from the file. Weights and optimiser are as before the step, but the running
+        statistics of batch norms include its batch already.
 
         Raises:
             InputError: always.
@@ -297,58 +301,55 @@ class Trainer:
             raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}")
         positions = np.concatenate([positions for positions, _ in gathered])
         images = np.unique(np.concatenate([images for _, images in gathered]))
-        questions = self.training.questions.orig_idxs[positions]
+        questions = self.data.training.questions.orig_idxs[positions]
         seen = {"positions": positions.tolist(), "question_index": questions.tolist()}
+        content = {"format": NOT_FINITE, "iteration": iteration, "loss": loss, **seen, **self._networks_and_optimizer()}
         path = self.out / f"not-finite-{iteration}.pt"
         saved = f"the weights before it are in {path.name}"
         try:
-            content = {"format": NOT_FINITE, "iteration": iteration, "loss": loss, **seen, **self._learnt()}
             save_checkpoint(path, content)
         except OSError as error:
             saved = f"the state could not be saved: {error.strerror or error}"
         about = f"on {len(questions)} questions (question_index {_first(questions)})"
         if not self._weights_are_finite():
-            about += ", which are not to blame: weights were not finite already"
-        hint = LOWER
+            about += ", but weights were not finite before them"
+        hint = HINT
         if len(images):
             which = f"image{'s' if len(images) > 1 else ''} {_first(images)}"
-            hint = f"{self.training.features.path}: the features of {which} are not finite"
+            hint = f"{self.data.training.features.path}: the features of {which} are not finite"
         raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}, {about}; {saved}; {hint}")
 
     def _images_not_finite(self, batch: Batch) -> np.ndarray:
-        """(M,) images of the batch whose features are not finite."""
+        """Return (M,) the images of the batch whose features are not finite."""
         if batch.features is None:
             return np.zeros(0, dtype=np.int64)
         is_finite_N = batch.features.isfinite().flatten(1).all(1).cpu().numpy()
         positions_B = batch.index.cpu().numpy()
-        return self.training.questions.image_idxs[positions_B[~is_finite_N[batch.image_rows]]]
+        return self.data.training.questions.image_idxs[positions_B[~is_finite_N[batch.image_rows]]]
 
-    def _learnt(self) -> dict[str, Any]:
+    def _networks_and_optimizer(self) -> dict[str, Any]:
         return {"networks": pack(self.task.networks), "optimizer": self.optimizer.state_dict()}
 
     def _check_weights(self) -> None:
-        """A finite loss may have had other gradients: such weights are never saved."""
+        """Check the weights before they are saved, because gradients may be infinite where the loss is finite.
+
+        Raises:
+            InputError: a weight is not finite.
+        """
         if not self._weights_are_finite():
             raise InputError(
                 f"{self.out}: weights are not finite after iteration {self.step}; nothing was saved since the last "
-                f"checkpoint; {LOWER}"
+                f"checkpoint; {HINT}"
             )
 
     def _weights_are_finite(self) -> bool:
-        """Parameters, and the running statistics of norms."""
+        """Return whether all parameters and running statistics of norms are finite."""
         held = (tensor for net in self.task.networks.values() for tensor in net.state_dict().values())
         return all(bool(tensor.isfinite().all()) for tensor in held)
 
     def _train_mode(self, on: bool) -> None:
         for network in self.task.networks.values():
             train_mode(network, on)
-
-
-def _summary(row: dict[str, float]) -> str:
-    shown = [f"loss {row['loss']:.3f}"]
-    if "accuracy" in row:
-        shown.append(f"accuracy {100 * row['accuracy']:.0f}%")
-    return ", ".join([*shown, f"{row['questions_per_second']:.0f} questions/s"])
 
 
 def _first(numbers: np.ndarray) -> str:

@@ -1,9 +1,9 @@
-"""A task in several processes: each takes a part of every minibatch, and the gradients of the whole are summed.
+"""A task in several processes: each takes a part of every minibatch, and their gradients are summed.
 
-Most minibatches do not use some of the engine's modules, and each process leaves out other ones. One flag for each
-weight, summed over the processes, tells which weights some process has used. Their gradients are summed as one flat
-tensor, zeros standing for those of a process that has none. The other weights keep no gradient at all, so that the
-optimiser does not change them, as in one process. Batch norms count all parts (`joined_norms.py`).
+Most minibatches leave some of the engine's modules unused, and the parts of a minibatch differ in which. One flag for
+each weight, summed over the processes, tells which weights any process has used. Their gradients are summed as one flat
+tensor, with zeros for a process that has none. The other weights have no gradient at all, so that the optimiser does
+not change them, as in one process. Batch norms are over all parts (`joined_norms.py`).
 """
 
 import signal
@@ -22,21 +22,21 @@ from iep.training.tasks import Metrics, Task
 
 
 class Agreement(NamedTuple):
-    """What all processes know of a step after its forward pass."""
+    """The values of a step that all processes know after its forward pass."""
 
     loss: float
-    """The mean over the whole minibatch."""
+    """The mean loss over the whole minibatch."""
     weight: float
-    """The factor of this process's loss with which the mean over the processes is the loss of the whole minibatch."""
+    """The factor of this process's loss that makes the mean over the processes the loss of the whole minibatch."""
     stop: signal.Signals | None
-    """The signal that has asked one of the processes to stop, if any."""
+    """The signal that has asked one of the processes to stop, or None."""
 
 
 class Replicas:
-    """The networks of a task, equal in all processes and kept so. In a process by itself, nothing is exchanged."""
+    """The networks of a task, kept equal in all processes; a single process exchanges nothing."""
 
     def __init__(self, task: Task, parameters: Sequence[nn.Parameter]):
-        """`parameters` are those that are trained; all processes get the first one's. All must call this together."""
+        """Copy the trained `parameters` of the first process to all, which must call this together."""
         self._task, self._parameters = task, parameters
         if world_size() == 1:
             return
@@ -47,7 +47,7 @@ class Replicas:
         self._statistics = JoinedStatistics(list(task.networks.values()))
 
     def agree(self, batch: Batch, loss: float) -> Agreement:
-        """Return what all processes know, each calling this with its own `batch` and `loss`."""
+        """Return the values that all processes agree on; each calls this with its own `batch` and `loss`."""
         if world_size() == 1:
             return Agreement(loss, 1.0, None)
         count = self._task.count(batch)
@@ -55,14 +55,14 @@ class Replicas:
         return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Compute the gradients of the whole minibatch's loss; a weight that no process has used has None.
+        """Compute the gradients of the whole minibatch's loss, which are None for weights that no process has used.
 
         The running statistics of the modules' norms are joined as well.
         """
         if world_size() == 1:
             loss.backward()
             return
-        if loss.requires_grad:  # this process's part may use no weight that is trained
+        if loss.requires_grad:  # this process's part of the minibatch may use no trained weight
             (loss * (weight / world_size())).backward()
         used = total(torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32))
         trained = [parameter for parameter, count in zip(self._parameters, used.tolist(), strict=True) if count]
@@ -82,7 +82,7 @@ def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield this process's `batches`, of which some processes have one more than others.
 
     Raises:
-        Stopped: in all processes at the same time, where a signal has asked one of them to stop.
+        Stopped: a signal has asked one of the processes to stop; raised in all of them at the same batch.
     """
     if world_size() == 1:
         yield from batches
@@ -90,10 +90,10 @@ def in_step(batches: Iterable[Batch]) -> Iterator[Batch]:
     iterator = iter(batches)
     while True:
         batch = next(iterator, None)
-        going_on, *stops = total(torch.tensor([batch is not None, *_stops()], dtype=torch.int64)).tolist()
+        continues, *stops = total(torch.tensor([batch is not None, *_stops()], dtype=torch.int64)).tolist()
         if (stop := _first(stops)) is not None:
             raise Stopped(stop)
-        if not going_on:
+        if not continues:
             return
         if batch is not None:
             yield batch

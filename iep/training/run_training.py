@@ -1,10 +1,10 @@
 """A resolved config -> a trained run: open the data, build the task and its trainer, fit.
 
-`train_from` does these three in order. What a task needs of data and checkpoints it checks itself (`tasks.py`).
+`train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,54 +52,48 @@ from iep.models.build import (
     unpack,
     with_module_norm,
 )
-from iep.models.checkpoint import PARTS_OF_A_RUN, Saved, checkpoints, load_checkpoint, load_newest
+from iep.models.checkpoint import Saved, check_best, checkpoints, load_newest
 from iep.programs import program_lengths
-from iep.runtime.distributed import attempt, broadcast, is_main, raise_any, rank, torchrun_identity, world_size
+from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.joined_norms import check_module_norm
-from iep.training.loop import Trainer
+from iep.training.loop import RunData, Trainer
 from iep.training.tasks import TASKS, EngineTask, Task
 from iep.vocab import Vocab
 
 TORCHRUN = ".torchrun"
-"""The file in a run directory that identifies the torchrun that has started or resumed the run."""
+"""The file in a run directory that identifies the torchrun that started or resumed the run."""
 GIVEN = "given.yaml"
 """The file in a run directory with the settings of the last `--config FILE`."""
 FIXED = ("model", "freeze", "pg", "ee", "baseline")
-"""Settings that may not change during a run, and so are all settings of its networks. `pg` may where it predicts."""
+"""Settings that may not change during a run, like all settings of its networks; `pg` may if it predicts programs."""
 
 
 def train(config: Config, out: Path, resume: bool) -> bool:
-    """Train as `train_from` does, from the newest checkpoint of `out` if there is one and `resume` is set; return
-    whether there was anything to do."""
+    """Train into `out`, from its newest checkpoint if there is one and `resume` is set, and return whether the run was
+    incomplete. Errors are those of `train_from`."""
     return train_from(load_start(out) if resume else None, config, out) is not None
 
 
 def load_start(out: Path) -> Saved | None:
-    """Return the checkpoint of `load_newest`; all processes load the one that the first has found.
+    """Return the checkpoint that `load_newest` returns in the first process, in every process.
 
     Raises:
-        InputError: as `load_newest`, or another process cannot load it.
+        InputError: as `load_newest`.
     """
-    start, error = attempt(lambda: load_newest(out)) if is_main() else (None, None)
-    raise_any(error)
-    path = broadcast(None if start is None else start.path)
-    if path is not None and not is_main():
-        start, error = attempt(lambda: Saved(path, load_checkpoint(path, PARTS_OF_A_RUN)))
-    raise_any(error)
-    return start
+    return by_main(lambda: load_newest(out))
 
 
 def was_restarted(out: Path) -> bool:
-    """Return whether this is torchrun's second start of the run in `out`, after a process failed (`--max-restarts`)."""
+    """Return whether torchrun has restarted the run in `out` after a process failed (`--max-restarts`)."""
     mine, path = torchrun_identity(), out / TORCHRUN
     return broadcast(mine is not None and path.is_file() and path.read_text() == mine)
 
 
 def config_of(start: Saved) -> Config:
-    """Return the settings of the run that `start` is a checkpoint of; an earlier version may have saved it.
+    """Return the settings of the run of the checkpoint `start`, which an earlier version may have saved.
 
     Raises:
         InputError: a setting is unknown or invalid.
@@ -108,10 +102,10 @@ def config_of(start: Saved) -> Config:
 
 
 def changes(start: Saved, config: Config) -> list[str]:
-    """Return a text for each setting that `config` changes of the run that `start` is a checkpoint of.
+    """Return a text for each setting in which `config` differs from the run of the checkpoint `start`.
 
     Raises:
-        InputError: one may not change during a run; the text names all such settings.
+        InputError: such a setting may not change during a run (names all of them).
     """
     saved = config_of(start)
     if saved.model != config.model:
@@ -128,18 +122,6 @@ def changes(start: Saved, config: Config) -> list[str]:
     return [f"{name} {now[name]} instead of {before[name]}" for name in changed]
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The device, and what a run reads: the vocabulary and its splits, `validation` being None without one for it."""
-
-    device: torch.device
-    vocab: Vocab
-    training: Split
-    validation: Split | None
-    families: str | None
-    """The question families that the config's file lists."""
-
-
 def train_from(
     start: Saved | None,
     config: Config,
@@ -153,28 +135,29 @@ def train_from(
         start: the checkpoint of the same run to resume from, None for a new run.
         config: all settings.
         out: the run directory.
-        asked: dotted names of the settings that were given even where they are the defaults: networks to start from
-            must have them, and the model must use them.
-        file_settings: those of the `--config` file by dotted name, which the run directory stores; None without one.
+        asked: dotted names of the settings that the user gave, even as the defaults: networks to start from must have
+            them, and the model must use them.
+        file_settings: the settings in the `--config` file by dotted name, which the run directory stores; None without
+            a file.
 
     Raises:
         InputError: the config, the data or a checkpoint does not fit.
-        Stopped: a signal; what is done is saved.
+        Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
     config = absolute(config)
-    opened = _open(start, config, out, asked)
-    if opened is None:
+    data = _open(start, config, out, asked)
+    if data is None:
         return None
-    trainer = _build(start, config, out, asked, opened)
-    _fit(trainer, opened, file_settings)
+    trainer = _build(start, config, out, asked, data)
+    _fit(trainer, file_settings)
     return trainer
 
 
 # Open
 
 
-def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> Opened | None:
-    """Check the config and open the data; None if the run is complete."""
+def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> RunData | None:
+    """Check the config, open the data and return it, or None if the run is complete."""
     if config.data is None:
         raise InputError("no data: give --data DIR, a directory written by iep-preprocess")
     task = TASKS[config.model]
@@ -182,7 +165,9 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
     changed = [] if start is None else changes(start, config)
-    if start is None and checkpoints(out):
+    if start is not None:
+        by_main(lambda: check_best(start))
+    elif checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
     families = listed(config.families)
     if start is not None and config.families == start.content["config"].get("families"):
@@ -202,11 +187,11 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     training, validation = _open_splits(config, vocab)
     for split in filter(None, (training, validation)):
         task.check_questions(config, split.questions)
-    return Opened(device, vocab, training, validation, families)
+    return RunData(device, vocab, training, validation, families)
 
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
-    """Open the splits to train and to validate on; None instead of `val` where no split is named and it is missing."""
+    """Open the training split and the validation split, which is None if no split is named and there is no `val`."""
     data, sees = Path(config.data), config.model in READING_FEATURES
     choose = None
     if config.families is not None:
@@ -222,29 +207,29 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
 # Build
 
 
-def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str], opened: Opened) -> Trainer:
+def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str], data: RunData) -> Trainer:
     """Build or load the networks, and make the trainer of the task on them."""
     torch.manual_seed(config.seed)
     predictor = None
     if config.model == "ee" and config.programs == "predicted":
-        predictor = load_network(config.pg, "generator", opened.vocab, opened.device)
-    networks = {name: _network(name, start, config, opened) for name in NETWORKS[config.model]}
+        predictor = load_network(config.pg, "generator", data.vocab, data.device)
+    networks = {name: _network(name, start, config, data) for name in NETWORKS[config.model]}
     task = TASKS[config.model](config, networks, predictor)
     freeze(task.networks, config.freeze)
     if config.placement != NONE:
-        tqdm.write(_place(task, config, opened.training))
+        tqdm.write(_place(task, config, data.training))
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
-    trainer = Trainer(task, config, opened.vocab, out, opened.device, opened.training, opened.families)
+    trainer = Trainer(task, config, data, out)
     if start is not None:
         trainer.restore(start)
     return trainer
 
 
-def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> nn.Module:
-    """Return the run's own network, that of the checkpoint to start from, or a new one; on the device."""
-    vocab, training = opened.vocab, opened.training
+def _network(name: str, start: Saved | None, config: Config, data: RunData) -> nn.Module:
+    """Return the network of the run, of the checkpoint to start from, or a new one, on the device."""
+    vocab, training = data.vocab, data.training
     path = _start_of(name, config)
     if start is not None:
         with reading(start.path, "a checkpoint of this run"):
@@ -260,29 +245,33 @@ def _network(name: str, start: Saved | None, config: Config, opened: Opened) -> 
             network = with_module_norm(network, config.engine.module_norm)
     if name in FEATURE_SIDES:
         check_features(network, training.features.shape[1:], start.path if start else path or training.features.path)
-        if opened.validation is not None:
-            check_features(network, opened.validation.features.shape[1:], opened.validation.features.path)
+        if data.validation is not None:
+            check_features(network, data.validation.features.shape[1:], data.validation.features.path)
         if is_main() and (warning := describe_other_features(network, training.features)) is not None:
             tqdm.write(warning)
-    return place(network, opened.device)
+    return place(network, data.device)
 
 
 def _start_of(name: str, config: Config) -> str | None:
-    """Return the checkpoint that the network `name` starts from, if any."""
+    """Return the checkpoint that the network `name` starts from, or None."""
     return {"generator": config.pg, "engine": config.ee}.get(name, config.baseline)
 
 
 def _learn_words(config: Config, name: str, start: str, network: nn.Module, count: int) -> None:
-    """Add `count` question words that are new to a network to start from, and say so."""
+    """Add `count` new question words to a network to start from, and print their number.
+
+    Raises:
+        InputError: the embeddings of words are frozen.
+    """
     if {name, *PARTS_WITH_WORDS} & set(config.freeze):
-        raise InputError(f"{start}: {count} question words are new to it, and frozen it cannot learn them")
+        raise InputError(f"{start}: {count} question words are new to it, and a frozen part cannot learn them")
     add_words(network, name, count, config.seed)
     if is_main():
         tqdm.write(f"{start}: {count} new question words")
 
 
 def _place(task: Task, config: Config, training: Split) -> str:
-    """Place the engine's parts; return a text on where they are and what is copied between devices."""
+    """Place the engine's parts, and return a text on their devices and on the copies between devices."""
     questions, engine = training.questions, task.networks["engine"]
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, config.placement, config.devices, sample)
@@ -296,7 +285,7 @@ def _with_networks_settings(
     """Return `config` with the settings of its networks, which a checkpoint to start from determines.
 
     Raises:
-        InputError: settings other than the checkpoint's were asked for: by name, or by not being the defaults.
+        InputError: a setting differs from the checkpoint's, and was given by name or is not the default.
     """
     sections = {}
     for name, network in networks.items():
@@ -315,10 +304,10 @@ def _with_networks_settings(
 # Fit
 
 
-def _fit(trainer: Trainer, opened: Opened, file_settings: Mapping[str, Any] | None) -> None:
+def _fit(trainer: Trainer, file_settings: Mapping[str, Any] | None) -> None:
     """Write the run directory's settings and train."""
     config, out = trainer.config, trainer.out
-    batches, validation_batches = _batches(trainer, opened)
+    batches, validation_batches = _batches(trainer)
     if is_main():
         out.mkdir(parents=True, exist_ok=True)
         write_bytes(out / CONFIG, to_yaml(config).encode())
@@ -328,19 +317,19 @@ def _fit(trainer: Trainer, opened: Opened, file_settings: Mapping[str, Any] | No
             write_bytes(out / TORCHRUN, torchrun.encode())
         if config.placement != NONE:
             write_bytes(out / PLACEMENT_FILE, trainer.task.networks["engine"].placement.to_yaml().encode())
-        tqdm.write(_describe(trainer, opened))
+        tqdm.write(_describe(trainer))
     trainer.fit(batches, validation_batches)
 
 
-def _describe(trainer: Trainer, opened: Opened) -> str:
-    """Return what will run: model, device and parameters, data and steps."""
+def _describe(trainer: Trainer) -> str:
+    """Return three lines on the run: model, device and parameters; data; steps."""
     config = trainer.config
     held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
     trained = sum(p.numel() for p in trainer.parameters)
     frozen = "" if trained == held else f", {trained:,} of them trained"
     splits = [
         f"{len(split.questions):,} questions about {len(set(split.questions.image_idxs.tolist())):,} images of {name}"
-        for name, split in ((config.train_split, opened.training), (config.val_split, opened.validation))
+        for name, split in ((config.train_split, trainer.data.training), (config.val_split, trainer.data.validation))
         if split is not None
     ]
     return (
@@ -350,9 +339,9 @@ def _describe(trainer: Trainer, opened: Opened) -> str:
     )
 
 
-def _batches(trainer: Trainer, opened: Opened) -> tuple[Batches, Batches | None]:
-    """Return the batches of training from the trainer's step on, and those of validation, None without that split."""
-    config, training, validation = trainer.config, opened.training, opened.validation
+def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
+    """Return the training batches from the trainer's step on, and the validation batches or None."""
+    config, training, validation = trainer.config, trainer.data.training, trainer.data.validation
     plan_training, plan_validation = None, None
     if isinstance(trainer.task, EngineTask) and trainer.task.predictor is None:
         planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
@@ -360,7 +349,7 @@ def _batches(trainer: Trainer, opened: Opened) -> tuple[Batches, Batches | None]
         plan_validation = planner(training=False)
     programs = training.questions.programs
     order = make_order(
-        program_lengths(programs, opened.vocab.program) if config.curriculum and programs is not None else None,
+        program_lengths(programs, trainer.data.vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
         config.curriculum,
         config.batch_size,
@@ -381,10 +370,14 @@ def _batches(trainer: Trainer, opened: Opened) -> tuple[Batches, Batches | None]
 
 
 def _check_enough(order: Order, networks: Mapping[str, nn.Module]) -> None:
-    """Check that every process gets a question of every minibatch, and batch norm over questions at least two."""
+    """Check that every process gets a question of each minibatch, and batch norm over questions at least two.
+
+    Raises:
+        InputError: a minibatch has too few questions.
+    """
     fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
     if fewest < world_size():
-        raise InputError(f"a minibatch of {fewest} questions for {world_size()} processes, expected one each at least")
+        raise InputError(f"a minibatch has {fewest} questions for {world_size()} processes, expected at least one each")
     layers = (layer for network in networks.values() for layer in network.modules())
     if fewest < 2 and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
-        raise InputError("a minibatch of 1 question, expected 2 at least for the batch norm of classifier_norm")
+        raise InputError("a minibatch has 1 question, expected at least 2 for the batch norm of classifier_norm")

@@ -1,7 +1,7 @@
-"""What one training step and one validation step of each model compute; the loop around them is `loop.py`.
+"""The computation of a training step and of a validation step of each model; `loop.py` is the loop around them.
 
-A `Task` owns the networks that are trained and saved. It says which datasets and which checkpoints it needs, what the
-loss of a minibatch is, and which examples are right; `TASKS` has the task of each model.
+A `Task` owns the networks that are trained and saved. It checks the datasets and checkpoints that it needs, computes
+the loss of a minibatch, and finds the examples that are answered correctly. `TASKS` has the task of each model.
 
 Shapes: B examples, T question tokens, L program tokens, A answers.
 """
@@ -25,20 +25,20 @@ Metrics = dict[str, Tensor]
 
 
 class Task:
-    """A network that answers without programs, by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4.1).
+    """Training of a network without programs by cross entropy on answers (Johnson et al. 2017, CLEVR, section 4.1).
 
-    The tasks of the other models replace the methods in which they differ.
+    The tasks of the other models override the methods in which they differ.
 
     Attributes:
-        networks: by name; they are trained and saved.
-        state: the numbers that the task carries from step to step, saved with every checkpoint.
+        networks: the networks that are trained and saved, by name.
+        state: the numbers that the task carries from step to step, which every checkpoint stores.
     """
 
     def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
-        """`predictor` is a program generator that is not trained, where the config has programs predicted.
+        """Take the networks, and the program generator that predicts programs without being trained, if any.
 
         Raises:
-            InputError: the networks cannot be trained as the config says.
+            InputError: the networks cannot be trained with these settings.
         """
         self.config = config
         self.networks = networks
@@ -47,20 +47,20 @@ class Task:
 
     @classmethod
     def needs(cls, config: Config) -> tuple[str, ...]:
-        """Return the names of the datasets that a questions file must have."""
+        """Return the names of the datasets that a questions file must hold."""
         return ("answers",)
 
     @classmethod
     def check_starts(cls, config: Config) -> None:
-        """Check that the checkpoints to start from, or to predict with, are those that the model uses.
+        """Check that the checkpoints to start from and to predict with are those that the model uses.
 
         Raises:
-            InputError: one is missing, or would not be used.
+            InputError: a checkpoint is missing, or would not be used.
         """
 
     @classmethod
     def check_questions(cls, config: Config, questions: Questions) -> None:
-        """Check that the questions have all that the task needs.
+        """Check that the questions have all datasets that the task needs.
 
         Raises:
             InputError: a dataset is missing.
@@ -71,7 +71,7 @@ class Task:
                 raise InputError(f"{questions.path}: has no {name}, which training {config.model} needs{hint}")
 
     def count(self, batch: Batch) -> int:
-        """Return how many things the loss is a mean over: questions, unless a task says otherwise."""
+        """Return the number of terms that the loss is a mean over: here, questions."""
         return len(batch.index)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -80,7 +80,7 @@ class Task:
         return network(batch.questions, batch.features, batch.image_rows)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the loss, a scalar to differentiate, and the metrics of the step, which are means too."""
+        """Return the loss, which is a scalar to differentiate, and the metrics of the step, which are means as well."""
         return _answer_loss(self.logits(batch), batch.answers)
 
     def correct(self, batch: Batch) -> Tensor:
@@ -89,7 +89,7 @@ class Task:
 
 
 class GeneratorTask(Task):
-    """Program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
+    """Training of the program generator by teacher forcing on true programs (Johnson et al. 2017, section 3.4)."""
 
     @classmethod
     def needs(cls, config: Config) -> tuple[str, ...]:
@@ -111,14 +111,18 @@ class GeneratorTask(Task):
 
 
 class EngineTask(Task):
-    """Execution engine by cross entropy on answers, on true programs or those of a fixed generator (section 3.4)."""
+    """Training of the execution engine by cross entropy on answers (Johnson et al. 2017, section 3.4).
+
+    The programs are the true ones, or those that a fixed generator predicts.
+    """
 
     def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
         super().__init__(config, networks, predictor)
         self.engine = networks["engine"]
         if config.attention_penalty and not self.engine.makes_attentions:
-            what = f"attention_penalty is {config.attention_penalty}, but the engine's modules"
-            raise InputError(f"{what} {self.engine.kwargs['modules']} make no attentions; those of --modules tbd do")
+            modules = self.engine.kwargs["modules"]
+            what = f"attention_penalty is {config.attention_penalty}, but modules {modules} compute no attention maps"
+            raise InputError(f"{what}; those of --modules tbd do")
 
     @classmethod
     def needs(cls, config: Config) -> tuple[str, ...]:
@@ -127,16 +131,15 @@ class EngineTask(Task):
     @classmethod
     def check_starts(cls, config: Config) -> None:
         if config.programs == "predicted" and config.pg is None:
-            raise InputError("programs are to be predicted: give --pg CKPT, a trained program generator")
+            raise InputError("programs is predicted: give --pg CKPT, a trained program generator")
         if config.programs != "predicted" and config.pg is not None:
-            what = f"pg is {config.pg}, which training ee does not use"
-            raise InputError(f"{what}; --programs predicted runs its programs")
+            raise InputError(f"pg is {config.pg}, which training ee uses only with --programs predicted")
 
     def logits(self, batch: Batch) -> Tensor:
         return self._forward(batch)[0]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the mean cross entropy of an answer plus the penalty of attentions, and the share of right answers."""
+        """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step."""
         return self.engine_loss(*self._forward(batch), batch.answers)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -145,20 +148,22 @@ class EngineTask(Task):
         return self.forward_programs(batch, greedy(self.predictor, batch.questions, self.config.max_program_length))
 
     def forward_programs(self, batch: Batch, programs_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, A) answer logits of programs that the batch does not hold a plan of, and the sum of their
-        attentions where these are penalised and the engine is trained."""
+        """Return (B, A) answer logits of programs that the batch has no plan for, and the sum of their attention maps
+        if these are penalised and the engine is trained."""
         config = self.config
         attentions = self.engine.training and config.attention_penalty > 0
         plan = self.engine.plan(programs_BL, batch.image_rows, config.batching, config.sharing, attentions)
         return self.engine.forward_with_attentions(batch.features, plan, config.defer_weight_grads)
 
     def engine_loss(self, logits_BA: Tensor, attention: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
-        """Return the mean cross entropy of an answer plus the penalty of attentions (Mascharka et al. 2018, section
-        4.1; a sum over the minibatch in their code)."""
+        """Return the mean cross entropy of an answer plus the attention penalty, and the metrics of the step.
+
+        The penalty is that of Mascharka et al. 2018, section 4.1, which is a sum over the minibatch in their code.
+        """
         loss, metrics = _answer_loss(logits_BA, answers_B)
         if not self.config.attention_penalty:
             return loss, metrics
-        # A process's loss counts for its share of the questions, so that all of them make up the whole minibatch's sum.
+        # The loss of a process is weighted by its share of the questions, but the penalty is a sum over all of them.
         questions = torch.tensor(len(answers_B), dtype=torch.float64)
         share = questions.item() / total(questions).item()
         penalty = self.config.attention_penalty / share * attention
@@ -166,11 +171,12 @@ class EngineTask(Task):
 
 
 class JointTask(EngineTask):
-    """Generator by REINFORCE and engine by backpropagation, on sampled programs (Johnson et al. 2017, section 3.4).
+    """Training of generator and engine on sampled programs (Johnson et al. 2017, section 3.4).
 
-    The reward of a sampled program is 1 where the engine answers right, else 0; a moving average of the mean reward
-    is its baseline (Williams 1992). `reward_decay` is that average's; `temperature` divides the logits that programs
-    are drawn from. The loss of a network that is frozen is left out.
+    The engine is trained by backpropagation and the generator by REINFORCE (Williams 1992). The reward of a sampled
+    program is 1 if the engine answers right, else 0, and its baseline is a moving average of the mean reward with the
+    decay `reward_decay`. `temperature` divides the logits that programs are sampled from. The loss of a frozen network
+    is left out.
     """
 
     def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
@@ -186,10 +192,10 @@ class JointTask(EngineTask):
     def check_starts(cls, config: Config) -> None:
         for part in ("pg", "ee"):
             if getattr(config, part) is None:
-                raise InputError(f"joint training starts from trained parts: give --{part} CKPT")
+                raise InputError(f"joint training starts from trained networks: give --{part} CKPT")
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Return the sum of the engine's cross entropy and the generator's REINFORCE surrogate, less what is frozen."""
+        """Return the engine's cross entropy plus the generator's REINFORCE surrogate, and the metrics of the step."""
         config = self.config
         programs_BL, log_probs_B = sample(
             self.generator, batch.questions, config.max_program_length, config.temperature, batch.draws
@@ -212,7 +218,7 @@ class JointTask(EngineTask):
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
-    """Return the mean cross entropy of an answer, and with it the share of right answers."""
+    """Return the mean cross entropy of an answer, and the metrics of the step: loss and share of right answers."""
     loss = F.cross_entropy(logits_BA.float(), answers_B)
     accuracy = (logits_BA.detach().argmax(1) == answers_B).float().mean()
     return loss, {"loss": loss.detach(), "accuracy": accuracy}
