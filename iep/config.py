@@ -1,14 +1,14 @@
-"""The one home of every default of training and evaluation, in frozen dataclasses.
+"""All settings of training and evaluation with their defaults, in frozen dataclasses.
 
-YAML overrides them, `key=value` overrides YAML. Turns a YAML file and a list of `key=value` strings into a checked
-`Config`. An unknown key, a value of the wrong type or out of range, and a setting that the model does not use is an
-`InputError` that names the key and where it was given.
+This file turns a YAML file, which overrides the defaults, and `key=value` strings, which override YAML, into a checked
+`Config`. An unknown key, a value of the wrong type or out of range, and a setting that the model does not use are each
+an `InputError` that names the key and where it was given.
 """
 
 import contextlib
 import dataclasses
 import difflib
-import math
+import json
 import os
 import types
 import typing
@@ -39,39 +39,39 @@ PROGRAM_SOURCES = ("ground-truth", "predicted")
 EVALUATED = ("pg", "ee", "baseline")
 """The settings of an evaluation that name checkpoints."""
 REPORT_QUESTIONS = 1000
-"""How many questions the HTML report of an evaluation lists at most."""
+"""The greatest number of questions that the HTML report of an evaluation lists."""
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-"""That make features."""
+"""The networks that `iep-preprocess` can compute features with."""
 RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
-"""As in Johnson et al. 2017, section 4.1."""
+"""The network, the stage and the image size of Johnson et al. 2017, section 4.1."""
 PATCH_SIZE = 8
-"""Of features that are patches."""
+"""The side, in pixels, of features that are patches of the image."""
 SALIENCY = {
     "norm": "norm over channels of each module's output",
     "gradient": "norm over channels of the gradient of the answer's score by each module's output",
 }
-"""What the maps in the picture of an answer can show, by the name that `--saliency` takes."""
+"""The saliency maps that the picture of an answer can show, by their names for `--saliency`."""
 DEFAULT_SALIENCY = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
-"""Settings that say where a run computes; checkpoints do not store them."""
+"""The settings of the devices on which a run computes; checkpoints do not store them."""
 SECTIONS = {
     "generator": ("pg", "joint"),
     "engine": WITH_ENGINE,
     **{name.replace("-", "_"): (name,) for name in (*BASELINES, "backbone")},
 }
-"""The sections of a `Config`, which hold the settings of one network each, and the models that have the network."""
+"""The sections of a `Config`, each with the settings of one network, and the models that have this network."""
 PATHS = {
     **dict.fromkeys(("data", "pg", "ee", "baseline"), ()),
     "families": ("short", "long"),
     "placement": ("none", "round-robin", "balanced"),
 }
-"""Settings that name files, with the words that may stand in place of a name."""
+"""The settings that name files, and the words that each of them accepts instead of a file name."""
 SHIPPED = Path(__file__).parent / "configs"
-"""The configs of the package: `mini/pg` names `mini/pg.yaml` in this directory."""
+"""The directory of the package's configs; `mini/pg` is the name of its file `mini/pg.yaml`."""
 Given = list[tuple[str, str, Any]]
-"""Settings as a user gave them: where, the dotted name, and the value."""
+"""Settings as a user gave them: the place, the dotted name and the value of each."""
 LARGEST = 2**53
 LEARNING_RATES = {"pg": 5e-4, "ee": 1e-4, "joint": 5e-5, **dict.fromkeys(BASELINES, 5e-4), "backbone": 3e-3}
 
@@ -83,10 +83,10 @@ def setting(
     choices: tuple[str, ...] | None = None,
     models: tuple[str, ...] = MODELS,
 ) -> Any:
-    """Return a dataclass field with a default and, checked when a config is read, bounds or a list of choices.
+    """Return a dataclass field with a default and, to be checked when a config is read, bounds or a list of choices.
 
-    The bounds of a tuple are those of each of its items. `models` are those that use the setting; for the others it is
-    an error to give it.
+    The bounds of a tuple apply to each of its items. `models` are the models that use the setting; for other models it
+    is an error to give it.
     """
     limits = {"minimum": minimum, "maximum": maximum, "choices": choices, "models": models}
     return field(default=default, metadata=limits)
@@ -94,7 +94,7 @@ def setting(
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """Program generator (Johnson et al. 2017, section 3.2 and supplementary)."""
+    """Settings of the program generator (Johnson et al. 2017, section 3.2 and supplementary material)."""
 
     embedding_dim: int = setting(300, minimum=1)
     hidden_dim: int = setting(256, minimum=1)
@@ -104,16 +104,16 @@ class GeneratorConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is Suarez & Zhu's)."""
+    """Settings of the execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is from Suarez & Zhu)."""
 
     modules: str = setting("iep", choices=MODULES)
-    """The set of modules: `iep`, residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018),
-    which has no settings `module_residual`, `module_norm` and `scene`."""
+    """The set of modules: `iep`, residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018).
+    The set `tbd` does not have the settings `module_residual`, `module_norm` and `scene`."""
     module_dim: int = setting(128, minimum=1)
     module_residual: bool = True
     module_norm: str = setting("none", choices=choices.NORMS)
-    """Batch norm after every convolution of a block: over a call's examples, or over each example by itself, as where
-    examples run one at a time."""
+    """The norm after every convolution of a block: `batch` norm over the examples of a call, or over each `example` by
+    itself, as if examples ran one at a time."""
     scene: str = setting("module", choices=choices.SCENES)
     stem: str = setting("conv", choices=choices.STEMS)
     stem_widths: tuple[int, ...] = setting((128,), minimum=1)
@@ -130,7 +130,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class LstmConfig:
-    """Question-only baseline (Johnson et al. 2017, CLEVR, section 4.1)."""
+    """Settings of the baseline that reads the question only (Johnson et al. 2017, CLEVR, section 4.1)."""
 
     embedding_dim: int = setting(300, minimum=1)
     hidden_dim: int = setting(256, minimum=1)
@@ -143,7 +143,7 @@ class LstmConfig:
 
 @dataclass(frozen=True)
 class CnnLstmConfig(LstmConfig):
-    """CNN+LSTM (the same place): the question's part, and a CNN over the features."""
+    """Settings of CNN+LSTM (Johnson et al. 2017, CLEVR, section 4.1): an LSTM and a CNN over the features."""
 
     cnn_res_blocks: int = setting(0, minimum=0)
     cnn_res_block_dim: int = setting(128, minimum=1)
@@ -153,7 +153,7 @@ class CnnLstmConfig(LstmConfig):
 
 @dataclass(frozen=True)
 class CnnLstmSaConfig(LstmConfig):
-    """CNN+LSTM+SA (the same place; Yang et al. 2016): the question's part, and stacked attention."""
+    """Settings of CNN+LSTM+SA (Johnson et al. 2017, CLEVR, section 4.1; Yang et al. 2016): stacked attention."""
 
     attention_dim: int = setting(512, minimum=1)
     attention_steps: int = setting(2, minimum=0)
@@ -170,87 +170,88 @@ class BackboneConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a training run depends on besides its data's content. Saved beside its checkpoints."""
+    """All settings of a training run, which are saved beside its checkpoints."""
 
     model: str = setting("ee", choices=MODELS)
     data: str | None = None
     pg: str | None = setting(None, models=("pg", *WITH_ENGINE))
-    """Checkpoint that the program generator starts from, or that predicts the engine's programs."""
+    """The checkpoint that the program generator starts from, or that predicts the engine's programs."""
     ee: str | None = setting(None, models=WITH_ENGINE)
-    """Checkpoint that the execution engine starts from."""
+    """The checkpoint that the execution engine starts from."""
     baseline: str | None = setting(None, models=BASELINES)
-    """Checkpoint that a baseline starts from."""
+    """The checkpoint that a baseline starts from."""
 
     programs: str = setting("ground-truth", choices=PROGRAM_SOURCES, models=("ee",))
     batching: str = setting(choices.DEFAULT_SCHEDULER, choices=BATCHING, models=WITH_ENGINE)
-    """Scheduler of the engine's module calls."""
+    """The scheduler of the engine's module calls."""
     sharing: bool | None = setting(None, models=WITH_ENGINE)
-    """Run each image's stem, and equal subtrees over one image, once. Unset: in training only where it is exact, that
-    is without batch norm and dropout; in validation always."""
+    """Run each image's stem, and equal subtrees over one image, once. If unset, training shares only where this is
+    exact, that is without batch norm and dropout, and validation always does."""
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"
     val_split: str = "val"
-    """CLEVR-CoGenT's splits are trainA, valA and valB."""
+    """The split for validation. CLEVR-CoGenT has trainA, valA and valB."""
     families: str | None = setting(None, models=ANSWERING)
-    """Train and validate on the questions of these families only: a JSON or YAML file that lists them, or short or long
-    (see `iep/data/question_families.py`). What follows counts the questions that these leave."""
+    """The question families to train and validate on: a JSON or YAML file that lists them, or `short` or `long` (see
+    `iep/data/question_families.py`). The following settings count the questions of these families only."""
     num_train_samples: int | None = setting(None, minimum=1)
-    """Train on the first so many questions."""
+    """The number of questions to train on, from the first."""
     skip_val_samples: int = setting(0, minimum=0)
-    """Validate on none of the first so many questions, those that are trained on, say."""
+    """The number of questions at the start that validation skips, for example because they are trained on."""
     num_val_samples: int | None = setting(10_000, minimum=1)
-    """Validate on so many questions, the first after those skipped."""
+    """The number of questions to validate on, from the first that is not skipped."""
     curriculum: tuple[tuple[int, int], ...] = setting((), models=ANSWERING)
-    """Pairs (first iteration, most functions in a program besides scene); the last pair is the longest allowed."""
+    """Pairs of the first iteration and the greatest program length from then on, in functions besides `scene`."""
     max_program_length: int = setting(31, minimum=2, maximum=1000, models=("pg", *WITH_ENGINE))
-    """Tokens after which decoding stops, <START> and <END> included: as the original toolkit, 30 after <START>. CLEVR's
-    longest program has 27."""
+    """The number of tokens, <START> and <END> included, after which decoding stops. The default is that of the original
+    toolkit, 30 after <START>. CLEVR's longest program has 27."""
     questions_per_image: int = setting(1, minimum=1, models=ANSWERING)
-    """Questions about the same image that are drawn together; above 1, with sharing, the stem sees fewer images."""
+    """The number of questions about one image that are drawn together. With more than 1, sharing runs fewer stems."""
     workers: int = setting(1, minimum=0)
-    """Processes that read batches and plan them; 0 does it in the training process."""
+    """The number of processes that read and plan batches; with 0, the training process does this itself."""
     prefetch: int = setting(2, minimum=1)
-    """Batches that each worker makes ahead."""
+    """The number of batches that each worker prepares in advance."""
     features_in_memory: bool = setting(False, models=(*READING_FEATURES, "backbone"))
-    """Read all features once, at the start, into memory that all processes of a machine share; decode all images, for a
+    """Read all features at the start into memory that all processes of a machine share; decode all images, for a
     backbone."""
 
     iterations: int = setting(20_000, minimum=1)
     batch_size: int = setting(64, minimum=1)
     val_batch_size: int = setting(256, minimum=1)
-    """Questions that validation runs at a time."""
+    """The number of questions that validation runs at a time."""
     learning_rate: float | None = setting(None, minimum=0)
-    """Unset: 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint, 3e-3 for a backbone."""
+    """The peak learning rate. If unset, it is 5e-4 for pg and the baselines, 1e-4 for ee, 5e-5 for joint, and 3e-3
+    for a backbone."""
     warmup: int = setting(0, minimum=0)
     decay: str = setting("constant", choices=("constant", "cosine"))
     weight_decay: float = setting(0.0, minimum=0)
     clip_gradients: float | None = setting(None, minimum=1e-6)
-    """Greatest norm of the gradient of all parameters together; a larger one is scaled down to it."""
+    """The greatest norm of the gradient of all parameters together; larger gradients are scaled down to it."""
 
     attention_penalty: float = setting(0.0, minimum=0, models=WITH_ENGINE)
-    """Of the modules tbd: the loss of a minibatch grows by so many times the sum of all attentions of its programs that
-    networks make (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
+    """The factor by which the sum of all attentions that networks return is added to the loss of a minibatch, for the
+    modules tbd (Mascharka et al. 2018 and their code: 2.5e-7 for minibatches of 128)."""
 
     precision: str = setting("float32", choices=PRECISIONS)
-    """The dtype that the networks compute in. Weights and the program generator are always in float32; bfloat16 is
-    faster on processors that have it."""
+    """The dtype in which the networks compute. Weights and the program generator always use float32; bfloat16 is faster
+    on processors that support it."""
 
     freeze: tuple[str, ...] = ()
-    """Parts of the model that training leaves as they are; their names are in `iep/training/freezing.py`."""
+    """The parts of the model that training does not change, by their names in `iep/training/freezing.py`."""
     reward_decay: float = setting(0.9, minimum=0, maximum=1, models=("joint",))
     temperature: float = setting(1.0, minimum=1e-6, models=("joint",))
 
     seed: int = setting(0, minimum=0, maximum=2**32 - 1)
     device: str = "auto"
     placement: str = setting("none", models=WITH_ENGINE)
-    """How the engine's functions are placed on `devices`: none, round-robin, balanced, or a YAML file."""
+    """The placement of the engine's functions on `devices`: none, round-robin, balanced, or a YAML file."""
     devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
-    """Of the placement; the first also has all that is not placed."""
+    """The devices of the placement. Everything that is not placed is on the first one."""
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
     keep: int = setting(2, minimum=1)
-    """How many of the newest checkpoints a run keeps, besides the best."""
+    """The number of newest checkpoints that a run keeps, besides the best one."""
 
     generator: GeneratorConfig = GeneratorConfig()
     engine: EngineConfig = EngineConfig()
@@ -261,13 +262,13 @@ class Config:
 
     @property
     def peak_learning_rate(self) -> float:
-        """The learning rate given, or the published one of the model."""
+        """The given learning rate, or the published one of the model."""
         return LEARNING_RATES[self.model] if self.learning_rate is None else self.learning_rate
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate and how; `pg`, `ee` and `baseline` are checkpoints or run directories."""
+    """All settings of an evaluation; `pg`, `ee` and `baseline` are checkpoints or run directories."""
 
     data: Path
     split: str = "val"
@@ -275,7 +276,7 @@ class Evaluation:
     ee: Path | None = None
     baseline: Path | None = None
     programs: str | None = None
-    """`predicted` or `ground-truth`; None is predicted where there is a `pg`."""
+    """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
     batching: str = Config.batching
     sharing: bool | None = Config.sharing
     beam_size: int = 1
@@ -283,12 +284,12 @@ class Evaluation:
     precision: str = Config.precision
     batch_size: int = 256
     order_by_image: bool = False
-    families: str | None = None
-    """Evaluate on the questions of these families only, as `Config.families`."""
+    families: str | None = setting(None, models=ANSWERING)
+    """The question families to evaluate on, as in `Config`."""
     skip_samples: int = 0
-    """How many of these to skip at the start."""
+    """The number of questions of these families to skip at the start."""
     num_samples: int | None = None
-    """How many of what is left to evaluate on, from the start."""
+    """The number of questions to evaluate on, from the first that is not skipped."""
     workers: int = Config.workers
     features_in_memory: bool = Config.features_in_memory
     device: str = Config.device
@@ -302,7 +303,7 @@ def read_config(
     overrides: Mapping[str, Any] | None = None,
     base: Config | None = None,
 ) -> Config:
-    """Return `base` (the defaults) with the settings of `given_settings` in place of its own.
+    """Return `base`, or the defaults if it is None, with the settings of `given_settings` in place of its own.
 
     Raises:
         InputError: as `given_settings` and `update`.
@@ -313,14 +314,12 @@ def read_config(
 def given_settings(
     file: Path | None = None, assignments: Iterable[str] = (), overrides: Mapping[str, Any] | None = None
 ) -> Given:
-    """Return the settings of a YAML file, of `key=value` strings and of `overrides` other than None, in this order, in
-    which later ones count.
+    """Return the settings of a YAML file, of `key=value` strings, and of `overrides` other than None, in this order.
 
-    `file` may also be the name of a config of the package, such as `mini/pg`.
+    Later settings replace earlier ones. `file` may also be the name of a config of the package, such as `mini/pg`.
 
     Raises:
-        InputError: the file is missing (names the nearest configs of the package) or not a YAML mapping, or a string
-            is not of the form `key=value`.
+        InputError: the file is missing or not a YAML mapping, or a string is not of the form `key=value`.
     """
     given: Given = []
     if file is not None:
@@ -343,10 +342,10 @@ def given_settings(
 
 
 def find_config(file: Path | str) -> Path:
-    """Return the path of a config: of a file, or of a config of the package by its name.
+    """Return the path of a config, given the path of a file or the name of a config of the package.
 
     Raises:
-        InputError: there is neither; lists the nearest names.
+        InputError: there is neither; the message suggests the nearest names.
     """
     file = Path(file)
     name = file.as_posix().removesuffix(".yaml")
@@ -374,7 +373,7 @@ def overridden(config: Config, given: Given) -> Config:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by their dotted names."""
+    """Return the values of nested settings by their dotted names."""
     found = {}
     for key, value in settings.items():
         is_nested = isinstance(value, Mapping) and value
@@ -383,21 +382,21 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that the config's model uses, as plain mappings, lists, numbers and strings."""
+    """Return the settings that the model of `config` uses, as plain mappings, lists, numbers and strings."""
     models = {f.name: f.metadata.get("models", SECTIONS.get(f.name, MODELS)) for f in fields(config)}
     return {name: value for name, value in to_dict(config).items() if config.model in models[name]}
 
 
 def only_used(config: Config) -> Config:
-    """Return `config` with the defaults of all settings that its model does not use; earlier versions saved these."""
+    """Return `config` with defaults for all settings that its model does not use, which earlier versions saved."""
     return update(Config(), settings_of(config), "only used")
 
 
 def check_used(config: Config, asked: Collection[str] = ()) -> None:
-    """Check that the model uses every setting that is not the default, or is `asked` for by its dotted name.
+    """Check that the model uses every setting that differs from its default, or whose dotted name is in `asked`.
 
     Raises:
-        InputError: it does not; names all such settings.
+        InputError: the model does not use some; the message names all of them.
     """
     used, defaults = flat(settings_of(config)), flat(to_dict(Config()))
     asked = [name for name in asked if name not in PLACES]
@@ -411,7 +410,7 @@ def check_used(config: Config, asked: Collection[str] = ()) -> None:
 
 
 def absolute(config: Config) -> Config:
-    """Return `config` with absolute names of the files that exist, so that they hold in any working directory."""
+    """Return `config` with absolute paths of the files that exist, so that it is valid in any working directory."""
     return replace(
         config,
         **{
@@ -423,10 +422,11 @@ def absolute(config: Config) -> Config:
 
 
 def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = "") -> Any:
-    """A copy of the dataclass `config` with `values` checked and put in; nested mappings go into nested ones.
+    """Return a copy of the dataclass `config` with checked `values`; nested mappings replace values of its sections.
 
     Raises:
-        InputError: as `read_config`; `source` and the dotted key begin the message.
+        InputError: a key is unknown, or a value has the wrong type or is out of range. The message begins with `source`
+            and the dotted key.
     """
     known = {f.name: f for f in fields(config)}
     kinds = typing.get_type_hints(type(config))
@@ -446,26 +446,20 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
 
 
 def _meant(config: Any, key: str) -> str:
-    """A hint at what an unknown key of `config` may stand for: the same key of a section, or else a similar one."""
+    """Return a hint at the meaning of an unknown key: the same key of a section, or else a similar key."""
     values = to_dict(config)
     found = [f"{name}.{key}" for name, value in values.items() if isinstance(value, dict) and key in value]
     return f"; did you mean {' or '.join(map(repr, found))}?" if found else nearest(key, values)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """`config` as plain mappings, lists, numbers and strings, in the order of its fields."""
-    return _plain(dataclasses.asdict(config))
+    """Return `config` as plain mappings, lists, numbers and strings, in the order of its fields."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))  # lists instead of tuples
 
 
 def to_yaml(config: Config) -> str:
-    """Return the settings that the config's model uses as YAML, which `read_config` reads back."""
+    """Return the settings that the model of `config` uses as YAML, which `read_config` reads."""
     return yaml.safe_dump(settings_of(config), sort_keys=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
@@ -482,8 +476,13 @@ def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """`value` as `kind` (int, float, bool, str, an optional one, or a tuple of them), or an InputError. A list of text
-    may be given as a comma-separated list, and as nothing."""
+    """Return `value` as `kind`: int, float, bool, str, an optional one of these, or a tuple of them.
+
+    A tuple of strings may be given as comma-separated text, and as None if it is empty.
+
+    Raises:
+        InputError: the value is not of this kind, or is not a finite number up to `LARGEST`.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
         return None if value is None else _converted(value, arguments[0], name)
@@ -494,16 +493,11 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
             return tuple(_converted(item, arguments[0], name) for item in value)
         if len(value) == len(arguments):
             return tuple(_converted(item, part, name) for item, part in zip(value, arguments, strict=True))
-    if kind is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-4, which has no dot, as text.
-        with contextlib.suppress(ValueError):
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):  # YAML 1.1 reads 1e-4, which has no dot, as text
             value = float(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
-        value = float(value)
-    if kind is int and isinstance(value, int) and abs(value) > LARGEST:
-        raise InputError(f"{name} is {value}, expected no more than {LARGEST}")
-    if kind is float and isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"{name} is {value}, expected a finite number")
+    if kind in (int, float) and isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+        raise InputError(f"{name} is {value}, expected a finite number of at most {LARGEST}")
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise InputError(f"{name} is {value!r}, expected {_kind_name(kind)}")

@@ -27,7 +27,7 @@ SCENE = "scene"
 MOST_TOKENS = 1000
 """The greatest number of tokens of a JSON program in prefix order. CLEVR's longest program has 25."""
 CHUNK = 65_536
-"""The number of programs of which `program_lengths` makes one graph."""
+"""The number of programs that `program_lengths` joins in one graph."""
 BINARY_FUNCTIONS = frozenset({"union", "intersect", "less_than", "greater_than"})
 _TOKEN = re.compile(r"^(?P<function>[^\[\]]+)(?:\[(?P<value>[^\[\]]*)\])?$")
 
@@ -95,7 +95,7 @@ def prefix_to_json(tokens: Sequence[str]) -> list[dict]:
     """Return the JSON program of well-formed prefix tokens in CLEVR's order: the calls of each argument, left first.
 
     Raises:
-        InputError: a token is malformed or special, or the tokens end inside the tree or go on after it.
+        InputError: a token is malformed or special, or the tokens end before the tree is complete or continue after it.
     """
     for position, token in enumerate(tokens):
         if token in SPECIAL_TOKENS or not _TOKEN.match(token):
@@ -142,10 +142,10 @@ def scene_index(program_tokens: Sequence[str]) -> int:
     """Return the index of `scene` in a program vocabulary.
 
     Raises:
-        ValueError: the vocabulary lacks it.
+        ValueError: the vocabulary has no `scene`.
     """
     if SCENE not in program_tokens:
-        raise ValueError(f"the program vocabulary {', '.join(program_tokens)} lacks {SCENE!r}")
+        raise ValueError(f"the program vocabulary {', '.join(program_tokens)} has no {SCENE!r}")
     return list(program_tokens).index(SCENE)
 
 
@@ -156,11 +156,11 @@ def program_graph(
 
     Args:
         programs_BL: indices into `program_tokens`, an array or a `torch.Tensor`.
-        scene_is_input: `scene` makes no node: the functions that read it read the program's input.
-        input_B: the input slot of each program, counted from 0 without gaps; None where program b has slot b.
+        scene_is_input: `scene` is not a node; the functions that read it read the program's input.
+        input_B: the input slot of each program, counted from 0 without gaps; None if program b has slot b.
 
     Raises:
-        ValueError: the vocabulary lacks `scene`, or as `graph_from_prefix`.
+        ValueError: the vocabulary has no `scene`, or as `graph_from_prefix`.
     """
     scene = scene_index(program_tokens)
     return graph_from_prefix(programs_BL, arities(program_tokens), scene, START, NULL, scene_is_input, input_B)
@@ -190,9 +190,9 @@ class Node:
     arguments: tuple[int, ...]
     """The positions in the tree's list of the nodes that are its arguments, in order."""
     is_filled_in: bool = False
-    """It is a `scene` that stands for `<NULL>` or for the end of the tokens."""
+    """True for a `scene` that stands for `<NULL>` or for the end of the tokens."""
     unused: str = ""
-    """The reason why its value is not used, and `scene` is used instead; empty where the value is used."""
+    """The reason why `scene` is used instead of the node's value; empty if the value is used."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class ProgramTree:
 
     @property
     def post_order(self) -> list[int]:
-        """The order in which the nodes can run one after the other: arguments first, left before right."""
+        """An order in which the nodes can run one after the other: arguments first, left before right."""
         order, waiting = [], [0]
         while waiting:
             number = waiting.pop()
@@ -271,7 +271,7 @@ def tokens_run(tree: ProgramTree) -> list[str]:
 def tree_lines(tree: ProgramTree, label: Callable[[Node], str]) -> list[str]:
     """Return the tree drawn as text, one line for each node with its `label`, and the root at the top."""
     lines = []
-    waiting = [(0, "", "")]  # a node, the text before its label, and the text before the labels below it
+    waiting = [(0, "", "")]  # a node, the text before its label, and the text before those of its arguments
     while waiting:
         number, before, before_arguments = waiting.pop()
         node = tree.nodes[number]

@@ -18,7 +18,7 @@ from iep.runtime.reading import read_json
 NULL, START, END, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<NULL>", "<START>", "<END>", "<UNK>")
 CLEVR = Path(__file__).with_name("clevr_vocab.json")
-"""The vocabulary that `iep-preprocess` makes of the train split of CLEVR v1.0."""
+"""The file with the vocabulary of the train split of CLEVR v1.0, as `iep-preprocess` makes it."""
 
 
 def tokenize(text: str) -> list[str]:
@@ -65,7 +65,7 @@ class Vocab:
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """The content of vocab.json."""
+        """Return the content of vocab.json."""
         return {
             "question_token_to_idx": self.question_index,
             "program_token_to_idx": self.program_index,
@@ -74,10 +74,10 @@ class Vocab:
 
     @classmethod
     def from_json(cls, content: object, source: str) -> "Vocab":
-        """Return the vocabulary in the content of a vocab.json, which is called `source` in errors.
+        """Return the vocabulary in the content of a vocab.json; errors call it `source`.
 
         Raises:
-            InputError: a key is missing, indices are not 0, 1, 2, ..., or the special tokens are not first.
+            InputError: a key is missing, the indices are not 0, 1, 2, ..., or the special tokens are not the first.
         """
         if not isinstance(content, dict):
             raise InputError(f"{source}: not a vocabulary, expected a JSON object with question_token_to_idx")
@@ -91,12 +91,12 @@ class Vocab:
         return cls.load(CLEVR)
 
     def save(self, path: Path) -> None:
-        """Write vocab.json, completely or not at all."""
+        """Write a vocab.json, completely or not at all."""
         write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> "Vocab":
-        """Read a vocab.json.
+        """Return the vocabulary in a vocab.json.
 
         Raises:
             InputError: the file is missing, not JSON or not a vocabulary.
@@ -117,6 +117,6 @@ def _tokens_in_order(content: dict, key: str, source: str) -> tuple[str, ...]:
 
 
 def count_new_words(trained: Vocab, given: Vocab) -> int:
-    """Return how many question words `given` has after those of `trained`; 0 if it does not begin with all of them."""
+    """Return the number of question words that `given` adds to `trained`; 0 unless it begins with all words of it."""
     known = len(trained.question)
     return len(given.question) - known if given.question[:known] == trained.question else 0

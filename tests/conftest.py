@@ -11,10 +11,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that 
 
 import pytest
 from clevr_files import write_images
-from click.testing import CliRunner
 from tiny_data import newest, tiny, tiny_config, write_data
+from train_cases import iep_train
 
-from iep.cli.train import main as train_main
 from iep.training.run_training import train
 
 
@@ -38,15 +37,9 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     root = tmp_path_factory.mktemp("learnt")
     starts = ["--pg", root / "pg", "--ee", root / "ee"]
     for model, iterations, more in (("pg", 150, []), ("ee", 40, []), ("lstm", 30, []), ("joint", 1, starts)):
-        settings = [
-            *tiny(model),
-            f"iterations={iterations}",
-            "validate_every=50",
-            "learning_rate=0.02",
-            "num_val_samples=1",
-        ]
-        arguments = ["--model", model, "--data", data, "--out", root / model, *more, *settings]
-        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+        settings = (f"iterations={iterations}", "validate_every=50", "learning_rate=0.02", "num_val_samples=1")
+        where = ("--model", model, "--data", data, "--out", root / model)
+        result = iep_train(*where, *more, *tiny(model), *settings)
         assert result.exit_code == 0, result.output
     return {model: newest(root / model) for model in ("pg", "ee", "lstm", "joint")}
 

@@ -28,9 +28,9 @@ class WatchedPatches(Patches):
         return lambda pixels_BCHW: (self.before(), extract(pixels_BCHW))[1]
 
 
-def run(*arguments, code=0) -> str:
-    """The lines that `iep-preprocess --only features` writes, besides the progress bar; it must end with `code`."""
-    flags = ("--only", "features", "--workers", 0, "--device", "cpu", "--batch-size", 2)
+def run(*arguments: object, only: str | None = "features", code: int = 0) -> str:
+    """Return the lines that `iep-preprocess` writes, or its error; it must end with `code`."""
+    flags = ("--workers", 0, "--device", "cpu", "--batch-size", 2, *(() if only is None else ("--only", only)))
     result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *flags)])
     assert result.exit_code == code, result.output
     if code == 1:

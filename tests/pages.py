@@ -67,9 +67,9 @@ class Opened:
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, width: int = 1400, scheme: str = "light") -> Iterator[Opened]:
+def opened(browser: Browser, path: Path) -> Iterator[Opened]:
     """The file in a new window without a network. When the block ends well, so did the page."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": 1400, "height": 900})
     try:
         page = context.new_page()
         page.set_default_timeout(20_000)

@@ -98,6 +98,14 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def is_running(process: int) -> bool:
+    """Return whether the process runs. One that has ended may stay listed until its parent asks how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a process ended, and what it wrote to its output and its errors."""

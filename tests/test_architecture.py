@@ -96,7 +96,6 @@ def test_files_of_the_same_name_mean_the_same() -> None:
     ("module", "unwanted"),
     [
         ("iep.batching.graph", ("iep.dynamic", "torch")),
-        ("iep.config", ("iep.dynamic", "torch")),  # for the commands' --help
         ("iep.execution_engine.engine", ("iep.dynamic", "iep.config")),
     ],
 )

@@ -1,26 +1,19 @@
 """The picture that `iep-ask --draw` writes: what it holds, where things lie in it, and which fonts it uses."""
 
-import os
-import signal
-import time
 import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
-import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
 from batching_cases import quick
 from clevr_files import write_images
 from hypothesis import example, given, settings
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
+from iep.asking.picture import USUAL, arrange, fonts_for, tree_columns, wrapped
 from iep.programs import program_tree
 
 WIDE = (
@@ -77,7 +70,7 @@ def test_the_gradient_shows_other_places_than_the_norm(asked, tmp_path):
     assert "gradient of the answer's score" in texts(tmp_path / "gradient.svg")
 
 
-@pytest.mark.parametrize("size", [(1, 1), (128, 128), (700, 60), (60, 700)])
+@pytest.mark.parametrize("size", [(1, 1), (700, 60), (60, 700)])
 def test_long_and_wide_programs_about_images_of_any_shape_are_drawn(asked, tmp_path, size):
     (image,) = write_images(tmp_path, "val", 1, size)
     long = " ".join(["equal_size", *["filter_size[small]"] * 25, "scene", *["union"] * 6, *["scene"] * 7])
@@ -109,34 +102,12 @@ def test_a_program_of_hundreds_of_functions_is_answered_and_not_drawn(asked, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path, monkeypatch):
+def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_path):
     path = tmp_path / "a.png"
     path.write_text("before")
-    drawing = (*asked, "--program", "count scene", "--draw", path)
     with files_no_larger_than(3000):
-        assert_one_error(iep_ask(*drawing), str(path))
-
-    def half(figure: Figure, target: Path, **options: object) -> None:
-        target.write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    result = iep_ask(*drawing)
-    assert result.exit_code == 143
-    assert "Stopped by SIGTERM" in result.stderr
+        assert_one_error(iep_ask(*asked, "--program", "count scene", "--draw", path), str(path))
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "before"}
-
-
-def test_what_is_lit_is_bright_and_the_rest_is_the_image_in_grey():
-    image = Image.fromarray(np.full((8, 8, 3), 200, dtype=np.uint8))
-    map_HW = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
-    pixels = lit(image, map_HW)
-    assert pixels.shape == (8, 8, 3)
-    assert np.ptp(pixels[0, 0]) < 0.01
-    assert np.ptp(pixels[7, 7]) > 0.2
-    assert pixels.min() >= 0
-    assert pixels.max() <= 1
 
 
 def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_path):
@@ -215,24 +186,10 @@ RARE, NOWHERE = "\u24b6", "\U0010abcd"
 """A character that the usual font lacks and another of matplotlib's has; one for private use."""
 
 
-def test_the_usual_font_alone_is_for_what_it_has():
+def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it():
     assert fonts_for("Gr\u00f6\u00dfe \u0416?\t") == ([USUAL], "")
-
-
-def test_what_the_usual_font_lacks_is_drawn_in_another_that_has_it(tmp_path: Path):
     fonts, missing = fonts_for(f"a {RARE}")
-    assert (fonts[0], missing) == (USUAL, "")
-    assert len(fonts) == 2
-    for weight in ("normal", "bold"):
-        with rc_context({"font.family": fonts}), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            figure = Figure()
-            figure.text(0, 0, f"a {RARE}", weight=weight)
-            figure.savefig(tmp_path / f"{weight}.png")
-    figure = Figure()
-    figure.text(0, 0, f"a {RARE}")
-    with pytest.warns(UserWarning, match="Glyph .* missing from"):
-        figure.savefig(tmp_path / "usual.png")
+    assert (fonts[0], len(fonts), missing) == (USUAL, 2, "")
 
 
 def test_a_character_of_no_font_is_named_and_those_of_another_font_are_not(asked, tmp_path: Path):

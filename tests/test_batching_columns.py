@@ -13,7 +13,6 @@ from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
 from iep.batching.plan import Read, Signature, Types, make_plan
 from iep.batching.schedulers import SCHEDULERS, make_schedule
-from iep.batching.sharing import share
 
 LIFT, SPLIT, JOIN, COUNT = range(4)
 """A number pair -> (a vector, a pair); a vector -> (a pair, a vector); two vectors and a pair -> a vector; integers."""
@@ -147,16 +146,8 @@ def typed(**changes):
     ("graph", "types", "message"),
     [
         (ONE, typed(signatures={}), "op 0 has no signature"),
-        (
-            ONE,
-            typed(signatures={LIFT: Signature((Read(1),), (WIDE, PAIR))}),
-            "op 0 reads more arguments than its nodes have",
-        ),
-        (
-            ONE,
-            typed(signatures={LIFT: Signature((Read(0, field=1),))}),
-            "op 0 reads tensor 1 of slot 0, whose value has only 1",
-        ),
+        (ONE, typed(signatures={LIFT: Signature((Read(1),))}), "op 0 reads more arguments than its nodes have"),
+        (ONE, typed(signatures={LIFT: Signature((Read(0, field=1),))}), "tensor 1 of slot 0, whose value has only 1"),
         (ONE, typed(roots=((np.array([1, 1]), np.array([0, 1])),)), "root 0 reads tensors of several columns as one"),
         (ONE, typed(roots=((np.array([1]), 2),)), "root 0 reads tensor 2 of slot 1, whose value has only 2"),
         (ONE, typed(signatures={LIFT: Signature((Read(0, count=0),))}), "op 0 reads no values"),
@@ -179,36 +170,13 @@ def test_types_that_do_not_fit_the_graph_are_errors(graph, types, message):
         (lambda x: x, "op 0 returned 1 tensors, expected 2"),
         (lambda x: (x.flatten(1)[:0], x), r"op 0 returned \(0, 2\), expected \(1, 2\)"),
         (lambda x: (x.flatten(1), x[:0]), r"op 0 returned \(0, 2, 1\), expected \(1, 2, 1\)"),
-        (
-            lambda x: (x.flatten(1), x.to(torch.complex64)),
-            "returned torch.complex64, which a column of",
-        ),
+        (lambda x: (x.flatten(1), x.to(torch.complex64)), "returned torch.complex64, which a column of"),
     ],
 )
 def test_results_that_do_not_fit_their_columns_are_errors(result, message):
-    types = typed()
-    plan = make_plan(ONE, make_schedule(ONE, "improved"), types)
+    plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
     with pytest.raises(ValueError, match=message):
         execute(plan, {LIFT: result}, {PAIR: torch.zeros(1, 2, 1)})
-
-
-def test_the_number_of_inputs_of_a_column_is_checked():
-    plan = make_plan(ONE, make_schedule(ONE, "improved"), typed())
-    with pytest.raises(ValueError, match="2 inputs in column 1, expected 1"):
-        execute(plan, Networks(torch.float32).modules_of_ops(), {PAIR: torch.zeros(2, 2, 1)})
-
-
-def test_sharing_keeps_the_types_of_the_remaining_nodes():
-    graph = Graph(1, np.array([LIFT, LIFT]), np.array([[0], [0]]), np.array([0, 1]), np.array([1, 2]))
-    shared = share(graph)
-    types = typed(roots=((shared.roots, 1),))
-    out = execute(
-        make_plan(shared, make_schedule(shared, "improved"), types),
-        Networks(torch.float32).modules_of_ops(),
-        {PAIR: torch.ones(1, 2, 1)},
-    )
-    assert shared.num_nodes == 1
-    assert out[0].shape == (2, 2, 1)
 
 
 def test_a_result_of_a_column_that_nothing_reads_has_no_gradient():

@@ -1,3 +1,5 @@
+"""Prefix programs become the graph that a naive recursion finds; invalid programs and graphs are errors."""
+
 import numpy as np
 import pytest
 import torch
@@ -5,28 +7,24 @@ from batching_cases import (
     ARITY_V,
     BINARY_A,
     LEAF,
+    MEANING,
     PAD,
     SKIP,
     TERNARY,
     UNARY_A,
     UNARY_B,
-    UNARY_END,
     matrix,
     quick,
     toy_programs,
+    tree_graph,
 )
 from hypothesis import example, given, settings
 
 from iep.batching.graph import Graph, graph_from_prefix
 
 
-def make(rows, leaf_is_input=False):
-    tokens_BL = rows if isinstance(rows, (np.ndarray, torch.Tensor)) else matrix(rows)
-    return graph_from_prefix(tokens_BL, ARITY_V, leaf=LEAF, skip=SKIP, pad=PAD, leaf_is_input=leaf_is_input)
-
-
 def naive_graph(tokens_BL, leaf_is_input):
-    """One recursion per example, appending nodes to a list in post-order."""
+    """Return the nodes and roots that one recursion per example appends in post-order."""
     nodes, roots = [], []
     for example_index, row in enumerate(tokens_BL.tolist()):
         queue = [LEAF if token == PAD else token for token in row if token != SKIP]
@@ -46,11 +44,12 @@ def naive_graph(tokens_BL, leaf_is_input):
 @pytest.mark.parametrize("leaf_is_input", [False, True])
 @given(tokens_BL=toy_programs)
 @example(tokens_BL=matrix([[]]))
+@example(tokens_BL=np.zeros((0, 5), dtype=np.int64))
 @example(tokens_BL=matrix([[SKIP, SKIP], [PAD, UNARY_A]]))
 @example(tokens_BL=matrix([[TERNARY] * 12]))
 @settings(quick, max_examples=150)
 def test_graph_equals_a_naive_recursion_over_every_token(tokens_BL, leaf_is_input):
-    graph = make(tokens_BL, leaf_is_input)
+    graph = tree_graph(tokens_BL, leaf_is_input)
     nodes, roots = naive_graph(tokens_BL, leaf_is_input)
     assert graph.num_inputs == len(tokens_BL)
     assert graph.op.tolist() == [op for op, _, _ in nodes]
@@ -59,70 +58,29 @@ def test_graph_equals_a_naive_recursion_over_every_token(tokens_BL, leaf_is_inpu
     assert graph.roots.tolist() == roots
 
 
-def test_a_binary_tree_is_numbered_in_post_order_with_arguments_in_order():
-    graph = make([[BINARY_A, UNARY_A, LEAF, UNARY_B, LEAF]])
-    assert graph.op.tolist() == [LEAF, UNARY_A, LEAF, UNARY_B, BINARY_A]
-    assert graph.args[:, 0].tolist() == [0, 1, 0, 3, 2]
-    assert graph.args[:, 1].tolist() == [-1, -1, -1, -1, 4]
-    assert graph.roots.tolist() == [5]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "same_as"),
-    [
-        ([SKIP, UNARY_A, SKIP, LEAF, SKIP], [UNARY_A, LEAF]),
-        ([UNARY_A, PAD], [UNARY_A, LEAF]),
-        ([BINARY_A, PAD, UNARY_A], [BINARY_A, LEAF, UNARY_A, LEAF]),
-        ([BINARY_A], [BINARY_A, LEAF, LEAF]),
-        ([UNARY_A, LEAF, BINARY_A, UNARY_B], [UNARY_A, LEAF]),
-        ([UNARY_END, UNARY_A], [UNARY_END, UNARY_A, LEAF]),
-        ([], [LEAF]),
-    ],
-    ids=[
-        "skipped",
-        "pad is leaf",
-        "pad ends nothing",
-        "end is leaf",
-        "rest ignored",
-        "special is unary",
-        "empty",
-    ],
-)
-def test_an_ill_formed_program_means_the_same_as_a_well_formed_one(tokens, same_as):
-    actual, expected = make([tokens]), make([same_as])
-    assert (actual.op.tolist(), actual.args.tolist()) == (expected.op.tolist(), expected.args.tolist())
-    assert actual.roots.tolist() == expected.roots.tolist()
-
-
 def test_token_matrices_of_numpy_and_torch_and_any_integer_width_give_one_graph():
     tokens_BL = matrix([[BINARY_A, UNARY_A, LEAF, LEAF], [UNARY_B]])
-    expected = make(tokens_BL)
+    expected = tree_graph(tokens_BL)
     for same in (tokens_BL.astype(np.int32), torch.from_numpy(tokens_BL), torch.from_numpy(tokens_BL).to(torch.int32)):
-        graph = make(same)
+        graph = graph_from_prefix(same, ARITY_V, **MEANING)
         assert graph.args.tolist() == expected.args.tolist()
         assert graph.op.dtype == np.int64
 
 
-def test_no_programs_give_a_graph_without_nodes():
-    graph = make(np.zeros((0, 5), dtype=np.int64))
-    assert (graph.num_inputs, graph.num_nodes, len(graph.roots)) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("token", [-1, len(ARITY_V)])
-def test_a_token_out_of_range_is_named_with_its_place(token):
-    with pytest.raises(ValueError, match=rf"program 1, position 2: token {token}, expected 0 to 10"):
-        make([[LEAF], [UNARY_A, UNARY_A, token]])
-
-
-@pytest.mark.parametrize("tokens_BL", [np.zeros(3, dtype=np.int64), np.zeros((2, 3)), torch.zeros(2, 3)])
-def test_tokens_other_than_a_matrix_of_integers_are_an_error(tokens_BL):
-    with pytest.raises(ValueError, match="expected a matrix of integers"):
-        make(tokens_BL)
-
-
-def test_a_leaf_with_arguments_is_an_error():
-    with pytest.raises(ValueError, match="the leaf, token 6, has 1 arguments, expected none"):
-        graph_from_prefix(matrix([[LEAF]]), ARITY_V, leaf=UNARY_A)
+@pytest.mark.parametrize(
+    ("tokens_BL", "leaf", "message"),
+    [
+        (matrix([[LEAF], [UNARY_A, UNARY_A, -1]]), LEAF, "program 1, position 2: token -1, expected 0 to 10"),
+        (matrix([[LEAF], [UNARY_A, UNARY_A, 11]]), LEAF, "program 1, position 2: token 11, expected 0 to 10"),
+        (np.zeros(3, dtype=np.int64), LEAF, "expected a matrix of integers"),
+        (np.zeros((2, 3)), LEAF, "expected a matrix of integers"),
+        (torch.zeros(2, 3), LEAF, "expected a matrix of integers"),
+        (matrix([[LEAF]]), UNARY_A, "the leaf, token 6, has 1 arguments, expected none"),
+    ],
+)
+def test_invalid_programs_are_errors(tokens_BL, leaf, message):
+    with pytest.raises(ValueError, match=message):
+        graph_from_prefix(tokens_BL, ARITY_V, leaf=leaf)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`iep-bench engine`: every strategy has its row, parts run what the step runs, and errors are one line."""
+"""`iep-bench engine`: every strategy has its row, and parts run what the step runs; errors of every `iep-bench`."""
 
 import json
 import shutil
@@ -74,34 +74,43 @@ def test_a_schedule_over_families_has_fewer_calls_at_every_size(tmp_path: Path):
         assert rows["lookahead+families"]["nodes"] == rows["lookahead"]["nodes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--batching", "lookahed"], "did you mean 'lookahead'"),
-        (["--batching", "vanilla+sharin"], "did you mean 'sharing'"),
-        (["--batch-sizes", "0"], "0 is not in the range"),
-        (["--batch-sizes", "1,a"], "'1,a', expected integers separated by commas, such as 1,16,64"),
-        (["--split", "val"], "--split needs --data"),
-        (["--data", ".", "--questions-per-image", "2"], "--questions-per-image cannot go together with --data"),
-    ],
-)
-def test_wrong_flags_are_usage_errors(arguments: list[str], words: str):
-    result = iep_bench("engine", *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
+COUNT = "count filter_color[red] scene"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["engine.module_dimm=4"], ["engine.module_dimm", "did you mean 'module_dim'"]),
-        (["batch_size=4"], ["batch_size=4", "engine.key=value"]),
-        (["engine.stem=pixels", "--feature-shape", "5", "3", "3"], ["5 channels"]),
-        (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
+        (["engine", "--batching", "lookahed"], 2, ["did you mean 'lookahead'"]),
+        (["engine", "--batching", "vanilla+sharin"], 2, ["did you mean 'sharing'"]),
+        (["engine", "--batch-sizes", "0"], 2, ["0 is not in the range"]),
+        (["engine", "--batch-sizes", "1,a"], 2, ["'1,a', expected integers separated by commas, such as 1,16,64"]),
+        (["engine", "--split", "val"], 2, ["--split needs --data"]),
+        (["engine", "--data", ".", "--questions-per-image", "2"], 2, ["cannot go together with --data"]),
+        (["engine", "engine.module_dimm=4"], 1, ["engine.module_dimm", "did you mean 'module_dim'"]),
+        (["engine", "batch_size=4"], 1, ["batch_size=4", "engine.key=value"]),
+        (["engine", "--batch-sizes", "2", "engine.stem=pixels", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
+        (["engine", "--data", "no/such"], 1, ["no/such/vocab.json", "no such file"]),
+        (["loader", "--images", "3", "--data", "x"], 2, ["--data"]),
+        (["loader", "--split", "val"], 2, ["--split"]),
+        (["loader", "--features", "tape"], 2, ["tape"]),
+        (["moe", "--experts", "3,2", "--k", "3"], 2, ["3 different experts of 2"]),
+        (
+            ["plan", "--program", COUNT, "--program", "count filter_colour[red]"],
+            1,
+            ["program 1, token 1", "did you mean"],
+        ),
+        (["plan", "--data", "no/such"], 1, ["no/such/vocab.json", "no such file"]),
+        (["plan", "--program", ""], 1, ["program 0", "empty"]),
+        (["plan", "--program", COUNT, "--modules", "tbd", "--scene", "stem"], 1, ["scene is 'stem'", "modules iep"]),
+        (["tagger", "--data", "x", "--words", "9"], 2, ["cannot go together with --data"]),
     ],
 )
-def test_a_benchmark_that_cannot_run_is_an_error_of_one_line(arguments: list[str], words: list[str]):
-    assert_one_error(iep_bench("engine", "--batch-sizes", "2", *arguments), *words)
+def test_a_benchmark_that_cannot_run_is_an_error_with_its_reason(arguments: list[str], code: int, words: list[str]):
+    result = iep_bench(*arguments)
+    if code == 1:
+        assert_one_error(result, *words)
+    assert result.exit_code == code
+    assert [word for word in words if word not in " ".join(result.stderr.split())] == []
 
 
 def test_a_split_with_too_few_questions_or_no_programs_is_named(data: Path, tmp_path: Path):

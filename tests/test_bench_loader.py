@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from bench_cases import iep_bench, report_of
 from tiny_data import IMAGES, TRAIN, arrays, write_data
 
@@ -46,8 +45,3 @@ def test_existing_data_are_measured_and_left_unchanged(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert f"{TRAIN} questions about {IMAGES} images of {data}, split train" in result.output
     assert {path: path.read_bytes() for path in data.iterdir()} == before
-
-
-@pytest.mark.parametrize("flags", [("--images", 3, "--data", "x"), ("--split", "val"), ("--features", "tape")])
-def test_wrong_flags_are_usage_errors(flags: tuple):
-    assert iep_bench("loader", *flags).exit_code == 2

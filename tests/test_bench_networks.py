@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from bench_cases import iep_bench, report_of
+from tiny_data import assert_one_error
 
 from iep.bench.measure_networks import (
     LEVELS,
@@ -125,10 +126,5 @@ def test_samples_of_a_file_are_measured(command: str, content: str, words: str, 
     result = iep_bench(command, *quick, *spelled, "--data", tmp_path / "samples", "--batch-sizes", "2")
     assert result.exit_code == 0, result.output
     assert words in result.stdout
-    for more, message in (
-        (("--batch-sizes", "3"), "2 samples, expected at least 3"),
-        (("--words", 9), "cannot go together with --data"),
-    ):
-        result = iep_bench(command, *quick, "--data", tmp_path / "samples", *more)
-        assert result.exit_code != 0
-        assert message in result.output
+    result = iep_bench(command, *quick, "--data", tmp_path / "samples", "--batch-sizes", "3")
+    assert_one_error(result, "2 samples, expected at least 3")

@@ -4,11 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from bench_cases import iep_bench
 from click.testing import Result
 from PIL import Image
-from tiny_data import assert_one_error
 
 from iep.config import BATCHING
 
@@ -110,19 +108,3 @@ def test_a_plan_is_written_as_text_json_and_picture(tmp_path: Path) -> None:
     assert calls["vanilla"][0] == {"functions": ["filter_color[red]"], "nodes": ["0.1"]}
     with Image.open(tmp_path / "plan.png") as picture:
         assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--program", COUNT, "--program", "count filter_colour[red] scene"],
-            ["program 1, token 1", "'filter_colour[red]'", "did you mean 'filter_color[red]'"],
-        ),
-        (["--data", "no/such"], ["no/such/vocab.json", "no such file"]),
-        (["--program", ""], ["program 0", "empty"]),
-        (["--program", COUNT, "--modules", "tbd", "--scene", "stem"], ["scene is 'stem'", "modules iep"]),
-    ],
-)
-def test_a_program_that_cannot_be_planned_is_an_error_of_one_line(arguments: list[str], words: list[str]) -> None:
-    assert_one_error(iep_bench("plan", *arguments), *words)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from evaluate_cases import iep_eval
-from tiny_data import CHANNELS, GRID, TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
+from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, tiny, write_data, write_h5
 from train_cases import iep_train, weights
 
 from iep.errors import InputError
-from iep.models.build import NEW_WORDS_STD, add_words, build, check_features, check_vocab, load_network, unpack
+from iep.models.build import NEW_WORDS_STD, add_words, build, check_vocab, load_network, unpack
 from iep.models.checkpoint import load_checkpoint
 from iep.vocab import count_new_words
 
@@ -51,10 +51,8 @@ def test_a_checkpoint_of_another_model_is_named(runs: dict[str, Path], model: st
             "num_layers makes 1000000 layers of a program generator, and there are",
         ),
         ("pg", "generator", "hidden_dim", 10**7, "the weights do not fit .* a program generator .*size mismatch"),
-        ("pg", "generator", "hidden_dim", 10**13, "a program generator cannot be built: .*overflow"),
         ("ee", "engine", "stem", "stone", "an execution engine cannot be built: stem is 'stone', expected"),
         ("ee", "engine", "classifier_hidden", [3] * 10**6, "classifier_hidden makes 1000000 layers of an execution"),
-        ("ee", "engine", "classifier_projection", 10**10, "the weights do not fit .*size mismatch"),
         ("ee", "engine", "feature_height", 10**8, "the weights do not fit .* an execution engine .*size mismatch"),
     ],
 )
@@ -69,14 +67,6 @@ def test_arguments_that_make_no_network_of_the_weights_are_named_before_they_tak
     assert "\n" not in str(caught.value)
     assert time.process_time() - begun < 5
     assert not recwarn.list
-
-
-def test_a_network_that_cannot_be_built_is_named():
-    sides = {"feature_dim": 4, "feature_height": 14, "feature_width": 14}
-    with pytest.raises(
-        InputError, match="an execution engine cannot be built: features have 4 channels, expected 3 \\* P \\* P"
-    ):
-        build("engine", {"program_tokens": list(VOCAB.program), "num_answers": 2, "stem": "pixels"} | sides)
 
 
 USED = {
@@ -106,23 +96,11 @@ def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str):
         assert f"run: trained with another vocabulary: {kind} token {difference}" in str(caught.value)
 
 
-def test_an_engine_is_refused_features_of_another_shape(runs: dict[str, Path]):
-    engine = load_network(runs["ee"], "engine", VOCAB, CPU)
-    check_features(engine, (CHANNELS, GRID, GRID), "features.h5")
-    shape = (CHANNELS, GRID, GRID + 1)
-    with pytest.raises(InputError) as caught:
-        check_features(engine, shape, "features.h5")
-    assert str(caught.value) == (
-        f"features.h5: features are {shape} an image, but the engine is made for {(CHANNELS, GRID, GRID)}"
-    )
-
-
 # New question words
 
 NEW = ("hello", "world", "Ünï")
 EXPANDED = replace(VOCAB, question=(*VOCAB.question, *NEW))
 KNOWN = len(VOCAB.question)
-STILL = ("learning_rate=0", "iterations=1")
 
 
 @pytest.fixture(scope="module")
@@ -160,39 +138,32 @@ def test_old_words_keep_every_bit_and_new_ones_are_small_and_seeded():
     assert abs(one.mean().item()) < NEW_WORDS_STD / 20
 
 
-@pytest.mark.parametrize("model", ["pg", "joint"])
-def test_training_that_starts_from_a_generator_learns_new_words(
-    run: dict[str, Path], expanded: Path, tmp_path: Path, model: str
+@pytest.mark.parametrize(
+    ("model", "flag", "start", "network", "embedding"),
+    [
+        ("pg", "--pg", "pg", "generator", "encoder_embed.weight"),
+        ("joint", "--pg", "pg", "generator", "encoder_embed.weight"),
+        ("lstm", "--baseline", "lstm", "lstm", "rnn.embed.weight"),
+    ],
+)
+def test_training_that_starts_from_a_network_that_reads_questions_learns_new_words(
+    run: dict[str, Path], expanded: Path, tmp_path: Path, model: str, flag: str, start: str, network: str, embedding
 ):
-    starts = ["--pg", run["pg"], *(["--ee", run["ee"]] if model == "joint" else [])]
+    starts = [flag, run[start], *(["--ee", run["ee"]] if model == "joint" else [])]
     arguments = ("--model", model, "--data", expanded, *starts, *tiny(model))
     still, learning = tmp_path / "still", tmp_path / "learning"
-    result = iep_train("--out", still, *arguments, *STILL)
+    result = iep_train("--out", still, *arguments, "learning_rate=0", "iterations=1")
     assert result.exit_code == 0, result.output
-    assert re.findall(r"\S+: \d+ new question words", result.stdout) == [f"{run['pg']}: 3 new question words"]
-    before, after = weights(run["pg"], "generator"), weights(newest(still), "generator")
-    assert torch.equal(after["encoder_embed.weight"][:KNOWN], before["encoder_embed.weight"])
-    assert after["encoder_embed.weight"].shape[0] == KNOWN + 3
-    assert all(torch.equal(after[name], before[name]) for name in before if name != "encoder_embed.weight")
+    assert re.findall(r"\S+: \d+ new question words", result.stdout) == [f"{run[start]}: 3 new question words"]
+    before, after = weights(run[start], network), weights(newest(still), network)
+    assert torch.equal(after[embedding][:KNOWN], before[embedding])
+    assert after[embedding].shape[0] == KNOWN + 3
+    assert all(torch.equal(after[name], before[name]) for name in before if name != embedding)
     assert iep_train("--out", learning, *arguments).exit_code == 0
-    learnt = weights(newest(learning), "generator")["encoder_embed.weight"]
-    assert not torch.equal(learnt[KNOWN:], after["encoder_embed.weight"][KNOWN:])
+    assert not torch.equal(weights(newest(learning), network)[embedding][KNOWN:], after[embedding][KNOWN:])
     resumed = iep_train("--out", learning, "--resume", "iterations=5")
     assert (resumed.exit_code, "new question words" in resumed.output) == (0, False)
-    assert iep_eval("--pg", learning, "--data", expanded).exit_code == 0
-
-
-def test_a_baseline_that_starts_from_a_trained_one_learns_new_words(data: Path, expanded: Path, tmp_path: Path):
-    common = ("--model", "cnn-lstm", *tiny("cnn-lstm"))
-    assert iep_train(*common, "--data", data, "--out", tmp_path / "first").exit_code == 0
-    first = newest(tmp_path / "first")
-    result = iep_train(*common, "--data", expanded, "--baseline", first, "--out", tmp_path / "second", *STILL)
-    assert result.exit_code == 0, result.output
-    assert f"{first}: 3 new question words" in result.stdout
-    before, after = (weights(path, "cnn_lstm") for path in (first, newest(tmp_path / "second")))
-    assert after["rnn.embed.weight"].shape[0] == KNOWN + 3
-    assert torch.equal(after["rnn.embed.weight"][:KNOWN], before["rnn.embed.weight"])
-    assert iep_eval("--baseline", tmp_path / "second", "--data", expanded).exit_code == 0
+    assert iep_eval(flag, learning, "--data", expanded).exit_code == 0
 
 
 HINT = "question token {n} is missing there and 'hello' in the data; training that starts from it learns the 3 new"
@@ -205,23 +176,3 @@ def test_new_words_are_refused_where_nothing_learns_them(run: dict[str, Path], e
     assert_one_error(result, HINT.format(n=KNOWN))
     result = iep_train(*start, "--model", "joint", "--ee", run["ee"], *tiny("joint"), "--freeze", "generator")
     assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and a frozen part cannot learn them")
-
-
-@pytest.mark.parametrize(
-    ("vocab", "problem"),
-    [
-        (replace(EXPANDED, question=(*VOCAB.question[:-1], *NEW)), "trained with another vocabulary: question token"),
-        (replace(EXPANDED, program=(*VOCAB.program, "new")), "program token"),
-        (replace(VOCAB, question=VOCAB.question[:-1]), "in the data"),
-    ],
-)
-def test_any_other_difference_of_the_vocabularies_is_refused(run: dict[str, Path], tmp_path: Path, vocab, problem: str):
-    data = write_data(tmp_path / "data")
-    vocab.save(data / "vocab.json")
-    for split, count in (("train", 5), ("val", 5)):
-        datasets = arrays(count)
-        datasets["questions"][:, 1:] = 4
-        write_h5(data / f"{split}_questions.h5", datasets)
-    result = iep_train("--model", "pg", "--pg", run["pg"], "--data", data, "--out", tmp_path / "run", *tiny("pg"))
-    assert_one_error(result, problem)
-    assert "learns the" not in result.output

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import is_refused, mutated, places, refusal
+from checkpoint_cases import mutated, places, refusal
 from tiny_data import VOCAB, newest, tiny_config
 
 from iep.config import PLACES, settings_of
@@ -58,19 +58,6 @@ def test_a_run_directory_stands_for_its_best_checkpoint_or_else_its_newest(tmp_p
 # Files that are no checkpoint
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(lambda content, keep=keep: content[: int(keep * len(content))] for keep in (0, 0.01, 0.7, 0.9999)),
-        lambda content: random.Random(0).randbytes(1000),
-        lambda content: b"",
-    ],
-)
-def test_what_is_left_of_a_checkpoint_is_refused(copy: Path, damage: Callable[[bytes], bytes]):
-    copy.write_bytes(damage(copy.read_bytes()))
-    assert "not a whole checkpoint file" in refusal(copy)
-
-
 def test_a_checkpoint_with_one_byte_changed_is_refused_or_unharmed(copy: Path):
     content, draw = copy.read_bytes(), random.Random(0)
     with zipfile.ZipFile(copy) as archive:
@@ -89,13 +76,31 @@ def test_a_checkpoint_with_one_byte_changed_is_refused_or_unharmed(copy: Path):
     assert refused > 20
 
 
-@pytest.mark.parametrize(
-    "content",
-    [{"model_state": {"w": torch.zeros(2)}, "args": {"batch_size": 64}}, {"format": "iep-checkpoint-0"}, [1], None],
-)
-def test_what_another_toolkit_saved_is_refused(tmp_path: Path, content: object):
-    torch.save(content, tmp_path / "c.pt")
-    assert f"not a checkpoint of this toolkit, expected format {FORMAT}" in refusal(tmp_path / "c.pt")
+def _archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+
+
+NOT_WHOLE, KEPT = "not a whole checkpoint file", (0, 0.01, 0.7, 0.9999)
+NOT_OURS = f"not a checkpoint of this toolkit, expected format {FORMAT}"
+NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
+    *((lambda path, keep=keep: os.truncate(path, int(keep * path.stat().st_size)), NOT_WHOLE) for keep in KEPT),
+    (lambda path: path.write_bytes(random.Random(0).randbytes(1000)), NOT_WHOLE),
+    (lambda path: torch.save({"model_state": {"w": torch.zeros(2)}, "args": {"batch_size": 64}}, path), NOT_OURS),
+    (lambda path: torch.save({"format": "iep-checkpoint-0"}, path), NOT_OURS),
+    (lambda path: torch.save(None, path), NOT_OURS),
+    (_archive, "it is an archive without data.pkl"),
+    (lambda path: path.write_bytes(pickle.dumps({"format": FORMAT, "a": print})), "not "),
+    (Path.unlink, "no such file"),
+    (lambda path: (path.unlink(), path.mkdir()), "holds no checkpoint, expected best.pt or step-N.pt"),
+    (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), NOT_CHECKPOINTS)
+def test_a_file_that_is_not_a_checkpoint_is_refused(copy: Path, damage: Callable[[Path], object], problem: str):
+    damage(copy)
+    assert problem in refusal(copy)
 
 
 @pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
@@ -119,18 +124,6 @@ def test_another_pickle_protocol_is_loaded_where_that_is_safe_and_else_named_wit
     assert not recwarn.list
 
 
-def test_what_holds_no_checkpoint_is_named(tmp_path: Path):
-    assert "no such file" in refusal(tmp_path / "none.pt")
-    assert "holds no checkpoint, expected best.pt or step-N.pt" in refusal(tmp_path)
-    os.mkfifo(tmp_path / "pipe.pt")
-    assert "is not a regular file" in refusal(tmp_path / "pipe.pt")
-    with zipfile.ZipFile(tmp_path / "c.pt", "w") as archive:
-        archive.writestr("readme.txt", "hello")
-    assert "it is an archive without data.pkl" in refusal(tmp_path / "c.pt")
-    (tmp_path / "p.pt").write_bytes(pickle.dumps({"format": FORMAT, "a": print}))
-    assert refusal(tmp_path / "p.pt").startswith(f"{tmp_path / 'p.pt'}: not ")
-
-
 # Checkpoints whose parts are not what they should be
 
 
@@ -146,7 +139,7 @@ def test_a_checkpoint_with_a_part_changed_is_resumed_or_refused_by_its_name(
     for place in draw.sample(found := list(places(content)), min(len(found), 40)):
         out = tmp_path / "run"
         save_checkpoint(out / path.name, mutated(content, place, draw))
-        refused += is_refused(out / path.name, partial(train, longer, out, resume=True))
+        refused += bool(refusal(out / path.name, partial(train, longer, out, resume=True)))
         shutil.rmtree(out)
     assert refused > 20
 
@@ -156,5 +149,5 @@ def test_a_network_with_a_part_changed_is_loaded_or_refused_by_its_name(runs: di
     content = {part: content[part] for part in ("networks", "vocab")} | {"features": {"patch_size": 8}}
     for place in [place for place in places(content) for _ in range(2)]:
         save_checkpoint(tmp_path / "c.pt", mutated(content, place, draw))
-        refused += is_refused(path := tmp_path / "c.pt", partial(load_network, path, "engine", VOCAB, CPU))
+        refused += bool(refusal(path := tmp_path / "c.pt", partial(load_network, path, "engine", VOCAB, CPU)))
     assert refused > 40

@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluate_cases import evaluate, iep_eval
-from tiny_data import (
-    CHANNELS,
-    GRID,
-    VAL,
-    VOCAB,
-    arrays,
-    assert_one_error,
-    features,
-    newest,
-    tiny,
-    write_h5,
-)
+from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, assert_one_error, features, newest, tiny, write_h5
 from train_cases import iep_train
 
 from iep.config import BASELINES
@@ -77,10 +66,6 @@ def test_a_start_of_another_kind_is_named(data: Path, trained, run, tmp_path: Pa
     expected = "expected a checkpoint with a CNN+LSTM+SA"
     assert_one_error(iep_train(*given, trained["cnn-lstm"]), f"{trained['cnn-lstm']}: holds a CNN+LSTM, {expected}")
     assert_one_error(iep_train(*given, run["pg"]), f"{run['pg']}: holds a program generator, {expected}")
-    result = iep_train("--model", "pg", "--data", data, "--out", tmp_path / "run", "--baseline", trained["lstm"])
-    assert_one_error(result, f"baseline is {trained['lstm']}, which training pg does not use")
-    result = iep_eval("--baseline", run["ee"], "--data", data)
-    assert_one_error(result, f"{run['ee']}: holds an execution engine, expected a checkpoint with a baseline")
 
 
 def test_features_are_those_that_a_baseline_was_made_for(data: Path, trained, tmp_path: Path):

@@ -8,25 +8,20 @@ import torch
 import yaml
 from batching_cases import assert_same
 from click.testing import CliRunner, Result
-from placement_cases import ONE_GPU, TWO_GPUS
+from engine_cases import ONE_GPU, TWO_GPUS
 from tiny_data import VOCAB, assert_one_error, newest, tiny
+from train_cases import iep_train, rows, weights
 
 from iep.cli.evaluate import main as evaluate_main
-from iep.cli.train import main as train_main
 from iep.config import read_config
 from iep.models.checkpoint import load_checkpoint
-from iep.runtime.records import METRICS
 
 PLACED = ("--placement", "balanced", "--devices", "cpu,cpu")
 SETTINGS = [each for each in tiny("ee") if each != "device=cpu"]
 
 
-def iep_train(out: Path, *arguments: object) -> Result:
-    return CliRunner().invoke(train_main, [str(each) for each in ("--out", out, *SETTINGS, *arguments)])
-
-
 def train(out: Path, *arguments: object) -> str:
-    result = iep_train(out, *arguments)
+    result = iep_train("--out", out, *SETTINGS, *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -36,14 +31,13 @@ def iep_eval(*arguments: object) -> Result:
 
 
 def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in map(json.loads, (out / METRICS).read_text().splitlines()) if "loss" in row]
+    return [row["loss"] for row in rows(out) if "loss" in row]
 
 
 def assert_same_run(actual: Path, expected: Path, relative: float = 1e-3) -> None:
-    """The losses and weights are the same, up to the order of sums."""
+    """Assert the same losses and weights, up to the order of sums."""
     assert losses(actual) == pytest.approx(losses(expected), rel=relative)
-    ours, theirs = (load_checkpoint(newest(out))["networks"]["engine"]["weights"] for out in (actual, expected))
-    assert_same(ours, theirs, relative)
+    assert_same(weights(newest(actual), "engine"), weights(newest(expected), "engine"), relative)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +108,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
     assert_one_error(iep_eval(*given, "--placement", "balanced"), "test_questions.h5", "has no programs", "round-robin")
     result = iep_eval(*given, "--placement", "round-robin")
     assert result.exit_code == 0, result.output
-    assert "depends on programs, which are not known yet" in result.stdout
+    assert "depend on programs, which are not known yet" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -129,7 +123,7 @@ def test_a_split_without_programs_can_be_placed_but_not_balanced(data, run) -> N
     ],
 )
 def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, data, tmp_path) -> None:
-    result = iep_train(tmp_path / "run", "--data", data, *given)
+    result = iep_train("--out", tmp_path / "run", *SETTINGS, "--data", data, *given)
     assert result.exit_code in (1, 2)
     assert words in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,18 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import click
-import h5py
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny_data import (
-    assert_one_error,
-    features,
-    files_no_larger_than,
-    newest,
-    tiny,
-    write_data,
-)
+from tiny_data import assert_one_error, files_no_larger_than, newest, tiny, write_data
 from train_cases import iep_train
 
 import iep
@@ -31,6 +24,8 @@ from iep.models.checkpoint import BEST, load_checkpoint, save_checkpoint
 from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
 from iep.training.run_training import TORCHRUN
+
+COMMANDS = ("ask", "bench", "evaluate", "preprocess", "synth", "train")
 
 
 @pytest.fixture
@@ -51,18 +46,17 @@ def test_a_real_process_trains_and_says_where(data: Path, tmp_path: Path):
     command = [sys.executable, "-m", "iep.cli.train", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "ee iteration 4: validation accuracy" in done.stdout
     out = tmp_path / "run"
     before, *lines, last = done.stdout.splitlines()
     assert re.fullmatch(rf"{out}: ee on cpu, [\d,]+ parameters", before)
     assert lines[0] == f"{data}: 39 questions about 5 images of train and 26 questions about 5 images of val"
-    assert lines[1] == "iterations 1 to 4, 8 questions each"
-    assert lines[2].startswith("ee before the first iteration: validation accuracy ")
+    accuracies = ["ee before the first iteration", "ee iteration 2", "ee iteration 4"]
+    assert [line.partition(": validation accuracy ")[0] for line in lines[2:]] == accuracies
     best = rf"{out}: trained ee to iteration 4; the best checkpoint is {out / BEST}, of iteration (\d), validation .*%"
     assert int(re.fullmatch(best, last)[1]) == load_checkpoint(out / BEST)["step"]
     assert "questions/s" in done.stderr
     assert "Warning" not in done.stderr
-    assert step(tmp_path / "run") == 4
+    assert step(out) == 4
 
 
 def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Path):
@@ -76,35 +70,17 @@ def test_a_dry_run_prints_the_resolved_settings_and_leaves_nothing(tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_needs_no_torch():
-    code = (
-        "import sys; from iep.cli.train import main; main(['--dry-run', '--out', 'x'], standalone_mode=False);"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
-
-
 def test_every_option_reaches_its_setting(tmp_path: Path):
-    options = {
-        "model": "ee",
-        "data": "d",
-        "pg": "p",
-        "ee": "e",
-        "programs": "predicted",
-        "batching": "standard",
-        "num_train_samples": 7,
-        "num_val_samples": 8,
-        "precision": "bfloat16",
-        "device": "cpu",
-        "keep": 5,
-    }
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    flags += ["--no-sharing", "--defer-weight-grads", "--freeze", "stem,modules"]
-    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags, *(f"{name}=null" for name in ("pg", "ee")))
+    flags = "--model ee --data d --pg p --ee e --programs predicted --batching standard --precision bfloat16 --keep 5"
+    flags += " --device cpu --num-train-samples 7 --num-val-samples 8 --no-sharing --defer-weight-grads"
+    flags += " --freeze stem,modules"
+    result = iep_train("--dry-run", "--out", tmp_path / "run", *flags.split(), "pg=null", "ee=null")
     (tmp_path / "printed.yaml").write_text(result.output)
-    assert read_config(tmp_path / "printed.yaml") == Config(
-        **options, freeze=("stem", "modules"), sharing=False, defer_weight_grads=True
-    )
+    places = {"data": "d", "pg": "p", "ee": "e", "device": "cpu"}
+    speed = {"batching": "standard", "precision": "bfloat16", "sharing": False, "defer_weight_grads": True}
+    counts = {"num_train_samples": 7, "num_val_samples": 8, "keep": 5}
+    expected = Config(model="ee", programs="predicted", freeze=("stem", "modules"), **places, **speed, **counts)
+    assert read_config(tmp_path / "printed.yaml") == expected
 
 
 def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
@@ -135,7 +111,11 @@ def test_a_restart_by_the_torchrun_that_began_a_run_goes_on_with_it_and_no_other
 
 def test_resuming_takes_the_settings_saved_and_those_given_over_them(run: Path):
     before = read_config(run / "config.yaml")
-    result = iep_train("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
+    given = ("--resume", "--out", run, "iterations=6", "batch_size=4", "device=cpu")
+    shown = iep_train("--dry-run", *given).output
+    assert {"batch_size: 4", "iterations: 6", "  hidden_dim: 10"} <= set(shown.splitlines())
+    assert step(run) == 4
+    result = iep_train(*given)
     assert result.exit_code == 0
     assert f"{run}: resumes with iterations 6 instead of 4, batch_size 4 instead of 8\n" in result.stdout
     assert result.stdout.splitlines()[-1].startswith(f"{run}: trained lstm to iteration 6; the best checkpoint is ")
@@ -182,7 +162,7 @@ def test_a_checkpoint_of_another_model_among_a_runs_own_is_refused(runs: dict[st
 
 def test_a_run_without_a_checkpoint_is_begun_anew_with_its_settings(data: Path, tmp_path: Path):
     given = ("--out", tmp_path / "run", "--model", "lstm", "--data", data, *tiny("lstm"))
-    assert iep_train(*given, "learning_rate=1e30").exit_code == 1
+    assert iep_train(*given, "learning_rate=1e15").exit_code == 1
     begun = read_config(tmp_path / "run" / "config.yaml")
     result = iep_train("--out", tmp_path / "run", "--resume", "learning_rate=0.01", "device=cpu")
     assert result.exit_code == 0, result.output
@@ -215,73 +195,39 @@ def test_a_run_directory_that_goes_away_ends_the_run(data: Path, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_runs_resuming_prints_the_settings_saved(run: Path):
-    result = iep_train("--resume", "--dry-run", "--out", run, "seed=9")
-    assert result.exit_code == 0
-    assert "hidden_dim: 10" in result.output
-    assert "seed: 9" in result.output
-    assert step(run) == 4
-
-
 # Mistakes
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem", "code"),
     [
-        (["batchsize=3"], "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
-        (["batch_size=0"], "batch_size=0: batch_size is 0, expected at least 1", 1),
-        (["batch_size"], "'batch_size': expected key=value", 1),
-        (["clip_gradients=0"], "clip_gradients is 0.0, expected at least", 1),
+        ("--out {run} batchsize=3", "batchsize=3: unknown key 'batchsize'; did you mean 'batch_size'?", 1),
         (
-            ["--model", "pg", "temperature=1", "--programs", "predicted", "engine.module_dim=77", "--sharing"],
+            "--out {run} --model pg temperature=1 --programs predicted engine.module_dim=77 --sharing",
             "programs is predicted, sharing is True, temperature is 1.0, engine.module_dim is 77, which training pg",
             1,
         ),
-        (["--config", "mini/pgg"], "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
-        (["--model", "eee"], "'eee' is not one of", 2),
-        (["--model", "lstm", "--modules", "tbd"], "engine.modules is tbd, which training lstm does not use", 1),
-        (["--model", "pg", "attention_penalty=1"], "attention_penalty is 1.0, which training pg does not use", 1),
-        (["--num-train-samples", "0"], "0 is not in the range x>=1", 2),
-        (["--programs", "guessed"], "'guessed' is not one of", 2),
-        (["--batchin", "improved"], "No such option", 2),
-        (["--config", "none.yaml"], "none.yaml: no such file", 1),
-        (["--data", "nowhere"], "nowhere/vocab.json: no such file", 1),
-        (["--data", "nowhere", "--device", "cuda:99"], "device 'cuda:99': not available here", 1),
-        ([], "no data: give --data DIR", 1),
-        (["--pg", "none.pt", "--programs", "predicted"], "no data: give --data DIR", 1),
+        ("--out {run} --model lstm --modules tbd", "engine.modules is tbd, which training lstm does not use", 1),
+        ("--out {run} --config mini/pgg", "nor the name of a config of this package; did you mean 'mini/pg'?", 1),
+        ("--out {run} --config none.yaml", "none.yaml: no such file", 1),
+        ("--out {run} --model eee", "'eee' is not one of", 2),
+        ("--out {run} --num-train-samples 0", "0 is not in the range x>=1", 2),
+        ("--out {run} --data nowhere", "nowhere/vocab.json: no such file", 1),
+        ("--out {run} --data nowhere --device cuda:99", "device 'cuda:99': not available here", 1),
+        ("--out {run} --data nowhere --resume", "nowhere/vocab.json: no such file", 1),
+        ("--out {run} --resume", "{run}: holds no run to resume", 1),
+        ("--out {run}", "no data: give --data DIR", 1),
+        ("--model ee", "Missing option '--out'", 2),
+        ("--out {file}", "is a file", 2),
+        ("--out {file}/run --model lstm", "file/run: Not a directory", 1),
+        ("--out ''", "'--out': the name is empty, expected a directory", 2),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: list[str], problem: str, code: int):
-    assert_one_error(iep_train("--out", tmp_path / "run", *arguments), problem, code=code)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_directory_that_is_missing_or_a_file_is_a_usage_error(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    assert_one_error(iep_train("--model", "ee"), "Missing option '--out'", code=2)
-    assert_one_error(iep_train("--out", tmp_path / "file"), "is a file", code=2)
-    assert_one_error(iep_train("--out", ""), "'--out': the name is empty, expected a directory", code=2)
-    assert_one_error(iep_train("--out", tmp_path / "file" / "run", "--model", "lstm"), "file/run: Not a directory")
-
-
-@pytest.mark.parametrize("data", [[], ["--data", "nowhere"]])
-def test_resuming_what_is_no_run_says_so_where_no_new_one_can_begin(tmp_path: Path, data: list[str]):
-    problem = "nowhere/vocab.json: no such file" if data else f"{tmp_path / 'run'}: holds no run to resume"
-    assert_one_error(iep_train("--out", tmp_path / "run", "--resume", *data), problem)
-    assert not (tmp_path / "run").exists()
-
-
-def test_features_that_become_unreadable_while_training_are_one_line(tmp_path: Path):
-    data = write_data(tmp_path / "data")
-    with h5py.File(data / "train_features.h5", "w") as file:
-        file.create_dataset("features", data=features(0), chunks=(1, 3, 4, 4), compression="gzip", fletcher32=True)
-        start = file["features"].id.get_chunk_info(2).byte_offset
-    with open(data / "train_features.h5", "r+b") as file:
-        file.seek(start + 10)
-        file.write(bytes(30))
-    arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
-    assert_one_error(iep_train(*arguments), f"{data / 'train_features.h5'}: features, row 2 cannot be read")
+def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path, arguments: str, problem: str, code: int):
+    names = {"run": tmp_path / "run", "file": tmp_path / "file"}
+    names["file"].write_text("")
+    assert_one_error(iep_train(*shlex.split(arguments.format(**names))), problem.format(**names), code=code)
+    assert not names["run"].exists()
 
 
 @pytest.mark.parametrize(
@@ -300,10 +246,21 @@ def test_an_environment_that_torchrun_would_not_make_is_one_line(tmp_path: Path,
 # What all commands share
 
 
-@pytest.mark.parametrize("command", ["ask", "bench", "evaluate", "preprocess", "synth", "train"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_its_version(command: str):
     result = CliRunner().invoke(import_module(f"iep.cli.{command}").main, ["--version"])
     assert result.output == f"iep, version {iep.__version__}\n"
+
+
+def test_help_and_a_dry_run_need_no_torch():
+    calls = [*((command, ["--help"]) for command in COMMANDS), ("train", ["--dry-run", "--out", "x"])]
+    code = f"""if True:
+        import importlib, sys
+        for command, arguments in {calls}:
+            importlib.import_module("iep.cli." + command).main(arguments, standalone_mode=False)
+        sys.exit("torch" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def test_memory_that_runs_out_is_one_line_of_any_command_with_the_option_that_helps():

@@ -1,41 +1,29 @@
-"""Norms, blocks, stems and classifiers of the engine: what they compute, in minibatches and one example at a time."""
+"""Norms, stems and classifiers of the engine: what they compute, in minibatches and one example at a time."""
 
 import copy
 import itertools
 
 import numpy as np
 import pytest
-import test_engine
 import torch
-from batching_cases import quick, results, token_matrices
+from batching_cases import quick, results
+from engine_cases import PROGRAMS_BL, any_programs, draw_norms, features
+from engine_cases import small_engine as make_engine
 from hypothesis import given, settings
-from test_engine import BINARY, PROGRAMS_BL, TOKENS, UNARY, features
 from torch import nn
 from torch.nn import functional
 
 from iep.batching.schedulers import SCHEDULERS
-from iep.execution_engine.classifier import make_classifier
-from iep.execution_engine.modules import BinaryModule, UnaryModule
-from iep.execution_engine.norms import ExampleNorm
-from iep.execution_engine.stems import make_stem
+from iep.execution_engine.modules import ExampleNorm
+from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 
-programs = token_matrices(len(TOKENS), inner=[*UNARY, *BINARY], unary=UNARY, binary=BINARY, max_batch=4, wide=6)
+FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 def small_engine(**kwargs):
-    engine = test_engine.small_engine(**kwargs)
+    engine = make_engine(**kwargs)
     draw_norms(engine)
     return engine
-
-
-def draw_norms(network):
-    """Weights, biases and running statistics of norms, which would begin as ones and zeros."""
-    for layer in network.modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            nn.init.uniform_(layer.weight, 0.5, 1.5)
-            nn.init.normal_(layer.bias, std=0.2)
-            layer.running_mean.normal_(0.0, 0.3)
-            layer.running_var.uniform_(0.5, 2.0)
 
 
 def statistics(network):
@@ -43,7 +31,7 @@ def statistics(network):
 
 
 def assert_all_close(actual, expected):
-    """The same results; a bias before a norm has a gradient of zero, which rounding may make something else."""
+    """Assert the same results; a bias before a norm has a gradient of zero, which rounding may make something else."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert (actual[name] is None) == (value is None), name
@@ -56,19 +44,20 @@ def assert_all_close(actual, expected):
 # Norms of the modules
 
 
-@pytest.mark.parametrize(("memory_format", "residual"), [(torch.contiguous_format, False), (torch.channels_last, True)])
-@given(programs_BL=programs)
-@settings(quick, max_examples=5)
-def test_example_norm_batched_is_batch_norm_one_example_at_a_time(memory_format, residual, programs_BL):
+@pytest.mark.parametrize(("memory_format", "residual"), [(FORMATS[0], False), (FORMATS[1], True)])
+@given(programs_BL=any_programs)
+@settings(quick, max_examples=4)
+def test_example_norm_batched_and_batch_norm_in_vanilla_order_are_batch_norm_one_example_at_a_time(
+    memory_format, residual, programs_BL
+):
     one = small_engine(module_norm="batch", module_residual=residual)
-    x_BCHW = features(len(programs_BL))
-    before = statistics(one)
+    x_BCHW, before = features(len(programs_BL)), one.state_dict() | statistics(one)
     expected = results(lambda x: one.reference(x, programs_BL), one, x_BCHW)
     after = statistics(one)
-    for name, defer in itertools.product(SCHEDULERS, (False, True)):
-        batched = small_engine(module_norm="example", module_residual=residual).to(memory_format=memory_format)
-        batched.load_state_dict({**one.state_dict(), **before})
-        plan = batched.plan(programs_BL, batching=name)
+    for norm, name, defer in [("batch", "vanilla", False), *itertools.product(["example"], SCHEDULERS, [False, True])]:
+        batched = small_engine(module_norm=norm, module_residual=residual).to(memory_format=memory_format)
+        batched.load_state_dict(before)
+        plan = batched.plan(programs_BL, batching=name, sharing=False)
         actual = results(lambda x, e=batched, p=plan, d=defer: e(x, p, d), batched, x_BCHW)
         assert_all_close(actual, expected)
         found = statistics(batched)
@@ -77,82 +66,47 @@ def test_example_norm_batched_is_batch_norm_one_example_at_a_time(memory_format,
                 torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
 
 
-@given(programs_BL=programs)
-@settings(quick, max_examples=10)
-def test_batch_norm_in_vanilla_order_without_sharing_is_one_example_at_a_time_to_the_last_statistic(programs_BL):
-    one, batched = small_engine(module_norm="batch"), small_engine(module_norm="batch")
-    x_BCHW = features(len(programs_BL))
-    expected = results(lambda x: one.reference(x, programs_BL), one, x_BCHW)
-    plan = batched.plan(programs_BL, batching="vanilla", sharing=False)
-    actual = results(lambda x: batched(x, plan), batched, x_BCHW)
-    assert_all_close(actual, expected)
-    for key, value in statistics(one).items():
-        torch.testing.assert_close(statistics(batched)[key], value, rtol=1e-9, atol=1e-12, msg=key)
-
-
 @pytest.mark.parametrize("norm", ["batch", "example"])
-@given(programs_BL=programs)
-@settings(quick, max_examples=8)
+@given(programs_BL=any_programs)
+@settings(quick, max_examples=5)
 def test_in_evaluation_both_norms_are_the_same_by_every_schedule_with_and_without_sharing(norm, programs_BL):
     engine = small_engine(module_norm=norm, stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
+    batch = small_engine(module_norm="batch", stem_norm=True, classifier_norm=True, classifier_dropout=0.5).eval()
+    batch.load_state_dict(engine.state_dict())
     rows_B = np.arange(len(programs_BL)) // 2
     x_NCHW = features(rows_B[-1] + 1)
     before = statistics(engine)
-    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, x_NCHW)
+    expected = results(lambda x: batch.reference(x[rows_B], programs_BL), batch, x_NCHW)
     for name, sharing in itertools.product(SCHEDULERS, (False, True)):
         plan = engine.plan(programs_BL, rows_B, name, sharing)
         assert_all_close(results(lambda x, plan=plan: engine(x, plan), engine, x_NCHW), expected)
     assert all(torch.equal(value, before[key]) for key, value in statistics(engine).items())
 
 
-def test_weights_of_one_norm_load_into_the_other():
-    batch, example = small_engine(module_norm="batch"), small_engine(module_norm="example")
-    nn.init.normal_(batch.get_submodule("count").bn2.weight)
-    assert example.load_state_dict(batch.state_dict()).missing_keys == []
-    x_BCHW = features(len(PROGRAMS_BL))
-    logits = [engine.eval()(x_BCHW, engine.plan(PROGRAMS_BL)) for engine in (batch, example)]
-    assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7])
 @pytest.mark.parametrize("momentum", [0.1, 0.7])
-def test_example_norm_goes_on_by_one_step_a_row(rows, momentum):
-    torch.manual_seed(0)
-    mine, theirs = ExampleNorm(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
-    x_GCHW = torch.randn(rows, 3, 4, 5) + 2
-    expected = torch.cat([theirs(row) for row in x_GCHW.split(1)])
-    torch.testing.assert_close(mine(x_GCHW), expected, rtol=1e-5, atol=1e-5)
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(mine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("of_gradient", [torch.contiguous_format, torch.channels_last])
-def test_example_norm_is_that_of_each_row_however_maps_and_gradients_lie_in_memory(rows, of_input, of_gradient):
+@pytest.mark.parametrize("of_input", FORMATS)
+@pytest.mark.parametrize("of_gradient", FORMATS)
+def test_example_norm_is_batch_norm_of_each_row_however_maps_and_gradients_lie_in_memory(
+    momentum, rows, of_input, of_gradient
+):
     torch.manual_seed(0)
-    norm = ExampleNorm(3).double()
-    draw_norms(norm)
-
-    def normalised(x):
-        mean, variance = x.mean((2, 3), keepdim=True), x.var((2, 3), keepdim=True, correction=0)
-        return (x - mean) / (variance + norm.eps).sqrt() * norm.weight[:, None, None] + norm.bias[:, None, None]
-
-    x_GCHW = torch.randn(rows, 3, 4, 5, dtype=torch.float64).to(memory_format=of_input)
+    mine, theirs = (norm(3, momentum=momentum).double() for norm in (ExampleNorm, nn.BatchNorm2d))
+    draw_norms(mine)
+    theirs.load_state_dict(mine.state_dict())
+    x_GCHW = 2 + torch.randn(rows, 3, 4, 5, dtype=torch.float64).to(memory_format=of_input)
     gradient = torch.randn(rows, 3, 4, 5, dtype=torch.float64).to(memory_format=of_gradient)
     found = []
-    for function in (norm, normalised):
+    for norm, run in ((mine, mine), (theirs, lambda x: torch.cat([theirs(row) for row in x.split(1)]))):
         x = x_GCHW.clone(memory_format=torch.preserve_format).requires_grad_()
-        norm.zero_grad()
-        y = function(x)
+        y = run(x)
         y.backward(gradient)
-        found.append((y, x.grad, norm.weight.grad.clone(), norm.bias.grad.clone()))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+        found.append([y, x.grad, norm.weight.grad, norm.bias.grad, *norm.buffers()])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 def test_a_map_of_one_place_has_nothing_to_be_normalised_by():
-    with pytest.raises(ValueError, match=r"maps of a single place, \(2, 3, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"maps of a single position, \(2, 3, 1, 1\)"):
         ExampleNorm(3)(torch.randn(2, 3, 1, 1))
     assert ExampleNorm(3).eval()(torch.randn(2, 3, 1, 1)).shape == (2, 3, 1, 1)
 
@@ -169,28 +123,6 @@ def test_under_autocast_the_running_statistics_of_the_same_maps_are_the_same_bit
         assert torch.equal(statistics(lower)[name], value)
 
 
-# Blocks
-
-
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("norm", ["none", "batch"])
-def test_blocks_compute_what_their_settings_say(residual, norm):
-    torch.manual_seed(0)
-    unary, binary = UnaryModule(3, residual, norm).double().eval(), BinaryModule(3, residual, norm).double().eval()
-    draw_norms(unary)
-    draw_norms(binary)
-    x, y = torch.randn(2, 2, 3, 4, 4, dtype=torch.float64)
-
-    def block(part, x):
-        norms = (part.bn1, part.bn2) if norm == "batch" else (lambda x: x, lambda x: x)
-        inner = norms[1](part.conv2(torch.relu(norms[0](part.conv1(x)))))
-        return torch.relu(x + inner) if residual else torch.relu(inner)
-
-    torch.testing.assert_close(unary(x), block(unary, x))
-    joined = torch.relu(binary.proj(torch.cat([x, y], dim=1)))
-    torch.testing.assert_close(binary(x, y), block(binary.res_block, joined))
-
-
 # Stems and classifiers
 
 OPTIONS = {"stride": 1, "norm": False, "bias": False, "pixels": 1}
@@ -198,12 +130,24 @@ POOLED = {"pool_rest": True, "norm": False, "dropout": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("patch", "widths", "stride", "grid"),
-    [(8, (16, 32), 1, 14), (8, (16, 32, 48), 2, 7), (8, (16, 32, 48, 48), 1, 14), (4, (8,), 1, 14), (2, (), 1, 14)],
+    ("kind", "channels", "widths", "options", "grid"),
+    [
+        ("pixels", 192, (16, 32), {"norm": True}, 14),
+        ("pixels", 192, (16, 32, 48), {"norm": True, "stride": 2}, 7),
+        ("pixels", 192, (16, 32, 48, 48), {"norm": True}, 14),
+        ("pixels", 48, (8,), {}, 14),
+        ("pixels", 12, (), {"norm": True}, 14),
+        ("conv", 6, (5,), {}, 14),
+        ("conv", 6, (5,), {"stride": 2}, 7),
+        ("conv", 6, (5,), {"stride": 3}, 5),
+    ],
 )
-def test_the_pixel_stem_brings_patches_down_to_the_working_grid(patch, widths, stride, grid):
-    stem = make_stem("pixels", 3 * patch**2, widths, 24, **OPTIONS | {"stride": stride, "norm": True})
-    assert stem(torch.rand(2, 3 * patch**2, 14, 14)).shape == (2, 24, grid, grid)
+def test_a_stem_brings_features_down_to_the_working_grid(kind, channels, widths, options, grid):
+    stem = make_stem(kind, channels, widths, 24, **OPTIONS | options)
+    x_BCHW = torch.rand(2, channels, 14, 14)
+    assert stem(x_BCHW).shape == (2, 24, grid, grid)
+    if kind == "conv":
+        assert stem[:2](x_BCHW).shape == (2, 5, 14, 14), "only the last convolution has a stride"
 
 
 def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
@@ -214,12 +158,16 @@ def test_the_pixel_stem_sees_the_picture_that_was_cut_into_patches():
     assert stem[0](patches_BCHW).equal(image_B3HW)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3])
-def test_the_conv_stem_strides_in_its_last_convolution(stride):
-    stem = make_stem("conv", 6, (5,), 4, **OPTIONS | {"stride": stride})
-    grid = -(-14 // stride)
-    assert stem(torch.rand(2, 6, 14, 14)).shape == (2, 4, grid, grid)
-    assert stem[:2](torch.rand(2, 6, 14, 14)).shape == (2, 5, 14, 14)
+def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_picture():
+    stem = make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"stride": 2, "pixels": 4})
+    patches_BCHW = torch.rand(2, 192, 14, 14)
+    assert stem(patches_BCHW).shape == (2, 8, 7, 7)
+    changed = patches_BCHW.clone()
+    changed[:, :, 3, 5] += 1
+    # One 8 x 8 patch is two by two little ones; an embedding of each by itself changes nowhere else.
+    touched = (stem[:2](changed) != stem[:2](patches_BCHW)).any(dim=1)
+    assert touched.any()
+    assert {(y // 2, x // 2) for _, y, x in touched.nonzero().tolist()} == {(3, 5)}
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -241,18 +189,6 @@ def test_classifier_pools_what_is_left_of_an_odd_grid():
     corner_BCHW[:, :, 6, 4] = 10.0
     assert classifier(x_BCHW).shape == (2, 6)
     assert not classifier(x_BCHW).equal(classifier(corner_BCHW))
-
-
-def test_a_stem_of_little_patches_embeds_each_by_itself_and_then_halves_the_picture():
-    stem = make_stem("pixels", 192, (16, 24), 8, **OPTIONS | {"stride": 2, "pixels": 4})
-    patches_BCHW = torch.rand(2, 192, 14, 14)
-    assert stem(patches_BCHW).shape == (2, 8, 7, 7)
-    changed = patches_BCHW.clone()
-    changed[:, :, 3, 5] += 1
-    # One 8 x 8 patch is two by two little ones; an embedding of each by itself changes nowhere else.
-    touched = (stem[:2](changed) != stem[:2](patches_BCHW)).any(dim=1)
-    assert touched.any()
-    assert {(y // 2, x // 2) for _, y, x in touched.nonzero().tolist()} == {(3, 5)}
 
 
 def test_a_classifier_drops_in_training_alone():

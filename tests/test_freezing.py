@@ -62,15 +62,8 @@ def config_of(data: Path, parts: list[str], model: str, *settings: str) -> Confi
 
 def networks_of(model: str) -> dict[str, nn.Module]:
     config = tiny_config(Path(), model, *SETTINGS[model])
-    made = {
-        "generator": lambda: network_kwargs("generator", config.generator, VOCAB),
-        "engine": lambda: network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID)),
-    }
     shape = (CHANNELS, GRID, GRID)
-    return {
-        name: build(name, made[name]() if name in made else network_kwargs(name, getattr(config, name), VOCAB, shape))
-        for name in NETWORKS[model]
-    }
+    return {name: build(name, network_kwargs(name, getattr(config, name), VOCAB, shape)) for name in NETWORKS[model]}
 
 
 @pytest.mark.parametrize("model", MODELS)

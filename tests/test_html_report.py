@@ -1,8 +1,5 @@
-"""What `iep-eval --report` puts into report.html: which questions, with their programs side by side, which pictures,
-which curves."""
+"""What `iep-eval --report` puts into report.html: which questions, which curves, and programs side by side."""
 
-import base64
-import io
 import json
 import re
 from dataclasses import replace
@@ -14,7 +11,6 @@ from clevr_files import write_images
 from evaluate_cases import evaluate, iep_eval
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from tiny_data import VOCAB, arrays, assert_one_error
 
 from iep.data.question_file import Questions
@@ -24,58 +20,48 @@ from iep.evaluation.outcome import Outcome
 from iep.evaluation.page_questions import (
     FILLED_IN,
     IGNORED,
-    WIDTH,
     Line,
     Pictures,
     choose,
     program_lines,
-    question_cards,
     side_by_side,
 )
 from iep.evaluation.predict import Predictions
 from iep.evaluation.training_curves import CHARTS, MOST_POINTS, draw_chart, thinned, training_runs
 from iep.execution_engine.choices import make_module_set
 from iep.programs import NOT_USED
-from iep.vocab import END, NULL, START
+from iep.vocab import NULL, START
 
 
-def outcome(seed: int = 0, count: int = 120, parts: str = "answers programs families predicted") -> Outcome:
+def outcome(seed: int, count: int = 120) -> Outcome:
     """The tiny questions over and over, some answers and programs predicted wrong by chance."""
     random = np.random.default_rng(seed)
     content = {name: values.astype(np.int64) for name, values in arrays(count).items()}
     answers = np.where(random.random(count) < 0.7, content["answers"], random.permutation(content["answers"]))
     programs = np.where(random.random((count, 1)) < 0.8, content["programs"], random.permutation(content["programs"]))
-    questions = Questions(
-        path=Path("val_questions.h5"),
-        questions=content["questions"],
-        image_idxs=content["image_idxs"],
-        orig_idxs=content["orig_idxs"],
-        families=content["question_families"] if "families" in parts else None,
-        programs=content["programs"] if "programs" in parts else None,
-        answers=content["answers"] if "answers" in parts.split() else None,
-    )
+    questions = Questions(Path("val_questions.h5"), families=content.pop("question_families"), **content)
     shares = np.sort(random.random((count, 2)), axis=1)[:, ::-1]
     ranked = np.stack([answers, np.zeros_like(answers)], axis=1)
-    if "predicted" not in parts:
-        return Outcome(VOCAB, questions, Predictions(programs, None, None, 1.0))
     return Outcome(VOCAB, questions, Predictions(programs, ranked, shares, 1.0))
 
 
 # Which questions
 
 
-PARTS = ("answers programs families predicted", "predicted", "")
-
-
-@given(st.integers(0, 3), st.integers(0, 130), st.sampled_from(PARTS))
-def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, most: int, parts: str):
-    rows = choose(outcome(seed, parts=parts), most)
+@given(st.integers(0, 3), st.integers(0, 130), st.booleans(), st.booleans())
+def test_as_many_questions_are_listed_as_asked_for_and_none_twice(seed: int, most: int, is_known: bool, is_answered):
+    whole = outcome(seed)
+    if not is_known:
+        whole = replace(whole, questions=replace(whole.questions, answers=None, programs=None, families=None))
+    if not is_answered:
+        whole = replace(whole, predictions=Predictions(whole.predictions.programs, None, None, 1.0))
+    rows = choose(whole, most)
     assert len(rows) == min(most, 120)
     assert rows.tolist() == sorted(set(rows.tolist()))
 
 
 def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
-    whole = outcome()
+    whole = outcome(0)
     chosen = set(choose(whole, 60).tolist())
     confidence = whole.predictions.ranked_probabilities[:, 0]
     for good in (whole.right, whole.exact):
@@ -86,39 +72,7 @@ def test_of_many_questions_the_worst_and_some_of_every_kind_are_listed():
     assert any(whole.right[row] and whole.exact[row] for row in chosen)
 
 
-def test_a_question_says_what_is_known_of_it_and_none_of_the_rest():
-    whole = outcome(count=2)
-    shares = np.array([[0.200496, 0.25], [0.75, 0]])
-    whole = replace(whole, predictions=replace(whole.predictions, ranked_probabilities=shares))
-    first, second = question_cards(whole, np.array([3, -1]), None)
-    answer = VOCAB.answer[whole.predictions.answers[0]]
-    assert first["ranked"] == [(answer, 0.200496), (VOCAB.answer[0], 0.25)]
-    assert first["text"] == "Are there any red cubes?"
-    assert (first["length"], second["length"], second["ranked"][0][1]) == (3, None, 0.75)
-    unknown = outcome(count=1, parts="")
-    (only,) = question_cards(unknown, None, None)
-    assert not any(only[key] for key in ("answer", "ranked", "right", "exact", "family", "picture"))
-    assert all(true is None and predicted is not None for true, predicted in only["rows"])
-
-
 # Pictures
-
-
-def test_pictures_are_small_and_read_once(tmp_path: Path):
-    paths = write_images(tmp_path, "val", 2, (480, 320))
-    pixels = np.zeros((320, 480, 3), dtype=np.uint8)
-    pixels[:, 240:] = (250, 10, 10)
-    Image.fromarray(pixels).save(paths[1])
-    pictures = Pictures(tmp_path, "val")
-    assert pictures.has(1)
-    paths[1].unlink()
-    assert pictures.has(1)
-    image = Image.open(io.BytesIO(base64.b64decode(pictures.by_key[1].removeprefix("data:image/jpeg;base64,"))))
-    assert image.size == (WIDTH, 213)
-    assert np.abs(np.asarray(image)[5, [2, -3]].astype(int) - [[0, 0, 0], [250, 10, 10]]).max() < 12
-    assert not pictures.has(7)
-    assert pictures.problems == {7: f"{tmp_path / 'images' / 'val'}: no image with index 7"}
-    assert list(pictures.by_key) == [1]
 
 
 def test_a_directory_without_the_splits_images_is_refused_before_anything_is_evaluated(data, run, tmp_path: Path):
@@ -206,66 +160,37 @@ def test_the_page_needs_no_other_file_and_allows_none(data, run, tmp_path: Path,
     assert said in page
 
 
-def test_a_long_split_gives_a_small_file_beside_the_others_or_elsewhere(data, run, tmp_path: Path):
-    sizes, page = [], tmp_path / "page"
-    for most, report in ((0, tmp_path / "out"), (5, page), (26, page)):
-        arguments = ["--baseline", run["lstm"], "--data", data, "--report", report, "--report-questions", most]
-        _, _, output = evaluate(tmp_path / "out", *arguments)
-        assert f"Wrote {report / PAGE}" in output
-        text = (report / PAGE).read_text()
-        assert text.count("<article") == most
-        sizes.append(len(text))
-    assert sizes[0] < sizes[1] < sizes[2] < sizes[0] + 26 * 4000
-    assert {path.name for path in page.iterdir()} == {PAGE}
-
-
-def test_an_earlier_reports_column_says_where_its_questions_are_others(data, run, tmp_path: Path):
-    arguments = ["--baseline", run["lstm"], "--data", data]
-    evaluate(tmp_path / "same", *arguments)
-    evaluate(tmp_path / "fewer", *arguments, "--num-samples", 5)
-    both = ["--against", "same", tmp_path / "same", "--against", "fewer", tmp_path / "fewer"]
-    evaluate(tmp_path, *arguments, "--report", tmp_path, *both)
-    table = (tmp_path / PAGE).read_text().partition('<table class="statistics by-type">')[2].partition("</thead>")[0]
-    headings = re.findall(r"<button type=\"button\">(.*?)(?:<small>(.*?)</small>)?</button>", table)
-    assert headings[-3:] == [("commonest", ""), ("same", ""), ("fewer", "5 questions of val")]
-
-
 # Programs side by side
 
 
 TOKENS = st.lists(st.integers(0, len(VOCAB.program) - 1), max_size=12)
 
 
-def lines(program: str, end: bool = True, modules: str | None = None) -> list[Line]:
+def lines(program: str, modules: str | None = None) -> list[Line]:
     tokens = [VOCAB.program_index[token] for token in program.split()]
     own = None if modules is None else make_module_set(modules, dim=1, residual=True, norm="none", scene="module")
-    return program_lines([START, *tokens, *([END] if end else []), NULL], VOCAB, own)
+    return program_lines([START, *tokens, NULL], VOCAB, own)
 
 
-def drawn(found: list[Line]) -> list[str]:
+NESTED = "count filter_color[red] exist filter_shape[cube] scene"
+
+
+@pytest.mark.parametrize(
+    ("program", "modules", "expected"),
+    [
+        ("count union filter_color[red] scene scene", None, "count .union ..filter_color[red] ...scene ..scene"),
+        ("count", None, "count .scene?"),
+        ("count <END>", None, "count .<END> ..scene?"),  # inside a tree it runs as a function
+        ("scene count exist <END>", None, "scene count! exist!"),
+        ("union <NULL> scene count", None, "union .scene? .scene count!"),
+        ("", None, "scene?"),
+        (NESTED, "iep", "count .filter_color[red] ..exist ...filter_shape[cube] ....scene"),
+        (NESTED, "tbd", "count .filter_color[red] ..exist- ...filter_shape[cube]- ....scene-"),
+    ],
+)
+def test_a_line_tells_its_depth_and_what_is_filled_in_ignored_or_not_used(program, modules, expected):
     marks = {"": "", FILLED_IN: "?", IGNORED: "!", NOT_USED: "-"}
-    return ["." * line.depth + line.token + marks[line.kind] for line in found]
-
-
-def test_arguments_stand_below_their_function_one_step_further_in():
-    program = "count union filter_color[red] scene filter_shape[cube] scene"
-    expected = ["count", ".union", "..filter_color[red]", "...scene", "..filter_shape[cube]", "...scene"]
-    assert drawn(lines(program)) == expected
-
-
-def test_what_is_filled_in_or_ignored_is_marked():
-    assert drawn(lines("count", end=False)) == ["count", ".scene?"]
-    assert drawn(lines("count")) == ["count", ".<END>", "..scene?"], "an <END> inside a tree runs as a function"
-    assert drawn(lines("scene count exist")) == ["scene", "count!", "exist!"]
-    assert drawn(lines("union <NULL> scene count")) == ["union", ".scene?", ".scene", "count!"]
-    assert drawn(program_lines([], VOCAB)) == ["scene?"]
-
-
-def test_values_of_a_kind_that_the_modules_do_not_take_are_marked_with_all_below_them():
-    program = "count filter_color[red] exist filter_shape[cube] scene"
-    expected = ["count", ".filter_color[red]", "..exist", "...filter_shape[cube]", "....scene"]
-    assert drawn(lines(program)) == drawn(lines(program, modules="iep")) == expected
-    assert drawn(lines(program, modules="tbd")) == [*expected[:2], *(line + "-" for line in expected[2:])]
+    assert ["." * depth + token + marks[kind] for depth, token, kind in lines(program, modules)] == expected.split()
 
 
 @given(TOKENS, TOKENS)

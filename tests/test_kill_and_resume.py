@@ -31,31 +31,20 @@ def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("make", "kills", "signals"),
     [
-        (lambda data: training(data, *tiny("lstm"), "model=lstm", "iterations=12", "validate_every=5"), 4, ASK),
-        (lambda data: training(data, *tiny("ee"), "model=ee", "iterations=8", "validate_every=3", *BENT), 4, KILL),
-        (lambda data: training(data, *tiny("ee"), "model=ee", "iterations=8", "workers=2"), 2, (*KILL, *ASK)),
-        (lambda data: checkpointing(data, *tiny("lstm")), 6, KILL),
-        (lambda data: synthesis(images=10), 4, (*KILL, *ASK)),
+        (lambda data, *_: training(data, *tiny("lstm"), "model=lstm", "iterations=12", "validate_every=5"), 4, ASK),
+        (lambda data, *_: training(data, *tiny("ee"), "model=ee", "iterations=8", "validate_every=3", *BENT), 4, KILL),
+        (lambda data, *_: training(data, *tiny("ee"), "model=ee", "iterations=8", "workers=2"), 2, (*KILL, *ASK)),
+        (lambda data, *_: checkpointing(data, *tiny("lstm")), 6, KILL),
+        (lambda *_: synthesis(images=10), 4, (*KILL, *ASK)),
+        (lambda data, runs, clevr: evaluation(data, runs["ee"]), 4, (*KILL, *ASK)),
+        (lambda data, runs, clevr: preprocessing(clevr), 4, KILL),
+        (lambda data, runs, clevr: preprocessing(clevr), 4, ASK),
     ],
-    ids=["training", "training with norms", "training with workers", "checkpointing", "synthesis"],
 )
 def test_a_killed_job_ends_with_the_files_of_a_whole_one(
-    data: Path, tmp_path: Path, make: Callable[[Path], Job], kills: int, signals: tuple[int, ...]
+    data: Path, runs, clevr: Path, tmp_path: Path, make: Callable[..., Job], kills: int, signals: tuple[int, ...]
 ):
-    assert_ends_the_same(make(data), tmp_path, kills, signals)
-
-
-def test_a_killed_evaluation_ends_with_the_files_of_a_whole_one(data: Path, runs: dict[str, Path], tmp_path: Path):
-    assert_ends_the_same(evaluation(data, runs["ee"]), tmp_path, 4, (*KILL, *ASK))
-
-
-@pytest.mark.parametrize("signals", [KILL, ASK])
-def test_killed_preprocessing_ends_with_the_files_of_a_whole_one(clevr: Path, tmp_path: Path, signals: tuple[int, ...]):
-    assert_ends_the_same(preprocessing(clevr), tmp_path, 4, signals)
-
-
-def assert_ends_the_same(job: Job, root: Path, kills: int, signals: tuple[int, ...]) -> None:
-    counts = kill_and_resume(job, root, kills, seed=1, signals=signals)
+    counts = kill_and_resume(make(data, runs, clevr), tmp_path, kills, seed=1, signals=signals)
     assert counts.mismatches == []
     assert counts.kills == kills
     assert counts.ends

@@ -8,30 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
-from processes import together
+from evaluate_cases import iep_eval
+from processes import is_running, together
 from tiny_data import (
     CHANNELS,
     GRID,
     IMAGES,
     TRAIN,
-    VOCAB,
     assert_one_error,
     features,
+    open_train,
     tiny,
     tiny_config,
     write_data,
     write_h5,
 )
 from torch.utils.data import get_worker_info
+from train_cases import iep_train
 
 import iep.data.features
-from iep.cli.evaluate import main as evaluate
-from iep.cli.train import main as train_main
-from iep.data.datasets import ClevrDataset, sequential_batches
+from iep.data.datasets import sequential_batches
 from iep.data.features import Features
 from iep.data.loader import BatchBuffers, Loading, on_device
-from iep.data.question_file import read_questions
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.runtime.memory import left_in_groups
@@ -41,20 +39,7 @@ from iep.training.run_training import train
 SHAPE = (IMAGES, CHANNELS, GRID, GRID)
 
 
-def open_train(data: Path) -> ClevrDataset:
-    return ClevrDataset(read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5"))
-
-
 # Buffers
-
-
-def test_batches_that_are_kept_stay_as_they_were_however_many_buffers_there_are(data: Path):
-    dataset = open_train(data)
-    kept = list(sequential_batches(dataset, 2, Loading(workers=2, prefetch=1)))
-    assert len(kept) == -(-TRAIN // 2)
-    for batch, expected in zip(kept, sequential_batches(dataset, 2), strict=True):
-        assert torch.equal(batch.features, expected.features)
-        assert batch.index.tolist() == expected.index.tolist()
 
 
 def test_a_buffer_is_free_again_when_the_last_tensor_of_it_is_gone():
@@ -98,13 +83,6 @@ def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
     assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
 
 
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):
     with pytest.raises(AssertionError, match="process 0 ended without an answer"):
         together(load_and_die, data, tmp_path / "note", world_size=1)
@@ -125,12 +103,11 @@ def test_a_worker_that_the_system_kills_is_one_line(
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(Features, "read", die_of_hunger)
+    where = ("--data", data, "--out", tmp_path / "out")
     if command == "train":
-        arguments = ["--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1"]
-        result = CliRunner().invoke(train_main, [str(argument) for argument in arguments])
+        result = iep_train("--model", "ee", *where, *tiny("ee"), "workers=1")
     else:
-        arguments = ["--ee", runs["ee"], "--data", data, "--out", tmp_path / "eval", "--workers", 1]
-        result = CliRunner().invoke(evaluate, [str(argument) for argument in arguments])
+        result = iep_eval("--ee", runs["ee"], *where, "--workers", 1)
     assert_one_error(result, "a process that loads data was lost", "(DataLoader worker (pid", "lower workers")
 
 
@@ -191,12 +168,8 @@ def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(data: 
     assert Features(empty).in_memory().read(np.arange(0)).shape == (0, *SHAPE[1:])
 
 
-@pytest.mark.parametrize(
-    "settings", [("features_in_memory=true",), ("features_in_memory=true", "workers=2", "prefetch=1")]
-)
-def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(
-    data: Path, runs: dict[str, Path], tmp_path: Path, settings: tuple[str, ...]
-):
+def test_a_run_is_the_same_with_features_in_memory_and_however_they_are_loaded(data: Path, runs, tmp_path: Path):
+    settings = ("features_in_memory=true", "workers=2", "prefetch=1")
     assert train(tiny_config(data, "ee", *settings), tmp_path / "ee", resume=False)
     ours, theirs = (load_checkpoint(run)["networks"]["engine"] for run in (tmp_path / "ee", runs["ee"]))
     assert all(torch.equal(ours["weights"][name], value) for name, value in theirs["weights"].items())

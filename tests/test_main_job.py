@@ -28,7 +28,7 @@ def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     run("evaluate", "--baseline", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
     table = run("evaluate", *joint, "--out", f"{runs}/eval/val", "--against", "lstm", f"{runs}/eval/lstm")
     rows = [line.split() for line in table.splitlines()]
-    heading = rows.index(["questions", "commonest", "lstm", "model"])
+    heading = rows.index(["questions", "most_common", "lstm", "model"])
     assert rows[heading + 1][:2] == ["overall", "60"]
     report = json.loads((tmp_path / "runs/eval/val/report.json").read_text())
     assert report["questions"] == 60

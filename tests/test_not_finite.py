@@ -24,7 +24,7 @@ from tiny_data import (
     write_h5,
 )
 from torch import Tensor
-from train_cases import iep_train
+from train_cases import before_each_step, iep_train
 
 from iep.data.datasets import Batch
 from iep.errors import InputError
@@ -56,8 +56,8 @@ def failing_at(monkeypatch: pytest.MonkeyPatch):
 def test_the_run_stops_at_that_step_with_the_questions_and_the_state_before_it(
     data, tmp_path, monkeypatch, failing_at, value: float
 ):
-    batches, train_step = [], Trainer.train_step
-    monkeypatch.setattr(Trainer, "train_step", lambda self, batch: batches.append(batch) or train_step(self, batch))
+    batches = []
+    before_each_step(monkeypatch, lambda trainer, batch: batches.append(batch))
     train(tiny_config(data, "lstm", "iterations=3"), tmp_path / "sound", resume=False)
     before = load_checkpoint(newest(tmp_path / "sound"))
 
@@ -92,21 +92,17 @@ def test_a_full_disk_does_not_hide_the_questions(data: Path, tmp_path: Path, fai
     assert not list(out.glob("*.pt"))
 
 
-def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_questions(data: Path, tmp_path: Path, runs):
-    """A generator gone wrong draws programs from numbers that are none."""
-    train_step = Trainer.train_step
+def test_weights_that_were_not_finite_before_the_step_are_to_blame_not_its_questions(data, tmp_path, runs, monkeypatch):
+    """A generator with such weights draws programs from probabilities that are not finite."""
 
-    def gone_wrong(self: Trainer, batch: Batch):
-        if self.step == 1:
+    def spoil(trainer: Trainer, batch: Batch) -> None:
+        if trainer.step == 1:
             with torch.no_grad():
-                next(self.task.generator.parameters()).fill_(float("nan"))
-        return train_step(self, batch)
+                next(trainer.task.generator.parameters()).fill_(float("nan"))
 
+    before_each_step(monkeypatch, spoil)
     parts = ["--pg", runs["pg"], "--ee", runs["ee"], *tiny("joint"), "log_every=9", "validate_every=9"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_step", gone_wrong)
-        arguments = ["--model", "joint", "--data", data, "--out", tmp_path / "run", *parts]
-        result = iep_train(*arguments)
+    result = iep_train("--model", "joint", "--data", data, "--out", tmp_path / "run", *parts)
     blame = "but weights were not finite before them; the weights before it are in not-finite-2.pt"
     assert_one_error(result, "the loss is nan at iteration 2, on 8 questions", blame)
 

@@ -1,37 +1,72 @@
-"""Checkpoints of the original toolkit: every option gives the logits and programs of an implementation of its own."""
+"""Checkpoints of the original toolkit: what they compute, that training starts from them, and which are refused."""
 
-from itertools import pairwise
+import argparse
+import collections
+import json
+import os
+import pickle
+import random
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from ask_cases import IMAGE, answered
 from batching_cases import quick
-from evaluate_cases import evaluate
+from checkpoint_cases import mutated, places, refusal
+from click.testing import Result
+from evaluate_cases import evaluate, iep_eval
 from hypothesis import example, given, settings
 from original_cases import (
-    GRID,
+    WIDE,
     baseline_file,
     baseline_logits,
     decode,
     engine_file,
     engine_logits,
     generator_file,
+    vocab,
     write,
 )
-from tiny_data import CHANNELS, TEST, VAL, VOCAB, arrays, features, write_data, write_h5
+from tiny_data import (
+    CHANNELS,
+    GRID,
+    VAL,
+    VOCAB,
+    arrays,
+    assert_one_error,
+    features,
+    newest,
+    tiny_config,
+    write_data,
+    write_h5,
+)
+from train_cases import iep_train, weights
 
-from iep.config import BATCHING, Config
+from iep.config import Config, read_config
+from iep.errors import InputError
 from iep.models.build import load_network
+from iep.models.checkpoint import load_checkpoint
+from iep.preprocess.backbones import Patches
+from iep.preprocess.compute_features import image_features
 from iep.program_generator.decode import greedy
-from iep.vocab import END
+from iep.training.run_training import train
+from iep.vocab import END, NULL
 
 CPU = torch.device("cpu")
-COUNT = 16
+COUNT = 8
 OF_VAL = arrays(VAL)
-FEATURES_NCHW = torch.from_numpy(features(1, grid=GRID))
+FEATURES_NCHW = torch.from_numpy(features(1, grid=WIDE))
+SMALL = {"feature_dim": (CHANNELS, GRID, GRID)}
+BOTH_LAYOUTS = pytest.mark.parametrize("archive", [True, False], ids=["archive", "of PyTorch before 1.6"])
 
 EVERYTHING: dict[str, Any] = {
     "stem_num_layers": 3,
@@ -52,7 +87,7 @@ DROPOUT = st.sampled_from([0, 0.5])
 ENGINES = st.fixed_dictionaries(
     {},
     optional={
-        "feature_dim": st.sampled_from([(CHANNELS, GRID, GRID), [CHANNELS, 14, 14]]),
+        "feature_dim": st.sampled_from([(CHANNELS, WIDE, WIDE), [CHANNELS, 14, 14]]),
         "stem_num_layers": st.integers(0, 4),
         "stem_batchnorm": FLAGS,
         "module_dim": st.integers(3, 7),
@@ -67,8 +102,8 @@ ENGINES = st.fixed_dictionaries(
     },
 ).map(lambda options: options | ({"module_dim": CHANNELS} if options.get("stem_num_layers") == 0 else {}))
 """Options of engines: without a stem, modules read the features."""
-OF_RNN = {"rnn_num_layers": st.integers(1, 3), "rnn_wordvec_dim": st.integers(3, 6), "rnn_dropout": DROPOUT}
-OF_MLP = {"fc_dims": LAYERS, "fc_use_batchnorm": FLAGS, "fc_dropout": DROPOUT}
+OF_LSTM = {"rnn_num_layers": st.integers(1, 3), "rnn_wordvec_dim": st.integers(3, 6), "rnn_dropout": DROPOUT}
+OF_LSTM |= {"fc_dims": LAYERS, "fc_use_batchnorm": FLAGS, "fc_dropout": DROPOUT}
 OF_CNN = {
     "cnn_pooling": st.sampled_from(["none", "maxpool2"]),
     "cnn_proj_dim": st.sampled_from([0, 5]),
@@ -91,146 +126,385 @@ GENERATORS = st.fixed_dictionaries(
 )
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data whose features have the sides of the original's options."""
-    root = write_data(tmp_path_factory.mktemp("wide"))
-    for seed, split in enumerate(("train", "val", "test")):
-        write_h5(root / f"{split}_features.h5", {"features": features(seed, grid=GRID)})
-    return root
+def joint() -> dict[str, Any]:
+    return generator_file() | engine_file(**SMALL)
+
+
+# What they compute
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Logits to 1e-5."""
+    """Assert that logits agree to 1e-5."""
     assert expected.std() > 0.01
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def assert_rows_say(rows: list[dict], expected_BA: torch.Tensor) -> None:
-    """predictions.jsonl has the likeliest answers of these logits, and their probabilities."""
-    for row, probability_A in zip(rows, expected_BA.softmax(1), strict=True):
-        said = {row["predicted_answer"]: row["probability"], **row["runners_up"]}
-        assert len(said) == 3
-        for answer, probability in said.items():
-            assert probability == pytest.approx(probability_A[VOCAB.answer_index[answer]].item(), abs=1e-5)
-        assert row["probability"] == pytest.approx(probability_A.max().item(), abs=1e-5)
-
-
-@given(options=ENGINES, counted=st.booleans())
-@example(options={}, counted=True)
-@example(options=EVERYTHING, counted=False)
+@given(options=ENGINES, counted=st.booleans(), any_programs=st.booleans())
+@example(options={}, counted=True, any_programs=True)
+@example(options=EVERYTHING, counted=False, any_programs=False)
 @settings(quick, max_examples=40)
-def test_an_engine_with_any_options_has_the_originals_logits(tmp_path_factory, options, counted):
-    """An older PyTorch did not count the minibatches that a batch norm has seen."""
+def test_an_engine_with_any_options_has_the_originals_logits(tmp_path_factory, options, counted, any_programs):
+    """The modules <NULL> and <START> never run, so that their weights do not matter."""
     file = engine_file(counted=counted, **options)
     images_NCHW = torch.from_numpy(features(1, grid=file["execution_engine_kwargs"]["feature_dim"][1]))
-    rows_B = OF_VAL["image_idxs"][:COUNT]
-    programs_BL = OF_VAL["programs"][:COUNT].tolist()
-    engine = load_network(write(tmp_path_factory.getbasetemp() / "ee.pt", file), "engine", VOCAB, CPU)
-    with torch.inference_mode():
-        found = engine(images_NCHW, engine.plan(np.array(programs_BL), rows_B))
-    assert_close(found, engine_logits(file, images_NCHW[rows_B], programs_BL))
-
-
-@pytest.mark.parametrize("batching", BATCHING)
-def test_the_command_evaluates_end_to_end_with_every_batching(batching: str, wide: Path, tmp_path: Path):
-    file = generator_file(seed=3) | engine_file(**EVERYTHING)
-    path = write(tmp_path / "joint.pt", file)
-    where = ["--pg", path, "--ee", path, "--data", wide, "--workers", 0, "--batching", batching]
-    report, rows, _ = evaluate(tmp_path / "out", *where)
-    assert report["questions"] == len(rows) == VAL
-    programs = [decode(file, question_T) for question_T in OF_VAL["questions"].tolist()]
-    for row, program in zip(rows, programs, strict=True):
-        ended = program[1:-1] if program[-1] == 2 else program[1:]
-        while ended and ended[-1] == 0:
-            ended.pop()
-        assert row["predicted_program"] == [VOCAB.program[token] for token in ended]
-    assert_rows_say(rows, engine_logits(file, FEATURES_NCHW[OF_VAL["image_idxs"]], programs))
-
-
-def assert_same_programs(file: dict[str, Any], path: Path) -> list[list[int]]:
-    """Assert that the generator decodes the original's programs token for token, and return them."""
-    generator = load_network(write(path, file), "generator", VOCAB, CPU)
-    questions_BT = OF_VAL["questions"]
-    found = greedy(generator, torch.from_numpy(questions_BT).long(), Config.max_program_length).tolist()
-    expected = [decode(file, question_T) for question_T in questions_BT.tolist()]
-    for mine, program in zip(found, expected, strict=True):
-        assert mine == program + [0] * (len(mine) - len(program))
-    return expected
-
-
-@given(options=GENERATORS, seed=st.integers(0, 9))
-@settings(quick, max_examples=15)
-def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(tmp_path_factory, options, seed):
-    assert_same_programs(generator_file(seed, **options), tmp_path_factory.getbasetemp() / "pg.pt")
-
-
-def test_programs_that_do_not_end_and_nulls_within_programs_are_decoded_as_the_original_does(tmp_path: Path):
-    file = generator_file(seed=2)
-    bias_V = file["program_generator_state"]["decoder_linear.bias"]
-    bias_V[END] -= 50
-    assert {len(program) for program in assert_same_programs(file, tmp_path / "pg.pt")} == {31}
-    bias_V[END] += 50
-    bias_V[0] += 1.5
-    programs = assert_same_programs(file, tmp_path / "pg.pt")
-    assert any(a == 0 != b for program in programs for a, b in pairwise(program))
-    assert len({tuple(program) for program in programs}) > 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data(), counted=st.booleans())
-@settings(quick, max_examples=15)
-def test_a_baseline_with_any_options_has_the_originals_logits(tmp_path_factory, kind, data, counted):
-    options = data.draw(st.fixed_dictionaries({}, optional=OF_RNN | OF_MLP | KINDS[kind]))
-    file = baseline_file(kind, counted=counted, **options)
-    rows_B = OF_VAL["image_idxs"][:COUNT]
-    questions_BT = OF_VAL["questions"][:COUNT]
-    expected = baseline_logits(file, FEATURES_NCHW[rows_B], questions_BT.tolist())
-    baseline = load_network(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), "baseline", VOCAB, CPU)
-    with torch.inference_mode():
-        assert_close(baseline(torch.from_numpy(questions_BT).long(), FEATURES_NCHW, rows_B), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_evaluates_every_baseline(kind: str, wide: Path, tmp_path: Path):
-    file = baseline_file(kind, fc_dims=(8, 5), fc_use_batchnorm=True, fc_dropout=0.5)
-    path = write(tmp_path / "baseline.pt", file)
-    where = ["--baseline", path, "--data", wide, "--workers", 0, "--num-samples", COUNT]
-    _, rows, _ = evaluate(tmp_path / "out", *where)
-    images = FEATURES_NCHW[OF_VAL["image_idxs"][:COUNT]]
-    assert_rows_say(rows, baseline_logits(file, images, OF_VAL["questions"][:COUNT].tolist()))
-
-
-def test_the_test_split_is_answered_end_to_end(wide: Path, tmp_path: Path):
-    path = write(tmp_path / "joint.pt", generator_file() | engine_file())
-    evaluate(tmp_path / "out", "--pg", path, "--ee", path, "--data", wide, "--workers", 0, "--split", "test")
-    answers = (tmp_path / "out" / "answers.txt").read_text().split()
-    assert len(answers) == TEST
-    assert set(answers) <= set(VOCAB.answer)
-
-
-def test_null_and_start_never_run_so_that_their_weights_do_not_matter(tmp_path: Path):
-    file = engine_file()
-    loaded = load_network(write(tmp_path / "one.pt", file), "engine", VOCAB, CPU)
+    rows_B, programs_BL = OF_VAL["image_idxs"][:COUNT], OF_VAL["programs"][:COUNT]
+    if any_programs:
+        programs_BL = np.random.default_rng(0).integers(0, len(VOCAB.program), (COUNT, 8))
+    expected = engine_logits(file, images_NCHW[rows_B], programs_BL.tolist())
     for name, value in file["execution_engine_state"].items():
         if name.startswith(("<NULL>.", "<START>.")):
-            value.fill_(float("nan"))
-    other = load_network(write(tmp_path / "two.pt", file), "engine", VOCAB, CPU)
-    programs_BL = np.random.default_rng(0).integers(0, len(VOCAB.program), (COUNT, 20))
-    rows_B = OF_VAL["image_idxs"][:COUNT]
-    logits = [engine(FEATURES_NCHW, engine.plan(programs_BL, rows_B)) for engine in (loaded, other)]
-    assert torch.equal(*logits)
-    assert_close(logits[0].detach(), engine_logits(file, FEATURES_NCHW[rows_B], programs_BL.tolist()))
-    assert {"<NULL>", "<START>"}.isdisjoint(dict(loaded.named_children()))
+            value.fill_(-1)
+    engine = load_network(write(tmp_path_factory.getbasetemp() / "ee.pt", file), "engine", VOCAB, CPU)
+    with torch.inference_mode():
+        assert_close(engine(images_NCHW, engine.plan(programs_BL, rows_B)), expected)
 
 
 def test_options_that_an_older_file_does_not_name_are_the_originals_defaults(tmp_path: Path):
     published = {"stem_num_layers": 2, "module_dim": 128, "classifier_proj_dim": 512, "classifier_fc_layers": (1024,)}
     full = engine_file(**published)
     kwargs = {name: full["execution_engine_kwargs"][name] for name in ("vocab", "feature_dim")}
-    path = write(tmp_path / "ee.pt", full | {"execution_engine_kwargs": kwargs})
-    engine = load_network(path, "engine", VOCAB, CPU)
+    engine = load_network(write(tmp_path / "ee.pt", full | {"execution_engine_kwargs": kwargs}), "engine", VOCAB, CPU)
     with torch.inference_mode():
         found = engine(FEATURES_NCHW[:2], engine.plan(OF_VAL["programs"][:2]))
     expected = engine_logits(full, FEATURES_NCHW[:2], OF_VAL["programs"][:2].tolist())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@given(options=GENERATORS, seed=st.integers(0, 9), bias=st.sampled_from([(END, 0), (END, -50), (NULL, 1.5)]))
+@settings(quick, max_examples=20)
+def test_a_generator_of_any_size_decodes_the_originals_programs_token_for_token(tmp_path_factory, options, seed, bias):
+    """Programs that do not end and nulls within programs are decoded likewise."""
+    file = generator_file(seed, **options)
+    file["program_generator_state"]["decoder_linear.bias"][bias[0]] += bias[1]
+    generator = load_network(write(tmp_path_factory.getbasetemp() / "pg.pt", file), "generator", VOCAB, CPU)
+    found = greedy(generator, torch.from_numpy(OF_VAL["questions"]).long(), Config.max_program_length).tolist()
+    for mine, question_T in zip(found, OF_VAL["questions"].tolist(), strict=True):
+        expected = decode(file, question_T)
+        assert mine == expected + [0] * (len(mine) - len(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), counted=st.booleans())
+@settings(quick, max_examples=15)
+def test_a_baseline_with_any_options_has_the_originals_logits(tmp_path_factory, kind, data, counted):
+    file = baseline_file(kind, counted=counted, **data.draw(st.fixed_dictionaries({}, optional=OF_LSTM | KINDS[kind])))
+    rows_B, questions_BT = OF_VAL["image_idxs"][:COUNT], OF_VAL["questions"][:COUNT]
+    expected = baseline_logits(file, FEATURES_NCHW[rows_B], questions_BT.tolist())
+    baseline = load_network(write(tmp_path_factory.getbasetemp() / "baseline.pt", file), "baseline", VOCAB, CPU)
+    with torch.inference_mode():
+        assert_close(baseline(torch.from_numpy(questions_BT).long(), FEATURES_NCHW, rows_B), expected)
+
+
+def words_of(program: list[int]) -> list[str]:
+    """Return the tokens after <START> and before <END>, without <NULL>s at the end."""
+    while program[-1] in (NULL, END):
+        program = program[:-1]
+    return [VOCAB.program[token] for token in program[1:]]
+
+
+@pytest.mark.parametrize("kind", ["PG+EE", "CNN+LSTM+SA"])
+def test_iep_eval_predicts_the_programs_and_answers_of_a_file(kind: str, tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    write_h5(data / "val_features.h5", {"features": FEATURES_NCHW.numpy()})
+    images, questions_BT = FEATURES_NCHW[OF_VAL["image_idxs"]], OF_VAL["questions"].tolist()
+    if kind == "PG+EE":
+        file = generator_file(seed=3) | engine_file(**EVERYTHING)
+        programs = [decode(file, question_T) for question_T in questions_BT]
+        expected_BA = engine_logits(file, images, programs)
+    else:
+        file = baseline_file(kind, fc_dims=(8, 5), fc_use_batchnorm=True, fc_dropout=0.5)
+        expected_BA = baseline_logits(file, images, questions_BT)
+    path = write(tmp_path / "old.pt", file)
+    networks = ["--pg", path, "--ee", path] if kind == "PG+EE" else ["--baseline", path]
+    _, rows, _ = evaluate(tmp_path / "out", *networks, "--data", data, "--workers", 0)
+    for number, (row, probability_A) in enumerate(zip(rows, expected_BA.softmax(1), strict=True)):
+        assert row["probability"] == pytest.approx(probability_A.max().item(), abs=1e-4)
+        for answer, probability in ({row["predicted_answer"]: row["probability"]} | row["runners_up"]).items():
+            assert probability == pytest.approx(probability_A[VOCAB.answer_index[answer]].item(), abs=1e-4)
+        if kind == "PG+EE":
+            assert row["predicted_program"] == words_of(programs[number])
+
+
+def test_iep_ask_answers_with_a_file(tmp_path: Path):
+    file = generator_file(seed=3) | engine_file(feature_dim=(12, 14, 14))
+    path = write(tmp_path / "joint.pt", file)
+    asked = ("--image", IMAGE, "--question", "Are there any red cubes?", "--json")
+    said = json.loads(answered("--pg", path, "--ee", path, *asked))
+    words = ["<START>", "Are", "there", "any", "red", "cubes", "<END>"]
+    program = decode(file, [VOCAB.question_index[word] for word in words])
+    assert said["program"] == words_of(program)
+    probability_A = engine_logits(file, image_features(IMAGE, Patches(2)), [program])[0].softmax(0)
+    assert said["answers"][0]["answer"] == VOCAB.answer[int(probability_A.argmax())]
+    assert said["answers"][0]["probability"] == pytest.approx(float(probability_A.max()), abs=1e-4)
+
+
+# Training that starts from them
+
+
+def started(model: str, data: Path, out: Path, *arguments: object) -> Result:
+    plain = ("workers=0", "batch_size=8", "iterations=1", "validate_every=1", "log_every=1", "device=cpu")
+    return iep_train("--model", model, "--data", data, "--out", out, *plain, *arguments)
+
+
+OF_NORM = {"fc_dims": [8, 5], "fc_use_batchnorm": True, "fc_dropout": 0.5}
+STARTS: list[tuple[str, dict[str, dict[str, Any]]]] = [
+    ("pg", {"--pg": generator_file(rnn_num_layers=1)}),
+    ("ee", {"--ee": engine_file(**SMALL)}),
+    ("ee", {"--ee": engine_file(**SMALL, **EVERYTHING)}),
+    ("joint", {"--pg": joint(), "--ee": joint()}),
+    ("joint", {"--pg": generator_file(), "--ee": engine_file(**SMALL)}),
+    ("lstm", {"--baseline": baseline_file("LSTM", **OF_NORM)}),
+    ("cnn-lstm", {"--baseline": baseline_file("CNN+LSTM", cnn_feat_dim=SMALL["feature_dim"], **OF_NORM)}),
+    ("cnn-lstm-sa", {"--baseline": baseline_file("CNN+LSTM+SA", cnn_feat_dim=SMALL["feature_dim"], **OF_NORM)}),
+]
+
+
+@pytest.mark.parametrize(("model", "files"), STARTS)
+def test_training_starts_from_the_weights_of_a_file_and_resumes(model: str, files, data: Path, tmp_path: Path):
+    given = [item for flag, file in files.items() for item in (flag, write(tmp_path / f"{flag}.pt", file))]
+    parts = {"--pg": "program_generator", "--ee": "execution_engine", "--baseline": "baseline"}
+    begun = {name: value for flag, file in files.items() for name, value in file[f"{parts[flag]}_state"].items()}
+    result = started(model, data, tmp_path / "run", *given, "learning_rate=0")
+    assert result.exit_code == 0, result.output
+    networks = load_checkpoint(newest(tmp_path / "run"))["networks"]
+    still = {name: value for network in networks.values() for name, value in network["weights"].items()}
+    assert begun.keys() - still.keys() == {name for name in begun if name.startswith(("<NULL>.", "<START>."))}
+    assert all(torch.equal(value, begun[name]) for name, value in still.items() if not re.search("running|num_", name))
+    again = iep_train("--resume", "--out", tmp_path / "run", "iterations=2", "learning_rate=0.01")
+    assert again.exit_code == 0, again.output
+    for name in networks:
+        moved = weights(newest(tmp_path / "run"), name)
+        assert any(not torch.equal(value, still[key]) for key, value in moved.items() if key.endswith("weight"))
+
+
+@pytest.mark.parametrize(("asked", "norm"), [("example", "example"), ("batch", "batch"), (None, "example")])
+def test_module_batch_norm_is_per_example_unless_asked_otherwise(
+    asked: str | None, norm: str, data: Path, tmp_path: Path
+):
+    path = write(tmp_path / "ee.pt", engine_file(**SMALL, module_batchnorm=True))
+    result = started("ee", data, tmp_path / "run", "--ee", path, *[f"engine.module_norm={asked}"] * bool(asked))
+    assert result.exit_code == 0, result.output
+    assert ("normalises over all examples of a call" in result.output) == (norm == "batch")
+    held = load_checkpoint(newest(tmp_path / "run"))
+    assert held["networks"]["engine"]["kwargs"]["module_norm"] == held["config"]["engine"]["module_norm"] == norm
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "held"),
+    [
+        (["engine.module_dim=9"], "module_dim", 4),
+        (["engine.module_norm=none"], "module_norm", "example"),
+        (["--modules", "tbd"], "modules", "iep"),
+        (["engine.stem_stride=2"], "stem_stride", 1),
+        (["engine.stem_pixels=2"], "stem_pixels", 1),
+        (["engine.classifier_pool=2"], "classifier_pool", 1),
+        (["engine.initialization=torch"], "initialization", "kaiming"),
+    ],
+)
+def test_another_setting_than_the_files_is_refused(asked: list[str], key: str, held: object, data, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SMALL, module_batchnorm=True, classifier_downsample="none"))
+    result = started("ee", data, tmp_path / "run", "--ee", path, *asked)
+    wanted = asked[-1].rpartition("=")[2]
+    assert_one_error(result, f"{path}: was trained with engine.{key} {held}, cannot start with {wanted}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_runs_config_says_what_an_original_engine_is_and_starts_it_again(data: Path, tmp_path: Path):
+    path = write(tmp_path / "ee.pt", engine_file(**SMALL, stem_num_layers=3, module_residual=False))
+    assert started("ee", data, tmp_path / "run", "--ee", path).exit_code == 0
+    said = read_config(tmp_path / "run" / "config.yaml").engine
+    kwargs = load_checkpoint(newest(tmp_path / "run"))["networks"]["engine"]["kwargs"]
+    for name in (field.name for field in fields(said)):
+        assert getattr(said, name) == (tuple(kwargs[name]) if isinstance(kwargs[name], list) else kwargs[name])
+    assert (said.modules, said.stem_widths, said.module_residual) == ("iep", (4, 4), False)
+    result = started("ee", data, tmp_path / "again", "--ee", path, "--config", tmp_path / "run" / "config.yaml")
+    assert result.exit_code == 0, result.output
+
+
+# What old files hold besides tensors
+
+
+class Made:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+SCALAR, CONTENT = np.float64(0).__reduce__()[0], np.array([0x4141414141414141]).tobytes()
+HARMLESS: dict[str, Any] = {
+    "args": argparse.Namespace(model_type="PG", num_val_samples=None, lr=5e-4),
+    "val_accs": [np.float64(0.5), np.float32(0.25), np.float16(0.5), np.int64(3), np.bool_(True), np.uint8(1)],
+    "kind": np.dtype("float32"),
+    "confusion": [np.arange(6).reshape(2, 3), np.array(["yes", "no"])],
+    "best": collections.OrderedDict(a=1),
+    "shape": [torch.Size([1, 2]), torch.device("cuda:0"), torch.float16],
+    "train_rewards": [torch.tensor(0.5), torch.nn.Parameter(torch.ones(2))],
+    "seen": [b"\x00\xff", {1, 2}],
+    # As numpy itself would make these bytes, they would be taken for addresses of objects:
+    "objects": [Made(SCALAR, Made(np.dtype, kind), CONTENT) for kind in ([("a", "O")], "O", "O8", "V8", "f8x", "M8")],
+    "longer": Made(SCALAR, Made(np.dtype, "f8"), CONTENT + b"A"),
+}
+
+
+@pytest.mark.parametrize("core", [b"numpy.core", b"numpy._core"])
+@BOTH_LAYOUTS
+def test_what_old_files_hold_besides_tensors_loads(core: bytes, archive: bool, tmp_path: Path):
+    """Numbers and arrays of numpy load by the paths of all its versions."""
+    content = joint() | HARMLESS
+    content["execution_engine_kwargs"] |= {"module_dim": np.int64(4), "classifier_dropout": np.float32(0.25)}
+    path = write(tmp_path / "old.pt", content, _use_new_zipfile_serialization=archive)
+    before = set(torch.serialization.get_safe_globals())  # torch gives them in any order
+
+    def renamed(raw: bytes) -> bytes:
+        return re.sub(rb"numpy\._?core\.multiarray", core + b".multiarray", raw)
+
+    if archive:
+        with zipfile.ZipFile(path) as old:
+            parts = {name: old.read(name) for name in old.namelist()}
+        with zipfile.ZipFile(path, "w") as new:
+            for name, raw in parts.items():
+                new.writestr(name, renamed(raw) if name.endswith("data.pkl") else raw)
+    else:
+        path.write_bytes(renamed(path.read_bytes()))
+    networks = load_checkpoint(path)["networks"]
+    assert set(networks) == {"generator", "engine"}
+    kwargs = networks["engine"]["kwargs"]
+    assert (kwargs["module_dim"], type(kwargs["module_dim"]), kwargs["classifier_dropout"]) == (4, int, 0.25)
+    assert set(torch.serialization.get_safe_globals()) == before, "what is allowed is allowed for the file alone"
+
+
+@BOTH_LAYOUTS
+def test_a_file_of_a_gpu_loads_on_a_cpu(archive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+    file = joint()
+    path = write(tmp_path / "old.pt", file, _use_new_zipfile_serialization=archive)
+    if not archive:
+        path.write_bytes(path.read_bytes().replace(b"ctorch\nFloatStorage", b"ctorch.cuda\nFloatStorage"))
+    assert b"cuda:1" in path.read_bytes()
+    monkeypatch.undo()
+    held = load_checkpoint(path)["networks"]["generator"]["weights"]
+    for name, value in file["program_generator_state"].items():
+        assert torch.equal(held[name], value)
+        assert held[name].device == CPU
+
+
+class OldPickler(pickle.Pickler):
+    """Writes tensors as PyTorch 0.1 to 0.3 did."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        described = (value._typed_storage(), value.storage_offset(), tuple(value.size()), value.stride())
+        return torch._utils._rebuild_tensor, described
+
+
+def test_a_file_of_the_first_pytorch_loads(tmp_path: Path):
+    module, file = SimpleNamespace(__name__="old", Pickler=OldPickler, dump=pickle.dump), joint()
+    path = write(tmp_path / "old.pt", file, _use_new_zipfile_serialization=False, pickle_module=module)
+    assert b"_rebuild_tensor\n" in path.read_bytes()
+    for name, value in load_checkpoint(path)["networks"]["engine"]["weights"].items():
+        assert torch.equal(value, file["execution_engine_state"][name])
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("how", ["path", "system", "eval", "namespace", "weights", "array"])
+def test_a_malicious_file_executes_nothing_and_is_named_with_what_it_holds(how: str, archive: bool, tmp_path: Path):
+    victim = tmp_path / "executed"
+    by_shell, by_eval = Made(os.system, f"touch {victim}"), Made(eval, f"open({str(victim)!r}, 'w')")
+    content = {
+        "path": {"args": Made(Path.touch, victim)},
+        "system": {"args": by_shell},
+        "eval": {"vocab": by_eval},
+        "namespace": {"args": argparse.Namespace(seed=by_eval)},
+        "weights": {"program_generator_state": {"encoder_embed.weight": by_shell}},
+        "array": {"confusion": np.array([by_shell], dtype=object)},
+    }[how]
+    path = write(tmp_path / "old.pt", joint() | content, _use_new_zipfile_serialization=archive)
+    message = refusal(path)
+    assert not victim.exists()
+    assert "holds more than plain tensors; loading it could execute code (GLOBAL " in message
+    torch.load(path, weights_only=False)
+    assert victim.exists(), "the trap would not have sprung"
+
+
+# What does not fit
+
+
+def _changed(file: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
+    """Return a file with other values in a part; None takes one away."""
+    changed = file[part] | changes
+    return file | {part: {name: value for name, value in changed.items() if value is not None}}
+
+
+EE, PG, STATE, KWARGS = engine_file(**SMALL), generator_file(), "execution_engine_state", "execution_engine_kwargs"
+SHORT = vocab()
+SHORT["answer_token_to_idx"] = dict(list(SHORT["answer_token_to_idx"].items())[:-1])
+OF_ENGINE = [
+    (KWARGS, {"module_depth": 3}, "unknown option 'module_depth'"),
+    (KWARGS, {"classifier_downsample": "maxpool3"}, "expected one of none, maxpool2, maxpool4"),
+    (KWARGS, {"module_dim": "4"}, "module_dim is '4', expected a whole number"),
+    (KWARGS, {"module_residual": 2}, "module_residual is 2, expected true or false"),
+    (KWARGS, {"classifier_dropout": 1.5}, "classifier_dropout is 1.5, expected at most 1"),
+    (KWARGS, {"feature_dim": (3, 4)}, "feature_dim is (3, 4), expected (a whole number, a whole"),
+    (KWARGS, {"vocab": SHORT}, "vocab has other answer tokens than the checkpoint's own vocab"),
+    (STATE, {"scene.conv2.bias": None}, 'Missing key(s) in state_dict: "scene.conv2.bias"'),
+    (STATE, {"stem.0.bias": torch.zeros(9)}, "size mismatch for stem.0.bias"),
+    (STATE, {"stem.0.bias": [1, 2]}, "stem.0.bias is of type list, expected Tensor"),
+    (STATE, {"extra": torch.ones(1)}, 'Unexpected key(s) in state_dict: "extra"'),
+]
+OF_GENERATOR = [
+    ({"encoder_vocab_size": 7}, "encoder_vocab_size is 7, expected"),
+    ({"end_token": 5}, "end_token is 5, expected 2"),
+    ({"rnn_num_layers": 0}, "rnn_num_layers: num_layers is 0, expected"),
+]
+MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
+    *(("engine", _changed(EE, part, **changes), problem) for part, changes, problem in OF_ENGINE),
+    *(("generator", _changed(PG, "program_generator_kwargs", **each), problem) for each, problem in OF_GENERATOR),
+    ("engine", EE | {STATE: None}, "execution_engine_state is of type NoneType, expected names and values"),
+    ("engine", _changed(EE | {"vocab": SHORT}, KWARGS, vocab=SHORT), "size mismatch for classifier"),
+    ("engine", EE | {"vocab": None}, "vocab: not a vocabulary"),
+    ("engine", {}, "a checkpoint of the original toolkit without any network"),
+    ("engine", PG, "holds a program generator, expected a checkpoint with an execution engine"),
+    ("lstm", baseline_file("LSTM") | {"baseline_type": "GRU"}, "baseline_type is 'GRU', expected one of LSTM, CNN"),
+    ("lstm", baseline_file("LSTM") | {"baseline_type": "CNN+LSTM"}, "holds a CNN+LSTM, expected"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), MISMATCHES, ids=[problem for *_, problem in MISMATCHES])
+def test_a_file_that_does_not_fit_itself_is_one_line(name: str, content: dict[str, Any], problem: str, tmp_path: Path):
+    with pytest.raises(InputError, match=re.escape(problem)) as caught:
+        load_network(write(tmp_path / "old.pt", content), name, VOCAB, CPU)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+def test_a_file_with_a_part_changed_is_loaded_or_refused_by_its_name(tmp_path: Path):
+    content, draw, refused = joint(), random.Random(0), 0
+    for place in draw.sample(found := list(places(content)), min(len(found), 100)):
+        path = write(tmp_path / "old.pt", mutated(content, place, draw))
+        for name in ("engine", "generator"):
+            refused += bool(refusal(path, partial(load_network, path, name, VOCAB, CPU)))
+    assert refused > 50
+
+
+def test_a_file_for_another_vocabulary_or_other_features_is_one_line_of_the_command(data: Path, tmp_path: Path):
+    held = vocab()
+    index = held["question_token_to_idx"]
+    held["question_token_to_idx"] = {word.replace("red", "crimson"): place for word, place in index.items()}
+    path = write(tmp_path / "old.pt", generator_file() | {"vocab": held})
+    result = iep_eval("--pg", path, "--data", data, "--workers", 0)
+    assert_one_error(result, f"{path}: trained with another vocabulary", "'crimson' there and 'red' in the data")
+    wide = write(tmp_path / "wide.pt", engine_file(feature_dim=(CHANNELS, 6, 6)))
+    assert_one_error(iep_eval("--ee", wide, "--data", data, "--workers", 0), "the engine is made for (3, 6, 6)")
+
+
+def test_a_run_cannot_be_resumed_from_a_file_of_the_originals(data: Path, tmp_path: Path):
+    write((tmp_path / "step-4.pt"), generator_file())
+    with pytest.raises(
+        InputError, match=r"step-4.pt: of the original toolkit; a run can start from it, but not resume"
+    ):
+        train(tiny_config(data, "pg"), tmp_path, resume=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 from clevr_files import COLORS, question, write_clevr, write_questions
 from click.testing import CliRunner
-from tiny_data import files_no_larger_than, tiny
+from features_cases import PATCHES, RESNET
+from features_cases import run as preprocess
+from tiny_data import files_no_larger_than, tiny, write_h5
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main
@@ -23,15 +27,7 @@ def clevr(tmp_path):
     return write_clevr(tmp_path / "CLEVR")
 
 
-def run(*arguments, code=0) -> str:
-    """The output of `iep-preprocess --only questions`, which must end with the exit code `code`."""
-    only = [] if "--questions" in arguments else ["--only", "questions"]
-    result = CliRunner().invoke(main, [str(argument) for argument in (*arguments, *only)])
-    assert result.exit_code == code, result.output
-    if code == 1:
-        assert result.output.count("\n") == 1, result.output
-        assert result.output.startswith("Error: ")
-    return result.output
+run = partial(preprocess, only="questions")
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -205,13 +201,6 @@ def test_replacing_the_vocabulary_says_which_files_no_longer_fit(clevr, out):
     assert f"{out / 'val_questions.h5'}: encoded with another vocabulary" in output
 
 
-def test_questions_about_images_that_are_not_there_are_named(clevr, out):
-    write_questions(clevr, "val", [question(0, 2, "val"), question(1, 3, "val")])
-    line = run(clevr, "--out", out, code=1)
-    assert "CLEVR_val_questions.json: question 1 is about image 3, but there are 3 images (0 to 2)" in line
-    assert not (out / "vocab.json").exists()
-
-
 ONE = '{"question": "How?", "image_index": 0'
 CALL = '{"function": "count", "inputs": []}'
 BAD_QUESTIONS = [
@@ -268,7 +257,13 @@ REFUSED = [
     (("--questions", "x.json", "--split", "a", "--split", "b"), "--questions goes with exactly one --split", 2),
     (("--out", ""), "'--out': the name is empty, expected a directory", 2),
     (("--expand-vocab",), "--expand-vocab goes with --vocab", 2),
-    (("--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
+    ((*PATCHES, "--stage", 3), "--stage does not go with --backbone patches", 2),
+    ((*PATCHES, "--weights", "random"), "--weights does not go with --backbone patches", 2),
+    ((*RESNET, "--patch-size", 8), "--patch-size does not go with --backbone resnet18", 2),
+    (("--stage", 5), "5 is not in the range 1<=x<=4", 2),
+    (("--backbone", "patches", "--patch-size", 60_000), "60000 is not in the range 1<=x<=256", 2),
+    (("--split", "valid"), "no images of split 'valid' (found: train, val, test)", 1),
+    (("--only", "questions", "--split", "valid"), "no questions of split 'valid' (found: train, val, test)", 1),
     (("--split", "val"), "preprocess the train split first or give --vocab FILE", 1),
     (("--vocab", "absent.json"), "absent.json: no such file", 1),
     (("--questions", "absent.json", "--split", "val", "--vocab", "v"), "absent.json: no such file", 1),
@@ -277,17 +272,21 @@ REFUSED = [
 
 @pytest.mark.parametrize(("flags", "message", "code"), REFUSED)
 def test_arguments_that_cannot_be_followed_are_one_line(clevr, out, flags, message, code):
-    assert message in run(clevr, "--out", out, *flags, code=code)
+    assert message in preprocess(clevr, "--out", out, *flags, only=None, code=code)
     assert not out.exists()
 
 
-def test_questions_are_checked_against_features_where_images_are_not_at_hand(clevr, out, tmp_path):
-    out.mkdir()
-    with h5py.File(out / "train_features.h5", "w") as file:
-        file["features"] = np.zeros((2, 1, 1, 1), dtype=np.float32)
-    for path in (clevr / "images" / "train").iterdir():
-        path.unlink()
-    assert "question 4 is about image 2, but there are 2 images" in run(clevr, "--out", out, "--split", "train", code=1)
+@pytest.mark.parametrize("images_at_hand", [True, False])
+def test_questions_about_images_that_are_not_there_are_named(clevr, out, images_at_hand: bool):
+    """Without images, their number is that of the rows of the features file."""
+    write_questions(clevr, "train", [question(0, 2, "train"), question(1, 3, "train")])
+    if not images_at_hand:
+        shutil.rmtree(clevr / "images" / "train")
+        out.mkdir()
+        write_h5(out / "train_features.h5", {"features": np.zeros((3, 1, 1, 1), dtype=np.float32)})
+    line = run(clevr, "--out", out, "--split", "train", code=1)
+    assert "CLEVR_train_questions.json: question 1 is about image 3, but there are 3 images (0 to 2)" in line
+    assert not (out / "vocab.json").exists()
 
 
 @pytest.mark.skipif("IEP_CLEVR_DIR" not in os.environ, reason="IEP_CLEVR_DIR names no CLEVR directory")

@@ -1,11 +1,8 @@
 """Features files that are done, interrupted, killed or damaged, that have no room, or that several processes write."""
 
 import os
-import random
+import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,48 +21,6 @@ from iep.preprocess.clevr_files import image_paths
 from iep.preprocess.compute_features import preprocess_features
 from iep.runtime.locks import held
 from iep.runtime.reading import read_json
-
-KILLED_RUN = """
-import sys, time
-from pathlib import Path
-from features_cases import WatchedPatches
-from iep.preprocess.clevr_files import image_paths
-from iep.preprocess.compute_features import preprocess_features
-
-images, out = map(Path, sys.argv[1:])
-slow = WatchedPatches(2, lambda: time.sleep(0.02))
-preprocess_features({"val": image_paths(images)}, out, slow, batch_size=2, workers=1, flush_seconds=0)
-"""
-
-
-def kill_when(process: subprocess.Popen, journal: Path, rows: int) -> None:
-    """SIGKILL `process`, and its workers, at an arbitrary moment after the journal says that `rows` are complete."""
-    deadline = time.monotonic() + 60
-    while not journal.exists() or read_json(journal)["rows"] < rows:
-        assert process.poll() is None, "the process ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    time.sleep(random.Random(rows).uniform(0, 0.03))
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-
-
-def test_a_killed_run_is_resumed_and_ends_with_the_same_bytes(tmp_path, out):
-    images = write_images(tmp_path / "CLEVR", "val", 151)
-    run(tmp_path / "CLEVR", "--out", tmp_path / "whole", *PATCHES)
-    expected = (tmp_path / "whole" / FILE).read_bytes()
-    journal = out / JOURNAL
-    for rows in (9, 60):
-        command = [sys.executable, "-c", KILLED_RUN, str(images[0].parent), str(out)]
-        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, cwd=HERE) as process:
-            kill_when(process, journal, rows)
-        assert not (out / FILE).exists()
-        assert read_json(journal)["rows"] >= rows
-    # Were it read again, this image (of the same size, so that it counts as unchanged) would be an error.
-    images[59].write_bytes(b"\0" * images[59].stat().st_size)
-    run(tmp_path / "CLEVR", "--out", out, *PATCHES)
-    assert (out / FILE).read_bytes() == expected
-    assert [path.name for path in out.iterdir()] == [FILE]
 
 
 def interrupt(clevr: Path, out: Path, *options: str) -> None:
@@ -134,12 +89,18 @@ def test_every_file_is_checked_before_any_is_made_and_a_new_image_makes_a_done_f
     assert (out / FILE).stat().st_size == 5000
 
 
+def test_files_left_by_a_kill_just_after_the_renaming_are_removed(clevr, out):
+    run(clevr, "--out", out, *PATCHES)
+    (out / JOURNAL).write_text("{}")
+    (out / f".{JOURNAL}.7.tmp").write_text("{")
+    assert "already done" in run(clevr, "--out", out, *PATCHES)
+    assert [path.name for path in out.iterdir()] == [FILE]
+
+
 def test_two_processes_do_not_write_the_same_file(clevr, out):
     out.mkdir()
     with held(out / f".{FILE}.lock", out / PARTIAL):
         assert f"{out / PARTIAL}: in use by process {os.getpid()}" in run(clevr, "--out", out, *PATCHES, code=1)
-    run(clevr, "--out", out, *PATCHES)
-    assert [path.name for path in out.iterdir()] == [FILE]
 
 
 def test_a_full_disk_is_noticed_at_the_start_and_leaves_earlier_files_untouched(clevr, out):
@@ -161,7 +122,6 @@ def command(clevr: Path, out: Path) -> tuple[int, str]:
 
 
 IMAGES = 31
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -170,7 +130,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def make(images: Path, out: Path, killed_after: tuple[int, ...] = ()) -> str:
-    """What one process of a job says, or how it fails; process r kills itself in its batch `killed_after[r]`."""
+    """Return what one process of a job says, or how it fails; process r kills itself in its batch `killed_after[r]`."""
     said, left = [], iter(range(killed_after[int(os.environ["RANK"])] + 1 if killed_after else 1000))
     patches = WatchedPatches(2, lambda: next(left, None) is None and os.kill(os.getpid(), signal.SIGKILL))
     try:
@@ -225,9 +185,11 @@ def test_a_bad_image_of_any_process_ends_all_and_one_of_them_names_it(images: Pa
 
 def test_the_command_does_questions_once_and_the_first_process_speaks_for_all(tmp_path: Path):
     clevr, out = write_clevr(tmp_path / "CLEVR"), tmp_path / "data"
+    shutil.rmtree(clevr / "images" / "train")
     (code, said), (other_code, other_said) = together(command, clevr, out)
     assert (code, other_code, other_said) == (0, 0, "")
     assert len(said.splitlines()) == 1 + 2 * 3
+    assert "no images of split 'train'" in said
     assert command(clevr, tmp_path / "alone")[0] == 0
     for path in (tmp_path / "alone").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name

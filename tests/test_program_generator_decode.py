@@ -95,47 +95,27 @@ def test_greedy_matches_a_loop_over_single_questions(seed, device):
     assert len({tuple(program) for program in expected}) > 2, "the case should hold different programs"
 
 
-def test_programs_are_null_after_end_and_as_wide_as_the_longest():
-    model = make_decoder()
+DECODERS = {
+    "greedy": lambda *arguments: greedy(*arguments),
+    "sample": lambda *arguments: sample(*arguments)[0],
+    "beam": lambda model, questions, most: beam(model, questions, 3, most)[0],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_programs_end_with_end_and_nulls_and_are_cut_off_at_max_length_but_by_beam_search(name):
+    questions, decode = pad_rows(QUESTIONS), DECODERS[name]
+    for most in (2, 30):
+        assert decode(make_decoder(end_bias=1e4), questions, most).tolist() == [[START, END]] * 7
     torch.manual_seed(0)
-    programs, _ = sample(model, pad_rows(QUESTIONS * 40), 9)
+    programs = decode(never_special(make_decoder()), questions.repeat(40, 1), 9)
     after_end = (programs == END).cumsum(1) - (programs == END).long() > 0
     assert (programs[:, 0] == START).all()
-    assert (programs[after_end] == NULL).all()
-    assert not (programs[~after_end] == NULL).any()
-    assert (programs[:, -1] != NULL).any()
-
-
-def test_max_length_counts_start_and_end():
-    ends_at_once, questions = make_decoder(end_bias=1e4), pad_rows(QUESTIONS)
-    for decode in (greedy, lambda *args: sample(*args)[0], lambda m, q, n: beam(m, q, 3, n)[0]):
-        assert decode(ends_at_once, questions, 2).tolist() == [[START, END]] * 7
-        assert decode(ends_at_once, questions, 30).tolist() == [[START, END]] * 7
-
-
-def test_a_program_that_does_not_end_is_cut_off_but_by_beam_search_made_to_end():
-    never_ends, questions = never_special(make_decoder(end_bias=-1e3)), pad_rows(QUESTIONS)
-    for decode in (greedy, lambda *args: sample(*args)[0]):
-        programs = decode(never_ends, questions, 5)
-        assert programs.shape == (7, 5)
-        assert not ((programs == END) | (programs == NULL)).any()
-    programs, scores = beam(never_ends, questions, 3, 5)
-    assert ((programs == END).sum(1) == 1).all()
-    assert (scores < -900).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("beam_size", "max_length"), [(NUM_TOKENS, 4), (200, 6)])
-@pytest.mark.parametrize("end_bias", [0.0, -2.0, -4.0])
-def test_a_beam_that_holds_every_prefix_finds_the_likeliest_program_of_all(beam_size, max_length, end_bias, device):
-    model = make_decoder(3, end_bias).to(device)
-    programs, scores = beam(model, pad_rows(QUESTIONS).to(device), beam_size, max_length)
-    for question, program, score in zip(QUESTIONS, unpadded(programs), scores, strict=True):
-        with torch.no_grad():
-            ended = [candidate for candidate in all_programs(max_length) if candidate[-1] == END]
-            log_probs = {tuple(p): naive_log_prob(model, question, p).item() for p in ended}
-        assert tuple(program) == max(log_probs, key=log_probs.__getitem__)
-        assert score.item() == pytest.approx(log_probs[tuple(program)])
+    assert ((programs == NULL) == after_end).all()
+    assert (programs[:, -1] != NULL).any(), "programs are as wide as the longest"
+    programs = decode(never_special(make_decoder(end_bias=-1e3)), questions, 5)
+    assert programs.shape == (7, 5)
+    assert (programs == END).sum(1).tolist() == [int(name == "beam")] * 7
 
 
 def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: int) -> tuple[list[int], float]:
@@ -150,25 +130,20 @@ def naive_beam(model: Seq2Seq, question: list[int], beam_size: int, max_length: 
     return max(ended, key=lambda pair: pair[1])
 
 
-@pytest.mark.parametrize("beam_size", [1, 2, 3])
-@pytest.mark.parametrize(("seed", "end_bias"), [(1, 0.0), (3, -2.0), (4, -4.0)])
-def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(beam_size, seed, end_bias):
-    model = make_decoder(seed, end_bias)
-    programs, scores = beam(model, pad_rows(QUESTIONS), beam_size, max_length=7)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("beam_size", "max_length"), [(1, 7), (2, 7), (3, 7), (NUM_TOKENS**2, 4)])
+@pytest.mark.parametrize(("seed", "end_bias", "special_bias"), [(1, 0.0, 0.0), (3, -2.0, 0.0), (4, -4.0, 50.0)])
+def test_beam_matches_a_beam_of_lists_for_each_question_by_itself(
+    beam_size, max_length, seed, end_bias, special_bias, device
+):
+    """The widest beam holds every prefix, so that it finds the likeliest program of all."""
+    model = make_decoder(seed, end_bias).to(device)
     with torch.no_grad():
-        naive = [naive_beam(model, question, beam_size, 7) for question in QUESTIONS]
+        model.decoder_linear.bias[[NULL, START]] += special_bias  # tokens that are never chosen
+        programs, scores = beam(model, pad_rows(QUESTIONS).to(device), beam_size, max_length)
+        naive = [naive_beam(model, question, beam_size, max_length) for question in QUESTIONS]
     assert unpadded(programs) == [program for program, _ in naive]
     assert scores.tolist() == pytest.approx([score for _, score in naive])
-
-
-def test_beam_never_chooses_null_or_start():
-    model = make_decoder()
-    with torch.no_grad():
-        model.decoder_linear.bias[[NULL, START]] = 50.0
-    programs, scores = beam(model, pad_rows(QUESTIONS), 4, max_length=6)
-    assert all(START not in row[1:] for row in unpadded(programs))
-    expected = [naive_log_prob(model, q, p) for q, p in zip(QUESTIONS, unpadded(programs), strict=True)]
-    torch.testing.assert_close(scores, torch.stack(expected).detach())
 
 
 def test_sampled_programs_occur_as_often_as_their_probabilities_say():

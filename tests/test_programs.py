@@ -38,32 +38,20 @@ prefix_trees = st.recursive(
     max_leaves=12,
 )
 
-# "Are there more red things than things left of the cube?", as CLEVR's release writes it.
+# "Are there more red things than cubes?", as CLEVR's release writes it.
 MORE_RED = [
     {"inputs": [], "function": "scene", "value_inputs": []},
     {"inputs": [0], "function": "filter_color", "value_inputs": ["red"]},
     {"inputs": [1], "function": "count", "value_inputs": []},
     {"inputs": [], "function": "scene", "value_inputs": []},
     {"inputs": [3], "function": "filter_shape", "value_inputs": ["cube"]},
-    {"inputs": [4], "function": "unique", "value_inputs": []},
-    {"inputs": [5], "function": "relate", "value_inputs": ["left"]},
-    {"inputs": [6], "function": "count", "value_inputs": []},
-    {"inputs": [2, 7], "function": "greater_than", "value_inputs": []},
+    {"inputs": [4], "function": "count", "value_inputs": []},
+    {"inputs": [2, 5], "function": "greater_than", "value_inputs": []},
 ]
 
 
 def test_a_json_program_becomes_its_prefix_and_comes_back_exactly():
-    prefix = [
-        "greater_than",
-        "count",
-        "filter_color[red]",
-        "scene",
-        "count",
-        "relate[left]",
-        "unique",
-        "filter_shape[cube]",
-        "scene",
-    ]
+    prefix = ["greater_than", "count", "filter_color[red]", "scene", "count", "filter_shape[cube]", "scene"]
     assert json_to_prefix(MORE_RED) == prefix
     assert prefix_to_json(prefix) == MORE_RED
 
@@ -74,15 +62,6 @@ def test_every_prefix_tree_survives_json_and_so_does_its_json(tokens):
     program = prefix_to_json(tokens)
     assert json_to_prefix(json.loads(json.dumps(program))) == tokens
     assert prefix_to_json(json_to_prefix(program)) == program
-    assert [arity(token) for token in tokens] == [
-        len(call["inputs"]) for call in sorted_by_prefix(program, len(program) - 1)
-    ]
-
-
-def sorted_by_prefix(program, root):
-    """The calls of the tree at `root`, the root first."""
-    below = [call for source in program[root]["inputs"] for call in sorted_by_prefix(program, source)]
-    return [program[root], *below]
 
 
 def test_the_last_call_is_the_root_shared_calls_are_written_out_and_unused_ones_left_out():
@@ -203,29 +182,51 @@ def test_nodes_are_in_prefix_order_and_post_order_has_arguments_first(tokens):
         assert all(before < place[number] for before in places)
 
 
-def test_a_well_formed_program_is_drawn_with_a_line_for_each_function():
-    text = "<START> equal_size count union scene filter_color[red] scene count scene <END> <NULL>"
-    tree = program_tree(text.split())
-    assert tree_lines(tree, named) == [
-        "equal_size",
-        "├─ count",
-        "│  └─ union",
-        "│     ├─ scene",
-        "│     └─ filter_color[red]",
-        "│        └─ scene",
-        "└─ count",
-        "   └─ scene",
-    ]
-    assert tree.ignored == ()
-
-
-def test_what_is_filled_in_and_what_is_ignored_is_told():
-    cut_off = program_tree(["<START>", "union", "<NULL>", "count"])
-    assert tree_lines(cut_off, named) == ["union", "├─ scene (filled in)", "└─ count", "   └─ scene (filled in)"]
-    ended_inside = program_tree(["<START>", "count", "<END>"])
-    assert tree_lines(ended_inside, named) == ["count", "└─ <END>", "   └─ scene (filled in)"]
-    too_long = program_tree(["<START>", "scene", "union", "<NULL>", "count", "<END>", "count"])
-    assert too_long.ignored == ("union", "count")
+@pytest.mark.parametrize(
+    ("text", "unused", "lines", "ignored"),
+    [
+        (
+            "<START> equal_size count union scene filter_color[red] scene count scene <END> <NULL>",
+            {},
+            [
+                "equal_size",
+                "├─ count",
+                "│  └─ union",
+                "│     ├─ scene",
+                "│     └─ filter_color[red]",
+                "│        └─ scene",
+                "└─ count",
+                "   └─ scene",
+            ],
+            (),
+        ),
+        (
+            "<START> union <NULL> count",
+            {},
+            ["union", "├─ scene (filled in)", "└─ count", "   └─ scene (filled in)"],
+            (),
+        ),
+        ("<START> count <END>", {}, ["count", "└─ <END>", "   └─ scene (filled in)"], ()),
+        ("<START> scene union <NULL> count <END> count", {}, ["scene"], ("union", "count")),
+        (
+            "union count filter_color[red]",
+            {1: "not used: why"},
+            [
+                "union",
+                "├─ count (not used: why)",
+                "│  └─ filter_color[red] (not used)",
+                "│     └─ scene (filled in; not used)",
+                "└─ scene (filled in)",
+            ],
+            (),
+        ),
+    ],
+)
+def test_a_tree_is_drawn_with_what_is_filled_in_ignored_and_not_used(text, unused, lines, ignored):
+    tree = without(program_tree(text.split()), unused)
+    assert tree_lines(tree, named) == lines
+    assert tree.ignored == ignored
+    assert not unused or tokens_run(tree) == ["union", "scene", "scene"]
 
 
 def test_a_program_of_a_thousand_functions_is_no_deeper_than_python_can_go():
@@ -233,18 +234,6 @@ def test_a_program_of_a_thousand_functions_is_no_deeper_than_python_can_go():
     assert len(tree.nodes) == 1501
     assert len(tree_lines(tree, named)) == 1501
     assert tree.post_order == list(range(1501))[::-1]
-
-
-def test_what_is_not_used_is_told_with_all_below_it_and_scene_runs_instead():
-    tree = without(program_tree(["union", "count", "filter_color[red]"]), {1: "not used: why"})
-    assert tree_lines(tree, named) == [
-        "union",
-        "├─ count (not used: why)",
-        "│  └─ filter_color[red] (not used)",
-        "│     └─ scene (filled in; not used)",
-        "└─ scene (filled in)",
-    ]
-    assert tokens_run(tree) == ["union", "scene", "scene"]
 
 
 # Vocabularies
@@ -274,9 +263,7 @@ def test_a_vocabulary_survives_its_file_in_the_published_format(tmp_path):
     assert Vocab.load(path) == vocabulary()
     content = json.loads(path.read_text())
     assert list(content) == ["question_token_to_idx", "program_token_to_idx", "answer_token_to_idx"]
-    assert content["program_token_to_idx"] == {
-        token: index for index, token in enumerate((*SPECIAL_TOKENS, "count", "scene"))
-    }
+    assert content["program_token_to_idx"] == {token: n for n, token in enumerate((*SPECIAL_TOKENS, "count", "scene"))}
     shuffled = {key: dict(reversed(table.items())) for key, table in content.items()}
     assert Vocab.from_json(shuffled, "vocab.json") == vocabulary(), "the order of entries does not matter"
 
@@ -288,10 +275,7 @@ def test_a_vocabulary_survives_its_file_in_the_published_format(tmp_path):
         (lambda c: c.pop("answer_token_to_idx") and c, "'answer_token_to_idx' is missing"),
         (lambda c: c | {"program_token_to_idx": ["scene"]}, "'program_token_to_idx' is missing"),
         *(
-            (
-                lambda c, index=index: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": index}},
-                "indices are not 0 to 1",
-            )
+            (lambda c, i=index: c | {"answer_token_to_idx": {"<NULL>": 0, "<START>": i}}, "indices are not 0 to 1")
             for index in (0, 2, "1", 1.0, True)
         ),
         (lambda c: c | {"answer_token_to_idx": {"yes": 0}}, "expected <NULL>, <START>, <END>, <UNK> at indices 0 to 3"),
@@ -302,10 +286,11 @@ def test_a_file_that_is_no_vocabulary_is_named_with_what_is_wrong(change, messag
         Vocab.from_json(change(vocabulary().to_json()), "vocab.json")
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"{", "not JSON"), (b'{"a": "\xff"}', "not UTF-8 text at byte 7")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "line 1 column 2"), (b'{"a": "\xff"}', "can't decode byte 0xff in position 7")]
+)
 def test_a_vocabulary_file_that_cannot_be_read_is_named(tmp_path, content, message):
     path = tmp_path / "vocab.json"
     path.write_bytes(content)
-    with pytest.raises(InputError, match=f"^{path}: {message}") as error:
+    with pytest.raises(InputError, match=f"^{path}: not a vocabulary .*{message}"):
         Vocab.load(path)
-    assert "\n" not in str(error.value)

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from evaluate_cases import evaluate, iep_eval
 from tiny_data import TRAIN, VAL, VOCAB, arrays, assert_one_error, newest, padded, tiny, write_data, write_h5
+from train_cases import iep_train, weights
 
-from iep.cli.train import main as train_main
 from iep.data.question_families import family_filter, read_families
 from iep.data.question_file import Questions, read_questions
 from iep.errors import InputError
@@ -60,7 +60,7 @@ def test_lengths_are_those_of_training_and_a_family_unknown_there_is_measured_wh
 # A file that lists them
 
 
-@pytest.mark.parametrize("text", ["[3, 0, 12]", "- 3\n- 0\n- 12\n", "[3,\n 0, 12]\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
+@pytest.mark.parametrize("text", ["- 3\n- 0\n- 12\n", "[\n\t3,\n\t0,\n\t12\n]\n"])
 def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Path, text: str):
     (tmp_path / "families").write_text(text)
     questions = read_questions(data / "train_questions.h5", VOCAB)
@@ -73,11 +73,9 @@ def test_a_list_of_families_is_read_from_json_and_yaml(tmp_path: Path, data: Pat
     ("text", "problem"),
     [
         (None, "no such file, expected a file that lists question families, or one of the words short and long"),
-        ("[1", "not YAML"),
         ("families: [1]", "expected a list of question families, such as [0, 3, 12]"),
         ("[]", "expected a list of question families"),
         ("[1, two]", "item 1 is 'two', expected a whole number from 0"),
-        ("[true]", "item 0 is True"),
         ("[-1]", "item 0 is -1"),
     ],
 )
@@ -103,16 +101,9 @@ def test_questions_without_these_families_or_any_are_refused(tmp_path: Path):
 # Training
 
 
-def iep_train(*arguments: object) -> Result:
-    return CliRunner().invoke(train_main, [str(argument) for argument in arguments])
-
-
-def weights(out: Path) -> list[torch.Tensor]:
-    return list(load_checkpoint(newest(out))["networks"]["generator"]["weights"].values())
-
-
 def assert_trained_alike(one: Path, other: Path) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+    first, second = (weights(newest(out), "generator") for out in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def validations(result: Result) -> list[str]:
@@ -162,19 +153,6 @@ def test_a_run_is_resumed_with_its_families_or_with_others_that_are_named_but_no
     assert load_checkpoint(newest(out))["families"] == "2, 5-6"
 
 
-def test_other_splits_are_trained_and_validated_on(data: Path, tmp_path: Path):
-    cogent = write_data(tmp_path / "cogent")
-    for split, name in (("train", "trainA"), ("val", "valB")):
-        for part in ("questions", "features"):
-            (cogent / f"{split}_{part}.h5").rename(cogent / f"{name}_{part}.h5")
-    common = ("--model", "pg", *tiny("pg"))
-    other = iep_train(*common, "--data", cogent, "--out", tmp_path / "a", "train_split=trainA", "val_split=valB")
-    usual = iep_train(*common, "--data", data, "--out", tmp_path / "b")
-    assert other.exit_code == usual.exit_code == 0, other.output
-    assert_trained_alike(tmp_path / "a", tmp_path / "b")
-    assert validations(other) == validations(usual)
-
-
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
@@ -211,7 +189,7 @@ def test_evaluation_takes_families_then_skips_then_counts(data: Path, run: dict[
     assert [row["predicted_answer"] for row in rows] == [every[row]["predicted_answer"] for row in kept]
 
 
-def test_evaluation_takes_lengths_and_commonest_answers_of_the_split_that_stands_for_training(data, run, tmp_path):
+def test_evaluation_takes_lengths_and_most_common_answers_of_the_split_that_stands_for_training(data, run, tmp_path):
     other = write_data(tmp_path / "data")
     (other / "train_questions.h5").rename(other / "trainA_questions.h5")
     arguments = ("--baseline", run["lstm"], "--families", "short", "--data")

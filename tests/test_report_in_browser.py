@@ -13,14 +13,11 @@ import torch
 from clevr_files import write_images
 from evaluate_cases import evaluate
 from pages import Opened, chromium, opened
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page
 from tiny_data import IMAGES, TEST, VAL, arrays
 
 from iep.programs import QUESTION_TYPES
 from iep.runtime.records import read_rows
-
-OVERFLOWS = """() => [...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth).map(
-    box => `${box.getAttribute('aria-label')}: ${box.scrollWidth} pixels in ${box.clientWidth}`)"""
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +87,10 @@ def test_accuracies_by_type_are_those_of_the_report_and_of_the_earlier_one(shown
     report, _, path = made
     blind = json.loads((path.parent / "lstm" / "report.json").read_text())
     assert shown.texts("table.by-type thead th button") == [
-        *("Type", "Questions", "Accuracy", "Programs exact", "commonest", "blind"),
+        *("Type", "Questions", "Accuracy", "Programs exact", "most_common", "blind"),
     ]
-    columns = (report["accuracy"], report["program_exact_match"], report["baselines"]["commonest"], blind["accuracy"])
+    most_common = report["baselines"]["most_common"]
+    columns = (report["accuracy"], report["program_exact_match"], most_common, blind["accuracy"])
     shown.page.locator("table.by-type thead button", has_text="Type").click()  # whole names
     names = shown.column("table.by-type", 1)
     assert set(names) == {"overall", *QUESTION_TYPES, "compare integer", "query", "compare"}
@@ -182,32 +180,39 @@ def test_the_worst_come_first_and_buttons_change_the_order(shown: Opened, made):
     assert shares == pytest.approx(sorted(shares, reverse=True), abs=1e-4)
 
 
-def test_each_filter_lists_its_questions(shown: Opened, made):
-    rows, page = made[1], shown.page
-    page.locator("#order-index").click()
-    page.select_option("#filter-answer", "wrong")
-    assert shown.listed() == indices(rows, lambda row: not row["correct"])
-    page.select_option("#filter-program", "wrong")
-    both = indices(rows, lambda row: not row["correct"] and not program_right(row))
-    assert shown.listed() == both
-    assert 0 < len(both) < VAL
-    for control, choice, keep in (
-        ("#filter-type", {"label": "query"}, lambda row: row["type"].startswith("query")),
-        ("#filter-family", {"value": "3"}, lambda row: row["family"] == 3),
-    ):
-        page.locator(".chip", has_text="all filters").click()
+FILTERS: tuple[tuple[Callable[[Page], None], Callable[[dict[str, Any]], bool]], ...] = (
+    (lambda page: page.select_option("#filter-answer", "wrong"), lambda row: not row["correct"]),
+    (lambda page: page.select_option("#filter-program", "wrong"), lambda row: not program_right(row)),
+    (lambda page: page.select_option("#filter-type", label="query"), lambda row: row["type"].startswith("query")),
+    (lambda page: page.select_option("#filter-family", "3"), lambda row: row["family"] == 3),
+    (
+        lambda page: page.fill("#filter-text", "query_material RED"),
+        lambda row: "red" in row["question"] and "query_material" in [*row["program"], *row["predicted_program"]],
+    ),
+    (lambda page: link(page, "by-type", "compare integer"), lambda row: row["type"].startswith("compare integer")),
+    (lambda page: link(page, "by-family", "3"), lambda row: row["family"] == 3),
+    (lambda page: link(page, "by-length", "5"), lambda row: sum(token != "scene" for token in row["program"]) == 5),
+)
+"""How a filter is set, and which rows it keeps."""
+
+
+def link(page: Page, table: str, name: str) -> None:
+    page.locator(f"table.{table} .link").get_by_text(name, exact=True).click()
+
+
+def test_each_filter_and_the_name_of_each_row_lists_its_questions(shown: Opened, made):
+    shown.page.locator("#order-index").click()
+    for choose, keep in FILTERS:
+        choose(shown.page)
+        assert shown.listed() == indices(made[1], keep)
+        assert 0 < len(shown.listed()) < VAL
+        shown.page.locator(".chip", has_text="all filters").click()
         assert len(shown.listed()) == VAL
-        page.select_option(control, **choice)
-        assert shown.listed() == indices(rows, keep)
-    page.locator(".chip", has_text="all filters").click()
-    page.fill("#filter-text", "query_material RED")
-    texts = [" ".join([row["question"], *row["program"], *row["predicted_program"]]) for row in rows]
-    wanted = indices(rows, lambda row: all(word in texts[rows.index(row)] for word in ("query_material", "red")))
-    assert shown.listed() == wanted
-    assert 0 < len(wanted) < VAL
-    page.fill("#filter-text", "zebra")
-    assert shown.listed() == []
-    assert shown.found() == "0 questions"
+    FILTERS[0][0](shown.page)
+    FILTERS[1][0](shown.page)
+    assert shown.listed() == indices(made[1], lambda row: FILTERS[0][1](row) and FILTERS[1][1](row))
+    shown.page.fill("#filter-text", "zebra")
+    assert (shown.listed(), shown.found()) == ([], "0 questions")
 
 
 def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
@@ -224,29 +229,15 @@ def test_a_cell_of_the_confusion_lists_its_questions(shown: Opened, made):
     assert shown.listed() == indices(rows, lambda row: row["answer"] == true)
 
 
-def test_arrow_keys_move_between_the_cells_and_enter_opens_one(shown: Opened, made):
+def test_arrow_keys_move_between_the_cells_and_enter_opens_one(shown: Opened):
     first = shown.page.locator("button.cell").first
     first.focus()
     shown.page.keyboard.press("ArrowRight")
     focused = shown.page.locator("button.cell:focus")
-    assert focused.get_attribute("tabindex") == "0"
-    assert first.get_attribute("tabindex") == "-1"
-    assert focused.get_attribute("data-true") == first.get_attribute("data-true")
+    assert (first.get_attribute("tabindex"), focused.get_attribute("tabindex")) == ("-1", "0")
     wanted = int(focused.inner_text())
     shown.page.keyboard.press("Enter")
     assert len(shown.listed()) == wanted
-
-
-def test_a_rows_name_lists_its_questions(shown: Opened, made):
-    shown.page.locator("#order-index").click()
-    for table, name, keep in (
-        ("by-type", "compare integer", lambda row: row["type"].startswith("compare integer")),
-        ("by-family", "3", lambda row: row["family"] == 3),
-        ("by-length", "5", lambda row: sum(token != "scene" for token in row["program"]) == 5),
-    ):
-        shown.page.locator(f"table.{table} .link").get_by_text(name, exact=True).click()
-        assert shown.listed() == indices(made[1], keep)
-        shown.page.locator(".chip", has_text="all filters").click()
 
 
 def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
@@ -277,8 +268,13 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     card = shown.page.locator(f'article[data-index="{right["question_index"]}"]')
     card.locator("summary").press("Enter")
     card.locator("table").wait_for()
-    assert card.locator("table.programs td:nth-child(2) code").all_inner_texts() == right["program"]
     assert card.locator("tr.differs, ins, del").count() == 0
+
+
+def test_the_page_is_no_wider_than_a_narrow_window(shown: Opened):
+    shown.page.set_viewport_size({"width": 400, "height": 900})
+    shown.open_programs()
+    assert shown.page.evaluate("document.documentElement.scrollWidth") == 400
 
 
 # Where something is missing
@@ -355,24 +351,6 @@ def test_nothing_in_the_data_is_run_or_read_as_html(browser: Browser, data, run,
         assert shown.page.locator("script").count() == 2
 
 
-# How it looks
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1000, 1200, 1398, 1400, 1900])
-def test_the_page_fits_narrow_and_wide_windows_in_both_schemes(browser: Browser, made, width: int, scheme: str):
-    with opened(browser, made[2], width, scheme) as shown:
-        if width >= 1000:
-            assert shown.page.locator(".scroll").count() == 4
-            assert shown.page.evaluate(OVERFLOWS) == []
-            family, length = (shown.page.locator(f"#by-{name}").bounding_box() for name in ("family", "length"))
-            assert (family["y"] == length["y"]) == (width >= 1400)
-        shown.open_programs()
-        assert shown.page.evaluate("document.documentElement.scrollWidth") == width
-        background = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, background.strip("rgb()").split(","))) > 380) == (scheme == "light")
-
-
 def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data, run, tmp_path: Path, made):
     report, rows, _ = made
     arguments = ("--pg", run["pg"], "--ee", run["ee"], "--data", data, "--report-questions", 8)
@@ -392,24 +370,3 @@ def test_a_long_split_is_listed_in_part_and_counted_whole(browser: Browser, data
         assert shown.found().endswith(f" of {wrong} evaluated")
         shown.page.select_option("#filter-program", "right")
         assert "evaluated" not in shown.found()
-
-
-# Curves and numbers
-
-
-def test_a_single_step_is_a_dot_in_the_middle_and_no_number_touches_the_word(browser: Browser, data, run, tmp_path):
-    checkpoint = shutil.copy(run["lstm"], tmp_path / "best.pt")
-    arguments = ("--baseline", checkpoint, "--data", data)
-    for steps, first in (([7], "7"), ([20_000, 40_000, 60_000], "20k")):
-        rows = [{"step": step, "loss": 2.5, "validation_accuracy": 0.25} for step in steps]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with reported(browser, tmp_path / "out", *arguments) as shown:
-            assert shown.page.locator("figure").count() == 2
-            for chart in shown.page.locator("figure svg").all():
-                word, number = (chart.get_by_text(text, exact=True).bounding_box() for text in ("step", first))
-                assert word["x"] + word["width"] < number["x"]
-                if len(steps) == 1:
-                    frame, dot = chart.bounding_box(), chart.locator("circle").bounding_box()
-                    assert frame["x"] + frame["width"] / 3 < dot["x"] < frame["x"] + 2 * frame["width"] / 3
-                    assert dot["width"] > 8
-                    assert number["x"] < dot["x"] + dot["width"] / 2 < number["x"] + number["width"]

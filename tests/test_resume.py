@@ -2,19 +2,20 @@
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
-from killing import run_parts
+from killing import MEASURED, run_parts
 from tiny_data import assert_one_error, newest, tiny, tiny_config
 from torch import Tensor
-from train_cases import iep_train
+from train_cases import before_each_step, iep_train, rows, scalars
 
 from iep.data.datasets import Batch
-from iep.models.checkpoint import BEST, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
+from iep.models.checkpoint import BEST, checkpoints, load_checkpoint, load_newest, save_checkpoint, step_checkpoints
+from iep.runtime.records import METRICS, Records
 from iep.training.loop import Trainer
 from iep.training.run_training import train
 
@@ -40,17 +41,13 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             moments.remove(moment)
             os.kill(os.getpid(), SIGNALS[len(moments) % 2])
 
-    train_step, validate = Trainer.train_step, Trainer.validate
+    validate = Trainer.validate
 
-    def step(self: Trainer, batch: Batch) -> Any:
-        reach(("step", self.step + 1))
-        return train_step(self, batch)
-
-    def validated(self: Trainer, batches: Any) -> float:
+    def validated(self: Trainer, batches: Iterable[Batch]) -> float:
         reach(("validation", self.step))
         return validate(self, batches)
 
-    monkeypatch.setattr(Trainer, "train_step", step)
+    before_each_step(monkeypatch, lambda trainer, batch: reach(("step", trainer.step + 1)))
     monkeypatch.setattr(Trainer, "validate", validated)
     return moments
 
@@ -115,41 +112,87 @@ def test_a_run_stopped_once_its_last_checkpoint_is_saved_is_finished(data: Path,
     assert f"{tmp_path}: trained lstm to iteration {LENGTH}; " in result.output
 
 
-def test_a_signal_before_the_first_step_leaves_no_checkpoint(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(
-        "iep.training.run_training.open_split", lambda *arguments, **more: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    result = go(tmp_path / "run", data, "model=lstm")
-    assert (result.exit_code, result.output) == (143, "Stopped by SIGTERM\n")
-    assert not (tmp_path / "run").exists()
+# A run that ends without a signal
+
+
+class CrashError(Exception):
+    """Stands for whatever ends a run in the middle."""
+
+
+@pytest.mark.parametrize(
+    ("model", "crashes"), [("lstm", [1]), ("joint", [5, 8])], ids=["before the first checkpoint", "twice"]
+)
+def test_a_run_that_crashed_resumes_to_the_same_bits(data, parts, tmp_path: Path, monkeypatch, model: str, crashes):
+    starts = (*parts, "precision=bfloat16") if model == "joint" else ()
+    config = tiny_config(data, model, "iterations=9", "validate_every=3", *starts)
+    train(config, tmp_path / "unbroken", resume=False)
+
+    def crash(trainer: Trainer, batch: Batch) -> None:
+        if crashes and trainer.step == crashes[0]:
+            raise CrashError
+
+    before_each_step(monkeypatch, crash)
+    while crashes:
+        with pytest.raises(CrashError):
+            train(config, tmp_path / "broken", resume=True)
+        assert rows(tmp_path / "broken")[-1]["step"] == crashes.pop(0)
+    assert train(config, tmp_path / "broken", resume=True)
+    assert run_parts(tmp_path / "broken") == run_parts(tmp_path / "unbroken")
+    ours, theirs = scalars(tmp_path / "broken"), scalars(tmp_path / "unbroken")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in theirs.keys() - set(MEASURED))
+
+
+def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
+    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
+    train(long, tmp_path / "long", resume=False)
+    train(short, tmp_path / "resumed", resume=False)
+    train(long, tmp_path / "resumed", resume=True)
+    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
+
+
+def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm", "iterations=2"), tmp_path, resume=False)
+    train(tiny_config(data, "lstm", "weight_decay=0.5"), tmp_path, resume=True)
+    assert load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+
+
+def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
+    config = tiny_config(data, "lstm")
+    train(config, tmp_path, resume=False)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert not train(config, tmp_path, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_line_of_the_metrics_that_a_kill_cut_short_is_dropped(tmp_path: Path):
+    whole = '{"step": 1, "loss": 2.0}\n'
+    (tmp_path / METRICS).write_text(whole + '{"step": 2, "loss": 1.5}\n{"step": 1, "lo')
+    Records(tmp_path, step=1).write(2, {"loss": 1.0})
+    assert (tmp_path / METRICS).read_text() == whole + '{"step": 2, "loss": 1.0}\n'
 
 
 # Checkpoints that stay
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_newest_few_are_kept_and_the_best_always(data: Path, tmp_path: Path, monkeypatch, keep: int):
-    scores = iter([0.0, 0.9, 0.1, 0.1, 0.1, 0.1])
-    monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
-    result = go(tmp_path / "run", data, "model=lstm", "validate_every=1", "--keep", str(keep))
-    assert result.exit_code == 0
-    kept = [f"step-{step}.pt" for step in range(5, 5 - keep, -1)]
-    assert [path.name for path in step_checkpoints(tmp_path / "run")] == kept
-    assert load_checkpoint(tmp_path / "run" / BEST)["step"] == 1
-
-
-def test_an_older_checkpoint_goes_only_when_the_new_one_is_there(data: Path, tmp_path: Path, monkeypatch):
-    config = tiny_config(data, "lstm", "iterations=3", "validate_every=1", "keep=1")
-    seen = []
+def test_the_newest_few_are_kept_until_the_next_is_there_and_the_best_always(data, tmp_path, monkeypatch, keep: int):
+    """Of two equal scores, the earlier one is the best."""
+    scores, seen = iter([0.0, 0.1, 0.9, 0.9, 0.3, 0.1]), []
 
     def watched(path: Path, content: dict) -> None:
         seen.append((path.name, [there.name for there in step_checkpoints(tmp_path)]))
         save_checkpoint(path, content)
 
     monkeypatch.setattr("iep.training.loop.save_checkpoint", watched)
-    monkeypatch.setattr(Trainer, "validate", lambda self, batches: 0.0)
-    train(config, tmp_path, resume=False)
-    assert seen == [(BEST, []), ("step-1.pt", []), ("step-2.pt", ["step-1.pt"]), ("step-3.pt", ["step-2.pt"])]
+    monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
+    train(tiny_config(data, "lstm", f"iterations={LENGTH}", "validate_every=1", f"keep={keep}"), tmp_path, resume=False)
+    names = [f"step-{step}.pt" for step in range(LENGTH, 0, -1)]
+    assert [path.name for path in step_checkpoints(tmp_path)] == names[:keep]
+    for step, name in enumerate(reversed(names)):
+        assert (name, names[LENGTH - step :][:keep]) in seen
+    best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
+    assert (best["step"], best["best"], last["best"]) == (2, 0.9, 0.9)
 
 
 def damage(path: Path) -> None:
@@ -161,42 +204,23 @@ def damage(path: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_named_with_the_newest_good_one(data: Path, tmp_path: Path):
-    settings = ("model=lstm",)
-    assert go(tmp_path, data, *settings).exit_code == 0
-    whole = run_parts(tmp_path)
-    damage(tmp_path / "step-5.pt")
-    damage(tmp_path / "step-4.pt")
-    result = go(tmp_path, data, *settings)
-    assert_one_error(
-        result,
-        f"{tmp_path / 'step-5.pt'}: not a whole checkpoint file",
-        "; the newest good checkpoint is step-2.pt, of iteration 2: to resume from it, remove step-5.pt and step-4.pt",
-    )
-    for name in ("step-5.pt", "step-4.pt"):
-        (tmp_path / name).unlink()
-    assert go(tmp_path, data, *settings).exit_code == 0
-    assert run_parts(tmp_path) == whole
-
-
-def test_the_best_checkpoint_is_one_to_go_on_from_when_no_other_is_good(data: Path, tmp_path: Path):
-    assert go(tmp_path, data, "model=lstm", "keep=1").exit_code == 0
-    whole = run_parts(tmp_path)
-    damage(tmp_path / "step-5.pt")
-    assert_one_error(go(tmp_path, data, "model=lstm"), "the newest good checkpoint is best.pt, of iteration")
-    (tmp_path / "step-5.pt").unlink()
-    assert go(tmp_path, data, "model=lstm", "keep=1").exit_code == 0
-    assert run_parts(tmp_path)["last"] == whole["last"]
-    damage(tmp_path / "step-5.pt")
-    damage(tmp_path / BEST)
-    assert_one_error(go(tmp_path, data, "model=lstm"), "step-5.pt: not a whole", "has no good checkpoint")
-
-
-def test_resuming_reads_each_checkpoint_once(data: Path, tmp_path: Path, monkeypatch):
     assert go(tmp_path, data, "model=lstm").exit_code == 0
-    loaded, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loaded.append(args[0]) or load(*args, **kwargs))
-    assert go(tmp_path, data, "model=lstm", "iterations=7").exit_code == 0
-    assert [path.name for path in loaded] == ["step-5.pt", BEST]
+    whole = run_parts(tmp_path)
+    for damaged, good in (
+        (("step-5.pt", "step-4.pt"), "; the newest good checkpoint is step-2.pt, of iteration 2: to resume from it,"),
+        (("step-5.pt", "step-4.pt", "step-2.pt"), "; the newest good checkpoint is best.pt, of iteration"),
+    ):
+        for name in damaged:
+            damage(tmp_path / name)
+        result = go(tmp_path, data, "model=lstm")
+        assert_one_error(result, f"{tmp_path / 'step-5.pt'}: not a whole checkpoint file", good)
+        for name in damaged:
+            (tmp_path / name).unlink()
+        assert go(tmp_path, data, "model=lstm").exit_code == 0
+        assert run_parts(tmp_path)["last"] == whole["last"]
+    for path in checkpoints(tmp_path):
+        damage(path)
+    assert_one_error(go(tmp_path, data, "model=lstm"), "step-5.pt: not a whole", "has no good checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from processes import run
 from tiny_data import assert_one_error, tiny
+from train_cases import before_each_step, iep_train
 
 from iep.cli.evaluate import main as iep_eval
 from iep.cli.preprocess import main as iep_preprocess
 from iep.cli.synth import main as iep_synth
-from iep.cli.train import main as iep_train
-from iep.data.datasets import Batch
+from iep.cli.train import main as train
 from iep.errors import InputError
 from iep.runtime.locks import LOCK, alone_in
-from iep.training.loop import Trainer
 
 
 @contextmanager
@@ -84,8 +82,7 @@ def test_a_file_system_without_locks_is_an_error_of_one_line(data: Path, tmp_pat
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    arguments = ["--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm")]
-    result = CliRunner().invoke(iep_train, [str(argument) for argument in arguments])
+    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
     assert_one_error(result, f"{tmp_path / 'run' / LOCK}: cannot be locked, locks are not supported on its file system")
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
 
@@ -95,7 +92,7 @@ def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[st
     (tmp_path / "clevr" / "questions").mkdir(parents=True)
     (tmp_path / "clevr" / "questions" / "CLEVR_train_questions.json").write_text('{"questions": []}')
     commands = (
-        (iep_train, "--resume", "--model", "lstm", "--data", data, "--out", out, *tiny("lstm")),
+        (train, "--resume", "--model", "lstm", "--data", data, "--out", out, *tiny("lstm")),
         (iep_eval, "--baseline", runs["lstm"], "--data", data, "--out", out),
         (iep_synth, out, "--train", 1, "--val", 0, "--test", 0),
         (iep_preprocess, tmp_path / "clevr", "--out", out, "--only", "questions"),
@@ -104,43 +101,17 @@ def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[st
         for command, *arguments in commands:
             result = CliRunner().invoke(command, [str(argument) for argument in arguments])
             assert_one_error(result, f"{out}: in use by process {first} on ")
-        dry = CliRunner().invoke(iep_train, ["--resume", "--dry-run", "--out", str(out)])
+        dry = iep_train("--resume", "--dry-run", "--out", out)
         assert dry.exit_code == 0, dry.output  # which writes nothing
     assert [path.name for path in out.iterdir()] == [LOCK]
 
 
 def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):
-    arguments = ["--resume", "--data", data, "--out", tmp_path / "run", *tiny("lstm"), "model=lstm"]
-    others, train_step = [], Trainer.train_step
+    def enter(*_: object) -> None:
+        with pytest.raises(InputError, match=f"run: in use by process {os.getpid()} on "), alone_in(tmp_path / "run"):
+            pass
 
-    def watched(self: Trainer, batch: Batch) -> object:
-        others.append(others[0] if others else run("train", arguments))
-        return train_step(self, batch)
-
-    monkeypatch.setattr(Trainer, "train_step", watched)
-    assert CliRunner().invoke(iep_train, [str(argument) for argument in arguments]).exit_code == 0
-    assert len(others) == 4
-    assert others[0].returncode == 1
-    assert others[0].output.startswith(f"Error: {tmp_path / 'run'}: in use by process {os.getpid()} on ")
-    assert not list((tmp_path / "run").glob(".*"))
-
-
-def test_a_data_set_whose_start_was_killed_can_be_started_again(tmp_path: Path):
-    (tmp_path / ".synth.json.123.tmp").write_text('{"gen')
-    arguments = ["--preset", "mini", "--train", "1", "--val", "0", "--test", "0"]
-    result = CliRunner().invoke(iep_synth, [str(tmp_path), *arguments])
+    before_each_step(monkeypatch, enter)
+    result = iep_train("--model", "lstm", "--data", data, "--out", tmp_path / "run", *tiny("lstm"))
     assert result.exit_code == 0, result.output
-    assert not list(tmp_path.rglob(".*"))
-
-
-def test_features_killed_just_after_their_file_was_renamed_leave_nothing(tmp_path: Path):
-    clevr, out = tmp_path / "clevr", tmp_path / "data"
-    sizes = ["--preset", "mini", "--train", "2", "--val", "0", "--test", "0"]
-    assert CliRunner().invoke(iep_synth, [str(clevr), *sizes]).exit_code == 0
-    arguments = [str(clevr), "--out", str(out), "--backbone", "patches", "--workers", "0"]
-    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
-    names = {path.name for path in out.iterdir()}
-    (out / "train_features.h5.progress").write_text("{}")
-    (out / ".train_features.h5.progress.7.tmp").write_text("{")
-    assert CliRunner().invoke(iep_preprocess, arguments).exit_code == 0
-    assert {path.name for path in out.iterdir()} == names == {"vocab.json", "train_questions.h5", "train_features.h5"}
+    assert not list((tmp_path / "run").glob(".*"))

@@ -5,7 +5,6 @@ import gc
 import threading
 import weakref
 from contextlib import nullcontext
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -73,16 +72,16 @@ def batches(draw):
     return batch
 
 
-def outputs_and_gradients(network, batch, opened=None):
+def outputs_and_gradients(network, batch, mode, opened=None):
     inputs = [[(x.clone().requires_grad_(), *rest) for x, *rest in sample] for sample in batch]
-    with opened or nullcontext():
+    with mode(), opened or nullcontext():
         outputs = [network.one(sample) for sample in inputs]
     leaves = {f"input {n} {m}": x for n, sample in enumerate(inputs) for m, (x, *_) in enumerate(sample)}
     values = {f"output {n}": getattr(output, "value", output) for n, output in enumerate(outputs)}
     return with_gradients(values, leaves | dict(network.named_parameters()))
 
 
-@settings(quick, max_examples=30)
+@settings(quick, max_examples=40)
 @given(
     batches(),
     st.sampled_from(["module", "op"]),
@@ -90,13 +89,14 @@ def outputs_and_gradients(network, batch, opened=None):
     st.booleans(),
     st.booleans(),
     st.sampled_from(["lookahead", "agenda", "vanilla"]),
+    st.sampled_from([nullcontext, nullcontext, torch.no_grad, torch.inference_mode]),
 )
-def test_a_scope_equals_the_same_code_without_it(batch, granularity, listed, share, defer, scheduler):
+def test_a_scope_equals_the_same_code_without_it(batch, granularity, listed, share, defer, scheduler, mode):
     network = Network().double()
     modules = [network.cell, network.head] if listed else []
     opened = scope(*modules, granularity=granularity, share=share, defer_weight_grads=defer, scheduler=scheduler)
-    expected = outputs_and_gradients(network, batch)
-    assert_same(outputs_and_gradients(network, batch, opened), expected, 1e-9, none_is_zero=True)
+    expected = outputs_and_gradients(network, batch, mode)
+    assert_same(outputs_and_gradients(network, batch, mode, opened), expected, 1e-9, none_is_zero=True)
 
 
 @GRANULARITIES
@@ -110,16 +110,7 @@ def test_child_sum_tree_lstms_equal_one_tree_after_the_other(granularity):
     assert_same(with_gradients({"scores": model(pairs, granularity=granularity)}, parameters), expected, 1e-9)
 
 
-def layer_and_samples(count=6):
-    torch.manual_seed(0)
-    return nn.Linear(2, 2).double(), list(torch.randn(count, 2, dtype=torch.float64))
-
-
-def assert_equal_to_plain(module, samples, **options):
-    expected = torch.stack([module(x) for x in samples])
-    with scope(module, **options):
-        found = [module(x) for x in samples]
-    torch.testing.assert_close(torch.stack(found), expected)
+# Modules of all kinds
 
 
 class Pair(nn.Module):
@@ -130,30 +121,91 @@ class Pair(nn.Module):
         return {"total": total if bias is None else total + bias, "difference": (parts["left"] - parts["right"][0],)}
 
 
+class Checkpointed(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False).tanh()
+
+
+def hooked(register, hook):
+    def make():
+        network = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        for part in (network, network[1]):
+            getattr(part, register)(hook)
+        return network
+
+    return make
+
+
+def nested(pair, wrap, x, n):
+    result = pair({"left": x, "right": [x * 2]}, weight=float(n % 2), bias=x if n % 3 else None)
+    return pair({"left": result["total"], "right": [result["difference"][0]]}, bias=x)["total"]
+
+
+def shaped(layer, wrap, x, n):
+    h = layer(x).view(torch.Size([2, 2]))
+    return functional.layer_norm(h, h.shape).max(0).values + h.topk(1, dim=0).indices.squeeze(0) + h[1, :].T[0:2]
+
+
+def plain(module, wrap, x, n):
+    return module(x).tanh()
+
+
+def read_between(norm, wrap, x, n):
+    found = norm(torch.stack([x, x * x, -x]))
+    if n == 3:
+        found.sum().item()
+    return found
+
+
+LIKE_PLAIN_CODE = {
+    "nested arguments and results": (Pair, nested, None),
+    "shapes and named results": (lambda: nn.Linear(2, 4), shaped, None),
+    "forward hooks": (
+        hooked("register_forward_hook", lambda module, args, output: output / output.norm()),
+        plain,
+        None,
+    ),
+    "backward hooks": (
+        hooked("register_full_backward_hook", lambda module, given, received: (given[0] / (1 + given[0].norm()),)),
+        plain,
+        "has backward hooks",
+    ),
+    "a checkpoint": (lambda: Checkpointed(2, 2), plain, 'checkpoint does; granularity="op" batches'),
+    "a gradient of its own": (lambda: nn.Linear(2, 2), lambda m, wrap, x, n: wrap(Twice.apply)(m(x)), "autograd"),
+    "batch norm": (lambda: nn.BatchNorm1d(2), read_between, "changes its buffer"),
+}
+"""By name: a module, what is run on each sample, and why it runs singly if it does."""
+
+
+def outcome(make, run, granularity=None, device="cpu"):
+    torch.manual_seed(0)
+    module = make().double().to(device)
+    samples = [torch.randn(2, dtype=torch.float64, device=device, requires_grad=True) for _ in range(6)]
+    with scope(module, granularity=granularity) if granularity else nullcontext() as batch:
+        wrap = batch.wrap if batch else lambda function: function
+        outputs = [run(module, wrap, x, n) for n, x in enumerate(samples)]
+    values = {f"output {n}": getattr(output, "value", output) for n, output in enumerate(outputs)}
+    leaves = {f"input {n}": x for n, x in enumerate(samples)} | dict(module.named_parameters())
+    return with_gradients(values, leaves) | dict(module.named_buffers()), batch
+
+
+@pytest.mark.filterwarnings("ignore:.* runs singly")
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("what", LIKE_PLAIN_CODE)
 @GRANULARITIES
-def test_arguments_and_results_may_be_nested(granularity):
-    pair, (_, samples) = Pair(), layer_and_samples()
-
-    def one(x, y, n):
-        result = pair({"left": x, "right": [y]}, weight=float(n % 2), bias=y if n % 3 else None)
-        return pair({"left": result["total"], "right": [result["difference"][0]]}, bias=x)["total"]
-
-    pairs = [(x, y, n) for n, (x, y) in enumerate(pairwise(samples))]
-    with scope(pair, granularity=granularity):
-        found = [one(*each) for each in pairs]
-    torch.testing.assert_close(torch.stack(found), torch.stack([one(*each) for each in pairs]))
+def test_outputs_gradients_and_buffers_are_those_of_plain_code(granularity, what, device):
+    make, run, why_singly = LIKE_PLAIN_CODE[what]
+    (expected, _), (found, batch) = outcome(make, run, None, device), outcome(make, run, granularity, device)
+    assert_same(found, expected, 1e-9)
+    reasons = [op.reason for op in batch.report().ops if op.how == "singly"]
+    if granularity == "module" or what not in ("a checkpoint", "batch norm"):
+        assert reasons if why_singly else not reasons
+        assert all(why_singly in reason for reason in reasons), reasons
 
 
-def test_shapes_are_arguments_and_named_results_are_returned():
-    layer, samples = nn.Linear(3, 4), torch.randn(5, 3)
-
-    def run(x):
-        h = layer(x).view(torch.Size([2, 2]))
-        return functional.layer_norm(h, h.shape).max(0).values + h.topk(1, dim=0).indices.squeeze(0) + h[1, :].T[0:2]
-
-    with scope(layer):
-        found = [run(x) for x in samples]
-    torch.testing.assert_close(torch.stack(found), torch.stack([run(x) for x in samples]))
+def layer_and_samples(count=6):
+    torch.manual_seed(0)
+    return nn.Linear(2, 2).double(), list(torch.randn(count, 2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("function", [torch.mul, lambda x, y: torch.where(y > 0, x, y)])
@@ -163,16 +215,6 @@ def test_scalars_promote_dtypes_as_in_one_sample(function):
         found = [batch.wrap(function)(number, vector) for _ in range(2)]
     assert found[0].dtype == found[0].value.dtype == torch.float32
     torch.testing.assert_close(found[0].value, function(number, vector))
-
-
-@GRANULARITIES
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_values_without_gradients_are_the_same(granularity, mode):
-    layer, samples = layer_and_samples()
-    with mode(), scope(layer, granularity=granularity):
-        found = [torch.tanh(layer(x)) for x in samples]
-    assert not any(future.value.requires_grad for future in found)
-    torch.testing.assert_close(torch.stack([f.value for f in found]), layer(torch.stack(samples)).tanh().detach())
 
 
 def test_calls_keep_the_modes_in_which_they_were_recorded():
@@ -189,6 +231,24 @@ def test_calls_keep_the_modes_in_which_they_were_recorded():
     assert trained.value.requires_grad
     assert not trained.detach().requires_grad
     assert low.dtype == low.value.dtype == torch.bfloat16
+
+
+@GRANULARITIES
+def test_a_hook_runs_until_it_is_removed_and_a_new_forward_from_then_on(granularity):
+    layer, samples = layer_and_samples()
+
+    def assert_equal_to_plain():
+        with scope(layer, granularity=granularity):
+            found = [layer(x) for x in samples]
+        torch.testing.assert_close(torch.stack(found), torch.stack([layer(x) for x in samples]))
+
+    assert_equal_to_plain()
+    handle = layer.register_forward_hook(lambda module, args, output: output / output.norm())
+    assert_equal_to_plain()
+    handle.remove()
+    assert_equal_to_plain()
+    layer.forward = lambda x: functional.linear(x, layer.weight) / x.norm()
+    assert_equal_to_plain()
 
 
 @GRANULARITIES
@@ -238,19 +298,6 @@ def test_a_trial_leaves_no_trace_in_a_module():
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")
-def test_batch_norm_in_training_runs_singly_before_and_after_a_value_is_read():
-    torch.manual_seed(0)
-    samples, alone, batched = torch.randn(6, 5, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    expected = [alone(x) for x in samples]
-    with scope(batched):
-        found = [batched(x) for x in samples[:4]]
-        found[0].sum().item()
-        found += [batched(x) for x in samples[4:]]
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
-    torch.testing.assert_close(list(batched.buffers()), list(alone.buffers()))
-
-
-@pytest.mark.filterwarnings("ignore:.* runs singly")
 @pytest.mark.parametrize("wrapped", [lambda norm: norm.forward, lambda norm: lambda x: norm(x)])
 def test_a_wrapped_function_follows_the_modules_that_it_calls(wrapped):
     samples, alone, ours = list(torch.randn(4, 3, 2)), nn.BatchNorm1d(2), nn.BatchNorm1d(2)
@@ -262,57 +309,6 @@ def test_a_wrapped_function_follows_the_modules_that_it_calls(wrapped):
         torch.testing.assert_close(torch.stack(found), expected)
         torch.testing.assert_close(ours.running_mean, alone.running_mean)
         assert [op.how for op in batch.report().ops] == [how]
-
-
-@GRANULARITIES
-def test_hooks_see_one_sample_and_run_until_they_are_removed(granularity):
-    layer, samples = layer_and_samples()
-    layer = nn.Sequential(layer, nn.Tanh())
-    assert_equal_to_plain(layer, samples, granularity=granularity)
-    for part in (layer, layer[1]):
-        handle = part.register_forward_hook(lambda module, args, output: output / output.norm())
-        assert_equal_to_plain(layer, samples, granularity=granularity)
-        handle.remove()
-    layer[0].forward = lambda x, first=layer[0]: functional.linear(x, first.weight) / x.norm()
-    assert_equal_to_plain(layer, samples, granularity=granularity)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False).tanh()
-
-
-@pytest.mark.filterwarnings("ignore:.* runs singly")
-@GRANULARITIES
-def test_checkpoints_within_a_module_keep_its_gradients(granularity):
-    layer, samples = layer_and_samples()
-    module = Checkpointed(layer)
-    torch.stack([module(x) for x in samples]).sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    with scope(module, granularity=granularity) as batch:
-        found = [module(x) for x in samples]
-    torch.stack(found).sum().backward()
-    torch.testing.assert_close(layer.weight.grad, expected)
-    for op in batch.report().ops:
-        assert op.how == "batched" if granularity == "op" else 'checkpoint does; granularity="op" batches' in op.reason
-
-
-@pytest.mark.filterwarnings("ignore:.* runs singly")
-@GRANULARITIES
-def test_wrapped_functions_with_gradients_of_their_own_keep_them(granularity):
-    layer, samples = layer_and_samples()
-    torch.stack([Twice.apply(layer(x)) for x in samples]).sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    with scope(layer, granularity=granularity) as batch:
-        twice = batch.wrap(Twice.apply)
-        found = [twice(layer(x)) for x in samples]
-    torch.stack(found).sum().backward()
-    torch.testing.assert_close(layer.weight.grad, expected)
-    assert {op.name: op.how for op in batch.report().ops}["Twice.apply"] == "singly"
 
 
 def test_an_optimizer_step_between_calls_changes_those_after_it():
@@ -390,24 +386,3 @@ def test_modules_are_freed_after_the_scope(granularity):
     gc.collect()
     assert dead() is None
     assert kept[0].shape == (4,)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_values_on_a_gpu_are_those_of_one_sample_after_the_other():
-    layer, samples = nn.Linear(3, 3).cuda(), torch.randn(4, 3, device="cuda")
-    with scope(layer):
-        found = [layer(layer(x) + x) for x in samples]
-    torch.testing.assert_close(torch.stack(found), torch.stack([layer(layer(x) + x) for x in samples]))
-
-
-@pytest.mark.parametrize("granularity", ["module", "op"])
-def test_modules_with_backward_hooks_run_singly_and_their_hooks_are_called(granularity):
-    layer, called = nn.Linear(2, 2).double(), []
-    layer.register_full_backward_hook(lambda module, given, received: (called.append(1), (3 * given[0],))[1])
-    samples = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    with scope(layer, granularity=granularity) as batch:
-        results = [layer(sample) for sample in samples]
-    sum(result.value.sum() for result in results).backward()
-    assert len(called) == 3
-    assert all(sample.grad.allclose(3 * layer.weight.sum(0)) for sample in samples)
-    assert "Linear has backward hooks" in str(batch.report())

@@ -13,8 +13,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from processes import run
-from tiny_data import tiny
 
 from iep.cli.command import Command
 from iep.runtime import signals
@@ -241,21 +239,3 @@ def _handles(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)
-
-
-def test_a_signal_stops_synthesis_and_training_with_one_line_and_no_partial_file(data: Path, tmp_path: Path):
-    commands = [
-        ("synth", [tmp_path / "clevr", "--preset", "mini", "--train", 100], 0.3),
-        (
-            "train",
-            ["--data", data, "--out", tmp_path / "run", *tiny("ee"), "model=ee", "iterations=5000", "workers=1"],
-            0.7,
-        ),
-    ]
-    for command, arguments, after in commands:
-        ended = run(command, arguments, [after], signal.SIGTERM)
-        assert ended.returncode == 143, ended.output
-        assert ended.output.splitlines()[-1].startswith("Stopped by SIGTERM")
-        assert ended.output.count("Stopped by") == 1
-        assert "Traceback" not in ended.output
-    assert not list(tmp_path.rglob(".*"))

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from batching_cases import FULL_SIZE, PUBLISHED_LAYERS, assert_same, quick, results
+from batching_cases import assert_same, quick, results
+from engine_cases import FULL_SIZE, MANY_BL, TOKENS, any_programs, features, placed_copy, programs, small_engine
 from hypothesis import example, given, settings
-from tbd_cases import PROGRAMS_BL, TOKENS, any_programs, features, programs, tbd_engine
 
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.roles import ATTENTION, MAP, misfits, tree_run
@@ -24,36 +24,31 @@ def default_engine(tokens, **kwargs):
     return build("engine", {"program_tokens": tokens, "num_answers": 28} | FULL_SIZE | kwargs)
 
 
-def plan_of(*texts, **kwargs):
-    return tbd_engine().plan(programs(*texts), **kwargs)
-
-
-def run(*texts, engine=None):
-    engine = engine or tbd_engine()
-    return engine(features(len(texts)), engine.plan(programs(*texts)))
-
-
 def test_the_default_engine_has_the_published_layers():
     """Mascharka et al. 2018, table 1, for 128 channels."""
     shapes = {name: tuple(value.shape) for name, value in default_engine(TOKENS, modules="tbd").state_dict().items()}
     layers = {
-        **PUBLISHED_LAYERS,
+        "stem.0": (128, 1024, 3, 3),
+        "stem.2": (128, 128, 3, 3),
+        "classifier.0": (512, 128, 1, 1),
+        "classifier.4": (1024, 512 * 7 * 7),
+        "classifier.6": (28, 1024),
         "filter_color[red].conv3": (1, 128, 1, 1),
         "relate[left].conv6": (1, 128, 1, 1),
         "same_shape.conv": (1, 129, 1, 1),
     }
     convolutions = {"filter_color[red]": 2, "count": 2, "exist": 2, "query_size": 2, "relate[left]": 5}
-    convolutions |= {"equal_integer": 2, "less_than": 2}
+    convolutions |= {"equal_integer": 2, "greater_than": 2}
     for token, count in convolutions.items():
         layers |= {f"{token}.conv{number + 1}": (128, 128, 3, 3) for number in range(count)}
-    layers |= {f"{token}.projection": (128, 256, 1, 1) for token in ("equal_integer", "less_than")}
+    layers |= {f"{token}.projection": (128, 256, 1, 1) for token in ("equal_integer", "greater_than")}
     expected = {f"{layer}.weight": shape for layer, shape in layers.items()}
     expected |= {f"{layer}.bias": shape[:1] for layer, shape in layers.items()}
     assert shapes == expected
 
 
 def test_relate_sees_as_far_as_its_dilations_say():
-    engine = tbd_engine()
+    engine = small_engine(modules="tbd")
     relate = engine.get_submodule("relate[left]")
     assert [relate.get_submodule(f"conv{n}").dilation for n in range(1, 6)] == [(d, d) for d in (1, 2, 4, 8, 1)]
     features_GCHW = torch.ones(1, 3, 40, 40, dtype=torch.float64, requires_grad=True)
@@ -66,10 +61,10 @@ def test_relate_sees_as_far_as_its_dilations_say():
 
 
 def test_modules_compute_what_the_paper_says():
-    engine = tbd_engine()
+    engine = small_engine(modules="tbd")
     x, y = torch.randn(2, 1, 3, 3, 4, dtype=torch.float64)
     a, b = torch.rand(2, 1, 1, 3, 4, dtype=torch.float64)
-    look, query, compare = (engine.get_submodule(name) for name in ("filter_color[red]", "count", "less_than"))
+    look, query, compare = (engine.get_submodule(name) for name in ("filter_color[red]", "count", "greater_than"))
     inner = torch.relu(look.conv2(torch.relu(look.conv1(x * a))))
     torch.testing.assert_close(look(x, a), torch.sigmoid(look.conv3(inner)))
     torch.testing.assert_close(query(x, a), torch.relu(query.conv2(torch.relu(query.conv1(x * a)))))
@@ -91,66 +86,26 @@ def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tok
     assert {token: kinds[token] for token in named} == {token: f"{kind}Module" for token, kind in named.items()}
 
 
-def test_a_graph_has_a_node_for_every_module_that_looks_at_its_examples_own_stem():
-    graph = plan_of("count unique filter_color[red] scene", "exist relate[left] scene", sharing=False).graph
-    assert graph.num_inputs == 3, "two stems, and the attention of ones"
-    assert [TOKENS[op] for op in graph.op] == ["filter_color[red]", "count", "relate[left]", "exist"]
-    assert graph.args.tolist() == [[0, 2], [0, 3], [1, 2], [1, 5]]
-    assert graph.roots.tolist() == [4, 6]
-
-
-@pytest.mark.parametrize(
-    ("text", "like"),
-    [
-        ("unique count <END> filter_color[red] <UNK> unique scene", "count filter_color[red] scene"),
-        ("count", "count scene"),
-        ("count filter_color[red] count scene", "count filter_color[red] scene"),
-        ("count union query_size scene filter_color[red] scene", "count union scene filter_color[red] scene"),
-        ("filter_color[red] scene", "scene"),
-        ("less_than relate[left] scene count scene", "less_than scene count scene"),
-        ("unique", "scene"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_counts_as_scene_and_what_has_no_module_hands_on(text, like):
-    assert run(text).equal(run(like))
-    ours, theirs = (plan_of(each).graph for each in (text, like))
-    assert ours.op.tolist() == theirs.op.tolist(), "what leads to nothing does not run"
-    assert ours.args.tolist() == theirs.args.tolist()
-
-
-def test_scene_is_ones_where_an_attention_is_wanted_and_the_features_where_an_encoding_is():
-    engine = tbd_engine()
-    stem = engine.stem(features(1))
-    assert run("scene", engine=engine).equal(engine.classifier(stem))
-    by_hand = engine.get_submodule("less_than")(stem, engine.get_submodule("count")(stem, torch.ones_like(stem[:, :1])))
-    assert run("less_than scene count scene", engine=engine).equal(engine.classifier(by_hand))
-
-
-def test_equal_subtrees_about_one_image_run_once():
-    texts = ("count filter_color[red] scene", "exist filter_color[red] scene", "count filter_color[red] scene")
-    rows_B = np.array([0, 0, 1])
-    assert plan_of(*texts, image_rows_B=rows_B).graph.num_nodes == 5
-    assert plan_of(*texts, image_rows_B=rows_B, sharing=False).graph.num_nodes == 6
-
-
 @given(programs_BL=any_programs)
-@example(programs_BL=PROGRAMS_BL)
+@example(programs_BL=MANY_BL)
 @settings(quick, max_examples=25)
 def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(programs_BL):
-    engine = tbd_engine()
+    engine = small_engine(modules="tbd")
     for program_L in programs_BL:
         tree = program_tree([TOKENS[token] for token in program_L])
         fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, TBD)}))
         assert misfits(program_tree(fitting), TBD) == []
-        logits = engine.reference(features(1), program_L[None])
-        assert torch.equal(logits, engine.reference(features(1), programs(" ".join(fitting))))
+        fitting_BL = programs(" ".join(fitting))
+        assert torch.equal(*(engine.reference(features(1), each) for each in (program_L[None], fitting_BL)))
+        ours, theirs = (engine.plan(each).graph for each in (program_L[None], fitting_BL))
+        assert ours.op.tolist() == theirs.op.tolist(), "what leads to nothing does not run"
 
 
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
         ("query_size unique filter_color[red] scene", []),
-        ("less_than count scene scene", []),
+        ("greater_than count scene scene", []),
         ("scene", []),
         ("filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
         ("unique filter_color[red] scene", [(0, None, ATTENTION, MAP)]),
@@ -166,18 +121,12 @@ def test_values_of_the_wrong_kind_are_found_with_what_reads_them(program, expect
 # The sum of attentions
 
 
-def rows_of(programs_BL):
-    """Two programs about each image."""
-    return np.arange(len(programs_BL)) // 2
-
-
 def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
     torch.manual_seed(0)
     module = SameModule(3)
     features_GCHW, attention_G1HW = torch.randn(2, 3, 2, 2), torch.zeros(2, 1, 2, 2)
-    attention_G1HW[0, 0, 0, 1] = attention_G1HW[0, 0, 1, 0] = attention_G1HW[1, 0, 1, 1] = (
-        0.5  # the first of two counts
-    )
+    for row, y, x in ((0, 0, 1), (0, 1, 0), (1, 1, 1)):  # the first of two counts
+        attention_G1HW[row, 0, y, x] = 0.5
     weight, bias = module.conv.weight[0, :, 0, 0], module.conv.bias
     for row, (y, x) in enumerate([(0, 1), (1, 1)]):
         thing = features_GCHW[row, :, y, x]
@@ -187,10 +136,10 @@ def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
 
 
 @given(programs_BL=any_programs)
-@example(programs_BL=PROGRAMS_BL)
+@example(programs_BL=MANY_BL)
 @settings(quick, max_examples=10)
-def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing_and_without(programs_BL):
-    engine, rows_B = tbd_engine(), rows_of(programs_BL)
+def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing_and_on_several_devices(programs_BL):
+    engine, rows_B = small_engine(modules="tbd"), np.arange(len(programs_BL)) // 2
     penalized = {token for token, role in zip(TOKENS, engine.roles, strict=True) if role and role.is_penalized}
 
     def reference(x):
@@ -207,18 +156,13 @@ def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing
 
     features_NCHW = features(rows_B[-1] + 1)
     expected = results(reference, engine, features_NCHW)
-    for name, sharing in itertools.product(("vanilla", "lookahead"), (False, True)):
-        plan = engine.plan(programs_BL, rows_B, name, sharing, attentions=True)
+    placed = placed_copy(engine, ("cpu", "cpu", "cpu"))
+    for net, name, sharing in itertools.product((engine, placed), ("vanilla", "lookahead"), (False, True)):
+        plan = net.plan(programs_BL, rows_B, name, sharing, attentions=True)
 
-        def run(x, plan=plan):
-            logits, attention = engine.forward_with_attentions(x, plan)
+        def run(x, net=net, plan=plan):
+            logits, attention = net.forward_with_attentions(x, plan)
             return torch.cat([logits.flatten(), 3 * attention[None]])
 
-        assert_same(results(run, engine, features_NCHW), expected, 1e-9)
-
-
-def test_attentions_are_summed_only_where_the_plan_asks_for_them_and_modules_make_them():
-    engine = tbd_engine()
-    assert engine.forward_with_attentions(features(8), engine.plan(PROGRAMS_BL, rows_of(PROGRAMS_BL)))[1] == 0
-    with pytest.raises(ValueError, match="modules return no attentions"):
-        tbd_engine(modules="iep").plan(programs("count scene"), attentions=True)
+        assert_same(results(run, net, features_NCHW), expected, 1e-9)
+    assert engine.forward_with_attentions(features_NCHW, engine.plan(programs_BL, rows_B))[1] == 0

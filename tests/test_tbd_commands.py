@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_data import assert_one_error, newest, tiny
 from train_cases import iep_train, rows
 
@@ -56,26 +55,3 @@ def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Pat
     ours, theirs = (rows(tmp_path / name) for name in "01")
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
     assert ours[0]["attention_penalty"] == pytest.approx(theirs[0]["attention_penalty"], rel=1e-5)
-
-
-def test_predicted_programs_and_several_devices_do_as_well(data: Path, parts: list[str], tmp_path: Path):
-    settings = [each for each in tiny("ee") if not each.startswith("device=")]
-    settings += [parts[0], "programs=predicted", "attention_penalty=0.001"]
-    for out, where in (("one", ["--device", "cpu"]), ("two", ["--placement", "round-robin", "--devices", "cpu,cpu"])):
-        done = iep_train("--modules", "tbd", "--data", data, "--out", tmp_path / out, *where, *settings)
-        assert done.exit_code == 0, done.output
-    assert "attentions of" in done.output
-    ours, theirs = ([row["loss"] for row in rows(tmp_path / out) if "loss" in row] for out in ("one", "two"))
-    assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-def test_a_penalty_pushes_attentions_down(data: Path, tmp_path: Path):
-    sums = []
-    for penalty in (1e-9, 1.0):
-        out = tmp_path / str(penalty)
-        settings = [*tiny("ee"), "iterations=20", "validate_every=20", f"attention_penalty={penalty}"]
-        done = iep_train("--modules", "tbd", "--data", data, "--out", out, *settings)
-        assert done.exit_code == 0, done.output
-        sums.append([row["attention_penalty"] / penalty for row in rows(out) if "loss" in row])
-    assert sums[0][0] == pytest.approx(sums[1][0], rel=1e-4), "they begin alike"
-    assert torch.tensor(sums[1][-5:]).mean() < 0.5 * torch.tensor(sums[0][-5:]).mean()

@@ -63,11 +63,6 @@ def test_a_predicted_program_is_shown_as_it_ran_and_answered_so(predicted):
     assert told["answers"] == json.loads(predicted(" ".join(told["run"]), "--json"))["answers"]
 
 
-def test_a_program_that_ends_in_an_attention_is_not_used_at_all(predicted):
-    told = predicted("filter_color[red] scene")
-    assert "  filter_color[red] (not used: an attention, not an encoding)\n  └─ scene (not used)\n" in told
-
-
 def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, tmp_path, monkeypatch):
     lit = []
     monkeypatch.setattr(picture, "lit", lambda image, map_HW: lit.append(bool(map_HW.any())) or np.asarray(image))
@@ -77,13 +72,6 @@ def test_a_picture_says_what_is_not_used_and_lights_up_nothing_of_it(predicted, 
     assert lit == [True, True, False, False, False]
     predicted("count filter_color[red] scene", "--draw", tmp_path / "b.svg")
     assert "not used" not in texts(tmp_path / "b.svg")
-
-
-def test_what_has_no_gradient_is_not_promised_to_be_lit(predicted, tmp_path):
-    for saliency in ("gradient", "norm"):
-        path = tmp_path / f"{saliency}.svg"
-        predicted("count filter_color[red] scene", "--draw", path, "--saliency", saliency)
-        assert ("no colour where it is 0" in texts(path)) == (saliency == "gradient")
 
 
 @pytest.mark.parametrize(

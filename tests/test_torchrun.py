@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import torch
-from processes import free_port, together
-from tiny_data import tiny, tiny_config
+from processes import free_port, is_running, together
+from tiny_data import newest, tiny, tiny_config
+from train_cases import weights
 
-from iep.config import Config
-from iep.models.checkpoint import load_checkpoint, step_checkpoints, step_name
+from iep.models.checkpoint import load_checkpoint, step_checkpoints
 from iep.training.run_training import train
 
 SCRIPT = Path(__file__).parents[1] / "scripts/train_nodes.sh"
@@ -37,8 +37,8 @@ def wait_for_a_checkpoint(torchrun: subprocess.Popen, out: Path, killed: int | N
     """Return when there is a checkpoint newer than now, or than the end of the process `killed`."""
     deadline = time.monotonic() + 120
     before = step_checkpoints(out)[:1]
-    while step_checkpoints(out)[:1] == before or (killed is not None and runs(killed)):
-        if killed is not None and runs(killed):
+    while step_checkpoints(out)[:1] == before or (killed is not None and is_running(killed)):
+        if killed is not None and is_running(killed):
             before = step_checkpoints(out)[:1]
         assert torchrun.poll() is None, "it has ended"
         assert time.monotonic() < deadline, "no further checkpoint is written"
@@ -55,28 +55,12 @@ def workers(torchrun: subprocess.Popen) -> list[int]:
     return [ranked[rank] for rank in sorted(ranked)]
 
 
-def runs(process: int) -> bool:
-    """Return whether the process runs. One that has ended may stay listed until its parent asks how."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def _train(config: Config, out: Path) -> None:
-    train(config, out, resume=True)
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_checkpoint(out / step_name(ITERATIONS))["networks"]["generator"]["weights"]
-
-
 def test_a_run_killed_in_part_and_as_a_whole_under_torchrun_ends_with_the_weights_of_an_unbroken_one(
     data: Path, tmp_path: Path
 ):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     config = tiny_config(data, "pg", *SETTINGS)
-    together(_train, config, whole)
+    together(train, config, whole, True)
     with start(data, broken) as torchrun:
         wait_for_a_checkpoint(torchrun, broken)
         first, second = workers(torchrun)
@@ -85,10 +69,11 @@ def test_a_run_killed_in_part_and_as_a_whole_under_torchrun_ends_with_the_weight
         orphans = workers(torchrun)
         torchrun.kill()  # nobody is left to stop its processes
         _, said = torchrun.communicate(timeout=120)  # until the last of them is gone
-    assert not any(map(runs, orphans))
+    assert not any(map(is_running, orphans))
     step = load_checkpoint(step_checkpoints(broken)[0])["step"]
     assert f"Stopped by SIGTERM after iteration {step}, which is saved" in said
     assert step < ITERATIONS
-    together(_train, config, broken)
-    for name, weight in weights(whole).items():
-        assert torch.equal(weights(broken)[name], weight)
+    together(train, config, broken, True)
+    ours, theirs = (weights(newest(out), "generator") for out in (broken, whole))
+    assert load_checkpoint(newest(broken))["step"] == ITERATIONS
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())

@@ -4,15 +4,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batching_cases import quick
+from engine_cases import ENGINES, MANY_BL, any_programs, features, programs, small_engine
 from hypothesis import given, settings
-from tbd_cases import programs, tbd_engine
-from test_engine import ENGINES, features, program, small_engine
 
 from iep.asking.picture import saliency_maps, to_unit
 from iep.execution_engine.trace import trace
 
 FEATURES = features(1)
-UNION = program("count", "union", "filter_color[red]", "scene", "relate[left]", "scene")
+UNION = programs("count union filter_color[red] scene relate[left] scene")[0].tolist()
 
 
 def by_hand(engine):
@@ -29,9 +28,8 @@ def by_hand(engine):
 @given(data=st.data())
 @settings(quick, max_examples=15)
 def test_a_traced_program_has_the_references_answer_and_a_map_for_every_function(name, data):
-    make, some_BL, others = ENGINES[name]
-    engine = make()
-    for program_L in data.draw(st.just(some_BL) | others):
+    engine = small_engine(**ENGINES[name])
+    for program_L in data.draw(st.just(MANY_BL) | any_programs):
         traced = trace(engine, FEATURES, program_L.tolist())
         assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
         for saliency in ("norm", "gradient"):
@@ -42,7 +40,7 @@ def test_a_traced_program_has_the_references_answer_and_a_map_for_every_function
 
 @pytest.mark.parametrize("scene", ["module", "stem"])
 def test_outputs_are_those_of_the_modules_and_maps_their_norms_or_the_likeliest_answers_gradients(scene):
-    engine = small_engine(scene)
+    engine = small_engine(scene=scene)
     traced = trace(engine, FEATURES, UNION)
     outputs, logits = by_hand(engine)
     assert [node.token for node in traced.tree.nodes[:2]] == ["count", "union"]
@@ -65,7 +63,7 @@ def test_a_map_fills_zero_to_one_and_an_attention_stays_as_it_is():
 
 
 def test_a_function_without_module_shows_what_it_hands_on_and_the_scene_is_ones():
-    engine = tbd_engine()
+    engine = small_engine(modules="tbd")
     (program_L,) = programs("query_size unique filter_color[red] scene")
     traced = trace(engine, FEATURES, program_L.tolist())
     query, unique, red, scene = traced.outputs

@@ -1,25 +1,37 @@
-"""Training: every model learns, what is frozen or unused stays, REINFORCE is as published, resuming changes nothing."""
+"""Training: every model learns, what is unused stays, what a run leaves, and what cannot be trained or resumed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from killing import MEASURED, digest, run_parts
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_data import CHANNELS, GRID, VAL, VOCAB, arrays, newest, tiny_config, write_data
-from torch import Tensor
-from train_cases import rows, weights
+from killing import digest, run_parts
+from tiny_data import (
+    CHANNELS,
+    GRID,
+    IMAGES,
+    TRAIN,
+    VAL,
+    VOCAB,
+    arrays,
+    features,
+    newest,
+    tiny,
+    tiny_config,
+    write_data,
+    write_h5,
+)
+from train_cases import before_each_step, iep_train, rows, scalars, weights
 
-from iep.config import read_config, to_dict
+from iep.config import Config, read_config, to_dict
 from iep.data.datasets import Batch
+from iep.errors import InputError
 from iep.models.build import build, load_network, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint
-from iep.runtime.records import METRICS, Records
+from iep.runtime.records import METRICS
 from iep.training.loop import Trainer, learning_rate
 from iep.training.run_training import train
 from iep.vocab import END
@@ -121,11 +133,6 @@ def test_only_training_counts_in_questions_per_second(data: Path, tmp_path: Path
     assert [row["questions_per_second"] for row in recorded if "loss" in row] == [8.0, 8.0]
 
 
-def scalars(out: Path) -> dict[str, list[tuple[int, float]]]:
-    board = EventAccumulator(str(out / "tensorboard")).Reload()
-    return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
-
-
 def test_rewards_are_in_the_metrics_and_on_the_board(data: Path, parts: list[str], tmp_path: Path):
     train(tiny_config(data, "joint", *parts), tmp_path, resume=False)
     recorded = rows(tmp_path)
@@ -150,15 +157,6 @@ def test_the_resolved_config_is_beside_the_checkpoints(data: Path, tmp_path: Pat
     }
 
 
-def test_validation_picks_the_best_checkpoint_and_an_equal_later_one_does_not(data, tmp_path: Path, monkeypatch):
-    scores = iter([0.0, 0.1, 0.5, 0.5, 0.3])
-    monkeypatch.setattr(Trainer, "validate", lambda self, batches: next(scores))
-    train(tiny_config(data, "lstm", "iterations=8"), tmp_path, resume=False)
-    best, last = load_checkpoint(tmp_path / BEST), load_checkpoint(newest(tmp_path))
-    assert (best["step"], best["best"]) == (4, 0.5)
-    assert (last["step"], last["best"]) == (8, 0.5)
-
-
 def test_validation_is_the_share_of_right_answers(data: Path, tmp_path: Path):
     train(tiny_config(data, "lstm", "iterations=30", "validate_every=30"), tmp_path, resume=False)
     lstm = load_network(newest(tmp_path), "lstm", VOCAB, CPU)
@@ -179,14 +177,8 @@ def test_without_a_validation_split_the_last_checkpoint_is_the_best(data: Path, 
 
 
 def test_only_the_samples_asked_for_are_trained_and_validated_on(data: Path, tmp_path: Path, monkeypatch):
-    seen, train_step = set(), Trainer.train_step
-
-    def watched(self: Trainer, batch: Batch) -> dict[str, Tensor]:
-        seen.update(batch.index.tolist())
-        return train_step(self, batch)
-
-    validated = []
-    monkeypatch.setattr(Trainer, "train_step", watched)
+    seen, validated = set(), []
+    before_each_step(monkeypatch, lambda trainer, batch: seen.update(batch.index.tolist()))
     monkeypatch.setattr(
         Trainer, "validate", lambda self, batches: validated.extend(len(batch.index) for batch in batches) or 0.0
     )
@@ -196,14 +188,13 @@ def test_only_the_samples_asked_for_are_trained_and_validated_on(data: Path, tmp
 
 
 def test_a_curriculum_starts_with_short_programs(data: Path, tmp_path: Path, monkeypatch):
-    lengths, train_step = [], Trainer.train_step
+    lengths = []
 
-    def watched(self: Trainer, batch: Batch) -> dict[str, Tensor]:
+    def measure(trainer: Trainer, batch: Batch) -> None:
         functions_BL = (batch.programs > END) & (batch.programs != VOCAB.program_index["scene"])
         lengths.append(int(functions_BL.sum(1).max()))
-        return train_step(self, batch)
 
-    monkeypatch.setattr(Trainer, "train_step", watched)
+    before_each_step(monkeypatch, measure)
     train(tiny_config(data, "lstm", "curriculum=[[0, 4], [2, 99]]", "iterations=8"), tmp_path, resume=False)
     assert max(lengths[:2]) <= 4
     assert max(lengths[2:]) > 7
@@ -221,83 +212,152 @@ def test_a_seed_repeats_a_run_with_any_number_of_workers_and_another_seed_does_n
     assert not torch.equal(states["a"]["classifier.0.weight"], states["c"]["classifier.0.weight"])
 
 
-class InterruptionError(Exception):
-    """Stands for whatever ends a run in the middle."""
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (("engine.module_norm=batch",), True),
+        (("engine.module_norm=batch", "batching=vanilla"), False),
+        (("engine.module_norm=batch", "batching=vanilla", "sharing=true"), True),
+        (("engine.module_norm=example",), False),
+    ],
+)
+def test_that_batch_norm_is_batched_is_said_in_a_line(data: Path, tmp_path: Path, settings, warned: bool):
+    start = ("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "iterations=1")
+    result = iep_train(*start, *settings)
+    assert result.exit_code == 0, result.output
+    said = "normalises over all examples of a call, not over one as the original toolkit does"
+    assert (result.output.count(said) == 1) == warned
 
 
-@pytest.fixture
-def interrupted_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that makes training fail before the step of a number, or no more with None."""
-    fatal: list[int | None] = [None]
-    train_step = Trainer.train_step
-
-    def fragile(self: Trainer, batch: Batch) -> dict[str, Tensor]:
-        if self.step == fatal[0]:
-            raise InterruptionError
-        return train_step(self, batch)
-
-    monkeypatch.setattr(Trainer, "train_step", fragile)
-    return lambda step: fatal.__setitem__(0, step)
+# What cannot be trained or resumed
 
 
-def test_an_interrupted_run_resumes_to_the_same_bits(data, parts, tmp_path: Path, interrupted_at):
-    config = tiny_config(data, "joint", "iterations=9", "validate_every=3", "precision=bfloat16", *parts)
-    train(config, tmp_path / "unbroken", resume=False)
-
-    interrupted_at(5)
-    with pytest.raises(InterruptionError):
-        train(config, tmp_path / "broken", resume=False)
-    assert load_checkpoint(newest(tmp_path / "broken"))["step"] == 3
-    assert rows(tmp_path / "broken")[-1]["step"] == 5
-    interrupted_at(8)
-    with pytest.raises(InterruptionError):
-        train(config, tmp_path / "broken", resume=True)
-    interrupted_at(None)
-    assert train(config, tmp_path / "broken", resume=True)
-
-    assert run_parts(tmp_path / "broken") == run_parts(tmp_path / "unbroken")
-    assert scalars(tmp_path / "broken").keys() == scalars(tmp_path / "unbroken").keys()
-    for name, values in scalars(tmp_path / "unbroken").items():
-        if name not in MEASURED:
-            assert scalars(tmp_path / "broken")[name] == values, name
+def refusal(config: Config, out: Path, resume: bool = False) -> str:
+    with pytest.raises(InputError) as caught:
+        train(config, out, resume)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
-def test_a_finished_run_goes_on_to_the_bits_of_a_longer_one(data: Path, parts: list[str], tmp_path: Path):
-    short, long = (tiny_config(data, "joint", f"iterations={n}", *parts) for n in (4, 8))
-    train(long, tmp_path / "long", resume=False)
-    train(short, tmp_path / "resumed", resume=False)
-    train(long, tmp_path / "resumed", resume=True)
-    assert run_parts(tmp_path / "resumed") == run_parts(tmp_path / "long")
+def test_a_run_that_stands_is_not_overwritten(data: Path, tmp_path: Path):
+    train(tiny_config(data, "lstm"), tmp_path, resume=False)
+    before = newest(tmp_path).read_bytes()
+    assert refusal(tiny_config(data, "lstm"), tmp_path) == (
+        f"{tmp_path}: already holds a run; add --resume to continue it, or choose another --out"
+    )
+    assert "holds a run of model lstm, cannot resume it as ee" in refusal(tiny_config(data, "ee"), tmp_path, True)
+    assert newest(tmp_path).read_bytes() == before
 
 
-def test_a_resumed_run_takes_the_weight_decay_asked_for(data: Path, tmp_path: Path):
-    train(tiny_config(data, "lstm", "iterations=2"), tmp_path, resume=False)
-    train(tiny_config(data, "lstm", "weight_decay=0.5"), tmp_path, resume=True)
-    assert load_checkpoint(newest(tmp_path))["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+@pytest.mark.parametrize(
+    ("model", "change", "problem"),
+    [
+        ("lstm", "lstm.hidden_dim=7", "lstm.hidden_dim 10, cannot resume with lstm.hidden_dim 7"),
+        ("ee", "engine.stem_norm=true", "engine.stem_norm False, cannot resume with engine.stem_norm True"),
+        ("joint", "freeze=engine", "freeze nothing, cannot resume with freeze engine"),
+    ],
+)
+def test_a_run_cannot_be_resumed_as_another_network(data, parts, tmp_path: Path, model: str, change: str, problem: str):
+    settings = ["iterations=2", *(parts if model == "joint" else [])]
+    train(tiny_config(data, model, *settings), tmp_path, resume=False)
+    message = refusal(tiny_config(data, model, *settings, "iterations=4", change), tmp_path, resume=True)
+    assert message == f"{newest(tmp_path)}: was trained with {problem}"
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_starts_afresh(data: Path, tmp_path: Path, interrupted_at):
-    config = tiny_config(data, "lstm")
-    interrupted_at(1)
-    with pytest.raises(InterruptionError):
-        train(config, tmp_path / "broken", resume=False)
-    assert [row["step"] for row in rows(tmp_path / "broken")] == [1]
-    interrupted_at(None)
-    train(config, tmp_path / "broken", resume=True)
-    train(config, tmp_path / "unbroken", resume=False)
-    assert run_parts(tmp_path / "broken") == run_parts(tmp_path / "unbroken")
+def test_a_run_resumes_only_with_the_data_of_its_kind(data: Path, tmp_path: Path):
+    train(tiny_config(data, "ee", "iterations=2"), tmp_path / "run", resume=False)
+    other = write_data(tmp_path / "data")
+    for split in ("train", "val"):
+        write_h5(other / f"{split}_features.h5", {"features": features(0, grid=GRID + 1)})
+    message = refusal(tiny_config(other, "ee"), tmp_path / "run", resume=True)
+    assert message.startswith(f"{newest(tmp_path / 'run')}: features are ({CHANNELS}, {GRID + 1}, {GRID + 1})")
 
 
-def test_resuming_a_complete_run_does_nothing(data: Path, tmp_path: Path):
-    config = tiny_config(data, "lstm")
-    train(config, tmp_path, resume=False)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert not train(config, tmp_path, resume=True)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+def without(name: str) -> Callable[[Path], object]:
+    """Return what writes a file of questions without one of its data sets."""
+    return lambda path: write_h5(path, {key: values for key, values in arrays(VAL).items() if key != name})
 
 
-def test_a_line_of_the_metrics_that_a_kill_cut_short_is_dropped(tmp_path: Path):
-    whole = '{"step": 1, "loss": 2.0}\n'
-    (tmp_path / METRICS).write_text(whole + '{"step": 2, "loss": 1.5}\n{"step": 1, "lo')
-    Records(tmp_path, step=1).write(2, {"loss": 1.0})
-    assert (tmp_path / METRICS).read_text() == whole + '{"step": 2, "loss": 1.0}\n'
+@pytest.mark.parametrize(
+    ("model", "name", "damage", "problem"),
+    [
+        *(
+            (model, f"{split}_questions.h5", without(missing), f"has no {missing}, which training {model} needs")
+            for model, missing in (("pg", "programs"), ("ee", "answers"), ("lstm", "answers"))
+            for split in ("train", "val")
+        ),
+        (
+            "ee",
+            "val_features.h5",
+            lambda path: write_h5(path, {"features": features(1, channels=CHANNELS + 1)}),
+            f"features are ({CHANNELS + 1}, {GRID}, {GRID}) an image",
+        ),
+        (
+            "ee",
+            "train_features.h5",
+            lambda path: write_h5(path, {"features": features(0)[: IMAGES - 1]}),
+            f"holds {IMAGES - 1} images, but",
+        ),
+        (
+            "lstm",
+            "train_questions.h5",
+            lambda path: write_h5(path, {name: values[:0] for name, values in arrays(1).items()}),
+            "holds no question",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_named_before_anything_is_written(
+    tmp_path: Path, model: str, name: str, damage, problem: str
+):
+    path = write_data(tmp_path / "data") / name
+    damage(path)
+    message = refusal(tiny_config(path.parent, model), tmp_path / "run")
+    assert message.startswith(f"{path}: ")
+    assert problem in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_predicted_programs_and_baselines_need_no_programs_in_the_data(parts: list[str], tmp_path: Path):
+    data = write_data(tmp_path / "data")
+    for split, count in (("train", TRAIN), ("val", VAL)):
+        datasets = arrays(count)
+        del datasets["programs"]
+        write_h5(data / f"{split}_questions.h5", datasets)
+    assert train(tiny_config(data, "ee", "programs=predicted", parts[0]), tmp_path / "ee", resume=False)
+    assert set(load_checkpoint(newest(tmp_path / "ee"))["networks"]) == {"engine"}
+    assert train(tiny_config(data, "joint", *parts), tmp_path / "joint", resume=False)
+    assert train(tiny_config(data, "cnn-lstm"), tmp_path / "cnn-lstm", resume=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "problem"),
+    [
+        ("ee", ["programs=predicted"], "give --pg CKPT, a trained program generator"),
+        ("joint", [], "joint training starts from trained networks: give --pg CKPT"),
+        ("joint", ["pg"], "joint training starts from trained networks: give --ee CKPT"),
+        ("ee", ["pg"], "which training ee uses only with --programs predicted"),
+        ("lstm", ["pg"], "which training lstm does not use"),
+        ("pg", ["freeze=engine"], "freeze: 'engine' is not a part of pg, expected encoder, decoder"),
+        ("joint", ["freeze=engin"], "freeze: 'engin' is not a part of joint, expected generator, engine; did you mean"),
+        ("lstm", ["freeze=cnn"], "freeze: 'cnn' is not a part of lstm, expected rnn, classifier"),
+        ("cnn-lstm", ["freeze=rnn,cnn,classifier"], "freeze: rnn, cnn, classifier are all parts of cnn-lstm; nothing"),
+        (
+            "cnn-lstm",
+            ["freeze=rnn,classifier", "cnn_lstm.cnn_projection=0"],
+            "freeze: rnn, classifier have all the weights of the model; nothing is left to train",
+        ),
+        ("lstm", ["batch_size=1", "lstm.classifier_norm=true"], "a minibatch has 1 question, expected at least 2"),
+        ("ee", ["data=null"], "no data: give --data DIR"),
+        ("ee", ["device=cuda:99"], "device 'cuda:99': not available here"),
+        ("ee", ["device=quantum"], "device 'quantum': not available here"),
+        ("ee", ["engine.stem=pixels", "engine.stem_stride=4"], "an execution engine cannot be built: stem widths []"),
+        ("ee", ["engine.modules=tbd", "engine.scene=stem"], "scene is 'stem', a setting of the modules iep"),
+        ("ee", ["engine.modules=tbd", "engine.module_norm=batch"], "module_norm are settings of the modules iep"),
+        ("ee", ["attention_penalty=1"], "attention_penalty is 1.0, but modules iep compute no attention maps"),
+        ("ee", ["curriculum=[[0, 1]]"], "curriculum: no training program has at most 1 functions"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(data, parts, tmp_path: Path, model, settings, problem: str):
+    settings = [parts[0] if setting == "pg" else setting for setting in settings]
+    assert problem in refusal(tiny_config(data, model, *settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """Training in several processes gives the losses, weights and files of one, however its minibatches are split."""
 
-import json
 import math
 import os
 import re
@@ -12,26 +11,28 @@ import numpy as np
 import pytest
 import torch
 from processes import together
-from tiny_data import CHANNELS, GRID, VOCAB, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, open_train, tiny_config
+from torch import nn
+from train_cases import before_each_step, rows, weights
 
 import iep.models.checkpoint
 import iep.training.run_training
 from iep.config import Config
-from iep.data.datasets import Batch, ClevrDataset
-from iep.data.features import Features
+from iep.data.datasets import Batch
 from iep.data.ordering import deal
-from iep.data.question_file import read_questions
 from iep.errors import InputError
+from iep.execution_engine.modules import ExampleNorm
 from iep.models.build import build, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint, step_name
 from iep.runtime.distributed import rank, world_size
 from iep.runtime.signals import Stopped, handled
+from iep.training.joined_norms import JoinedStatistics
 from iep.training.loop import Trainer
 from iep.training.parallel import Replicas
 from iep.training.run_training import load_start, train
-from iep.training.tasks import EngineTask
+from iep.training.tasks import EngineTask, Task
+from iep.vocab import index_tokens
 
-MEASURED = {"questions_per_second", "peak_memory_gb"}
 SMALL_BATCHES = ("batch_size=12", "iterations=6", "validate_every=3", "questions_per_image=2", "learning_rate=0.002")
 TORCHS_OWN = "engine.initialization=torch"  # Adam makes much of rounding where activations blow up
 IDLE = re.compile(
@@ -41,20 +42,6 @@ IDLE = re.compile(
 gradients are rounding, of which Adam makes whole steps."""
 NORM = ("engine.stem_norm=true", "engine.stem_widths=[3]")
 SHARED = (TORCHS_OWN, *NORM, "sharing=true")
-
-
-def _train(config: Config, out: Path, resume: bool = False) -> bool:
-    return train(config, out, resume)
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    """The metrics, less what depends on the machine."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in MEASURED} for line in lines]
-
-
-def weights(out: Path, step: int, network: str) -> dict[str, torch.Tensor]:
-    return load_checkpoint(out / step_name(step))["networks"][network]["weights"]
 
 
 def assert_same_run(one: Path, two: Path, iterations: int) -> None:
@@ -112,46 +99,90 @@ def test_two_processes_train_as_one(data: Path, parts: list[str], tmp_path: Path
             raise
 
 
-def _gradients(defer: bool, data: Path) -> list[torch.Tensor | None]:
-    """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss."""
+def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of a minibatch of which this process has a part, in float64 but for the loss, and how many
+    calls each norm has seen."""
     torch.manual_seed(0)
-    config = tiny_config(data, "ee", *NORM, "sharing=true", f"defer_weight_grads={defer}".lower())
+    config = tiny_config(data, "ee", *NORM, *settings)
     engine = build("engine", network_kwargs("engine", config.engine, VOCAB, (CHANNELS, GRID, GRID))).double().train()
     task = EngineTask(config, {"engine": engine})
     replicas = Replicas(task, list(engine.parameters()))
-    questions, features = read_questions(data / "train_questions.h5", VOCAB), Features(data / "train_features.h5")
-    dataset = ClevrDataset(questions, features, engine.planner(sharing=True, training=True))
+    dataset = open_train(data, make_plan=engine.planner(sharing=config.sharing, training=True))
     rows = np.array([0, 1, 2, 13, 26, 4, 5])
-    batch = dataset.batch((rows[deal(questions.image_idxs[rows], world_size())[rank()]], None))
+    batch = dataset.batch((rows[deal(dataset.questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
     loss, _ = task.loss(batch)
     replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
-    return [parameter.grad for parameter in engine.parameters()]
+    seen = {name: count for name, count in engine.named_buffers() if name.endswith("num_batches_tracked")}
+    return {name: parameter.grad for name, parameter in engine.named_parameters()} | seen
 
 
-@pytest.mark.parametrize("defer", [False, True])
-def test_the_gradients_of_several_processes_are_those_of_one(data: Path, defer: bool):
-    expected = _gradients(defer, data)
-    assert 0 < sum(gradient is None for gradient in expected) < len(expected)
-    for gradients in together(_gradients, defer, data, world_size=3 if defer else 2):
-        for ours, theirs in zip(gradients, expected, strict=True):
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("sharing=true",),
+        ("sharing=true", "defer_weight_grads=true"),
+        ("engine.module_norm=example", "engine.classifier_norm=true", "engine.initialization=torch"),
+    ],
+)
+def test_the_gradients_of_several_processes_are_those_of_one(data: Path, settings: tuple[str, ...]):
+    expected = _gradients(data, *settings)
+    assert 0 < sum(value is None for value in expected.values()) < len(expected)
+    for found in together(_gradients, data, *settings, world_size=3 if "defer_weight_grads=true" in settings else 2):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (found[name] is None) == (value is None), name
+            if value is not None:
+                torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def _see(rows: tuple[int, ...]) -> list[dict[str, torch.Tensor]]:
+    """Return the statistics after each of two steps in which the process has seen so many rows."""
+    sides = {"feature_dim": 3, "feature_height": 3, "feature_width": 3, "module_dim": 3, "stem_widths": ()}
+    vocabulary = {"program_tokens": index_tokens(["count", "scene"]), "num_answers": 2}
+    engine = build("engine", vocabulary | sides | {"module_norm": "example"}).train()
+    joined, found = JoinedStatistics([engine, nn.BatchNorm2d(3)]), []
+    for step in range(2):
+        if rows[rank()]:
+            engine.get_submodule("count").bn2(_maps(step, rank(), rows[rank()]))
+        joined.join()
+        found.append({name: value.clone() for name, value in engine.named_buffers()})
+    return found
+
+
+def _maps(step: int, process: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, 3, 3, 3, generator=torch.Generator().manual_seed(10 * step + process)) + process
+
+
+@pytest.mark.parametrize("rows", [(3, 2), (0, 4), (0, 0), (1, 5, 2)])
+def test_statistics_of_several_processes_are_those_of_one_that_sees_their_rows_in_turn(rows: tuple[int, ...]):
+    one = ExampleNorm(3).train()
+    expected = []
+    for step in range(2):
+        for process, count in enumerate(rows):
+            if count:
+                one(_maps(step, process, count))
+        expected.append({name: value.clone() for name, value in one.named_buffers()})
+    for found in together(_see, rows, world_size=len(rows)):
+        for step in range(2):
+            for name, value in expected[step].items():
+                torch.testing.assert_close(found[step][f"count.bn2.{name}"], value, rtol=1e-5, atol=1e-6)
+            assert found[step]["scene.bn1.running_mean"].eq(0).all()
 
 
 def test_three_processes_train_as_one_on_unequal_parts_and_small_stages(data: Path, tmp_path: Path):
     settings = ("curriculum=[[0, 3], [3, 99]]", "batch_size=10", "iterations=5", "validate_every=5")
     config = tiny_config(data, "ee", *SMALL_BATCHES, TORCHS_OWN, *settings)
     assert train(config, tmp_path / "one", resume=False)
-    assert all(together(_train, config, tmp_path / "three", world_size=3))
+    assert all(together(train, config, tmp_path / "three", False, world_size=3))
     assert_same_run(tmp_path / "one", tmp_path / "three", 5)
 
 
 def test_modules_that_neither_process_uses_keep_their_weights_and_have_no_optimiser_state(data: Path, tmp_path: Path):
     config = tiny_config(data, "ee", "batch_size=2", "iterations=2", "validate_every=1", "weight_decay=0.1")
-    assert all(together(_train, config, tmp_path))
-    first, last = (weights(tmp_path, step, "engine") for step in (1, 2))  # parameters alone: it has no buffers
+    assert all(together(train, config, tmp_path, False))
+    # The engine has parameters alone, no buffers.
+    first, last = (weights(tmp_path / step_name(step), "engine") for step in (1, 2))
     state = load_checkpoint(tmp_path / step_name(2))["optimizer"]["state"]
     unused = [name for number, name in enumerate(last) if number not in state]
     assert 0 < len(unused) < len(last)
@@ -163,33 +194,30 @@ def test_a_run_of_two_processes_resumes_in_one_and_in_two_again(data: Path, tmp_
         return tiny_config(data, "ee", *SMALL_BATCHES, *SHARED, f"iterations={iterations}")
 
     assert train(config(6), tmp_path / "one", resume=False)
-    assert all(together(_train, config(2), tmp_path / "changing"))
+    assert all(together(train, config(2), tmp_path / "changing", False))
     assert train(config(4), tmp_path / "changing", resume=True)
-    assert all(together(_train, config(6), tmp_path / "changing", True))
-    one, changing = (weights(tmp_path / out, 6, "engine") for out in ("one", "changing"))
+    assert all(together(train, config(6), tmp_path / "changing", True))
+    one, changing = (weights(newest(tmp_path / out), "engine") for out in ("one", "changing"))
     for name, weight in one.items():
         torch.testing.assert_close(changing[name], weight, rtol=2e-3, atol=2e-4)
 
 
 def _train_and_signal_one(config: Config, out: Path) -> None:
-    train_step = Trainer.train_step
-
-    def signalled_step(self: Trainer, batch: Batch) -> object:
-        if (rank(), self.step) == (1, 2):
+    def signal_one(trainer: Trainer, batch: Batch) -> None:
+        if (rank(), trainer.step) == (1, 2):
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(self, batch)
 
-    Trainer.train_step = signalled_step
+    before_each_step(pytest.MonkeyPatch(), signal_one)
     with handled(), pytest.raises(Stopped, match="after iteration 3, which is saved"):
         train(config, out, resume=False)
 
 
 def test_two_processes_of_which_one_is_signalled_stop_together_and_resume_to_the_same_bits(data: Path, tmp_path: Path):
     config = tiny_config(data, "pg", "generator.dropout=0.5", "generator.num_layers=2", "iterations=4")
-    assert all(together(_train, config, tmp_path / "whole"))
+    assert all(together(train, config, tmp_path / "whole", False))
     together(_train_and_signal_one, config, tmp_path / "stopped")
-    assert all(together(_train, config, tmp_path / "stopped", True))
-    whole, stopped = (weights(tmp_path / out, 4, "generator") for out in ("whole", "stopped"))
+    assert all(together(train, config, tmp_path / "stopped", True))
+    whole, stopped = (weights(newest(tmp_path / out), "generator") for out in ("whole", "stopped"))
     assert all(torch.equal(stopped[name], weight) for name, weight in whole.items())
 
 
@@ -210,15 +238,19 @@ def _fail(config: Config, out: Path) -> str:
     return str(caught.value)
 
 
-def test_more_processes_than_questions_are_an_error(data: Path, tmp_path: Path):
-    config = tiny_config(data, "lstm", "batch_size=1")
-    for problem in together(_fail, config, tmp_path):
-        assert problem == "a minibatch has 1 questions for 2 processes, expected at least one each"
+@pytest.mark.parametrize(
+    ("model", "settings", "problem"),
+    [
+        ("lstm", ("batch_size=1",), "a minibatch has 1 questions for 2 processes, expected at least one each"),
+        ("ee", ("engine.module_norm=batch",), "train in one process, or with engine.module_norm=example"),
+    ],
+)
+def test_what_several_processes_cannot_train_is_refused_by_all(data: Path, tmp_path: Path, model, settings, problem):
+    for said in together(_fail, tiny_config(data, model, *settings), tmp_path):
+        assert problem in said
 
 
 def _fail_with_a_loss_of_one(config: Config, out: Path) -> str:
-    from iep.training.tasks import Task
-
     loss = Task.loss
 
     def not_finite_in_one(self, batch):

@@ -7,7 +7,7 @@ import pytest
 from iep.errors import InputError
 from iep.workloads.sentences import MIN_COUNT, UNKNOWN_WORD, read_wikiner, wikiner_like
 from iep.workloads.tree_files import UNKNOWN, read_sick, read_sst
-from iep.workloads.trees import SICK_CHILDREN, Tree, complete_trees, sick_like, sst_like, tree_from_parents, zipf
+from iep.workloads.trees import SICK_CHILDREN, Tree, complete_trees, sick_like, sst_like, zipf
 
 SICK = {
     "a.toks": "a dog runs fast .\nno\n",
@@ -141,13 +141,6 @@ def test_a_file_that_cannot_be_read_is_an_error_of_one_line_with_its_place(sick,
 def test_children_that_do_not_form_a_tree_are_an_error(children):
     with pytest.raises(ValueError, match="child of one, later vertex"):
         Tree(np.array(children), np.zeros(len(children), dtype=int))
-
-
-def test_a_tree_of_parents_is_numbered_children_first():
-    tree = tree_from_parents(np.array([2, 2, 3, -1]), np.array([10, 11, 12, 13]))
-    assert tree.words[-1] == 13
-    at = tree.words.tolist().index(12)
-    assert [tree.words[child] for child in tree.children[at]] == [10, 11]
 
 
 def test_synthetic_sentiment_trees_are_binary_and_as_long_as_the_treebanks_sentences(rng):

@@ -161,18 +161,22 @@ def test_a_layer_that_is_replaced_is_used():
     assert not torch.equal(model(plan), before)
 
 
-@pytest.mark.parametrize("model", [BinaryTreeLSTM(9, 2), TreeFC(9, 2)])
-def test_an_inner_vertex_with_a_word_is_an_error(model):
-    tree = Tree(np.array([[-1, -1], [-1, -1], [0, 1]]), np.array([1, 2, 3]))
-    with pytest.raises(ValueError, match="tree 0, vertex 2 has children and a word, expected words at leaves alone"):
-        model.plan([tree])
+INNER_WORD = Tree(np.array([[-1, -1], [-1, -1], [0, 1]]), np.array([1, 2, 3]))
+SENTENCES = [Sentence(np.zeros(count, int), np.zeros(count, int)) for count in (3, 0)]
 
 
-@pytest.mark.parametrize(("sentences", "message"), [([], "there is no sentence"), ([3, 0], "sentence 1 has no words")])
-def test_a_sentence_without_words_is_an_error(sentences, message):
-    empty = [Sentence(np.zeros(count, int), np.zeros(count, int)) for count in sentences]
+@pytest.mark.parametrize(
+    ("model", "samples", "message"),
+    [
+        (BinaryTreeLSTM(9, 2), [INNER_WORD], "tree 0, vertex 2 has children and a word, expected words at leaves"),
+        (TreeFC(9, 2), [INNER_WORD], "tree 0, vertex 2 has children and a word, expected words at leaves"),
+        (Tagger(9, 3, None, 4, 3, 2), [], "there is no sentence"),
+        (Tagger(9, 3, None, 4, 3, 2), SENTENCES, "sentence 1 has no words"),
+    ],
+)
+def test_samples_without_words_or_with_too_many_are_errors(model, samples, message):
     with pytest.raises(ValueError, match=message):
-        Tagger(9, 3, None, 4, 3, 2).plan(empty)
+        model.plan(samples)
 
 
 def test_no_pairs_have_no_scores():

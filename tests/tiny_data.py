@@ -15,6 +15,9 @@ import numpy as np
 from click.testing import Result
 
 from iep.config import SECTIONS, Config, read_config
+from iep.data.datasets import ClevrDataset
+from iep.data.features import Features
+from iep.data.question_file import read_questions, split_files
 from iep.models.checkpoint import step_checkpoints
 from iep.vocab import END, START, Vocab, index_tokens, tokenize
 
@@ -32,28 +35,19 @@ TINY = (
     "device=cpu",
 )
 SIZES = (
-    "generator.embedding_dim=6",
-    "generator.hidden_dim=10",
-    "generator.num_layers=1",
+    *(
+        f"{network}.{size}"
+        for network in ("generator", "lstm", "cnn_lstm", "cnn_lstm_sa")
+        for size in ("embedding_dim=6", "hidden_dim=10", "num_layers=1")
+    ),
+    *(f"{network}.classifier_dims=[8]" for network in ("lstm", "cnn_lstm", "cnn_lstm_sa")),
     "engine.module_dim=4",
     "engine.stem_widths=[]",
     "engine.classifier_projection=4",
     "engine.classifier_hidden=[12]",
-    "lstm.embedding_dim=6",
-    "lstm.hidden_dim=10",
-    "lstm.num_layers=1",
-    "lstm.classifier_dims=[8]",
-    "cnn_lstm.embedding_dim=6",
-    "cnn_lstm.hidden_dim=10",
-    "cnn_lstm.num_layers=1",
     "cnn_lstm.cnn_res_block_dim=4",
     "cnn_lstm.cnn_projection=4",
-    "cnn_lstm.classifier_dims=[8]",
-    "cnn_lstm_sa.embedding_dim=6",
-    "cnn_lstm_sa.hidden_dim=10",
-    "cnn_lstm_sa.num_layers=1",
     "cnn_lstm_sa.attention_dim=5",
-    "cnn_lstm_sa.classifier_dims=[8]",
 )
 
 _COLORS = ("red", "green", "blue")
@@ -152,6 +146,12 @@ def write_data(out: Path, dtype: str = "float32") -> Path:
         write_h5(out / f"{split}_questions.h5", datasets)
         write_h5(out / f"{split}_features.h5", {"features": features(seed, dtype)})
     return out
+
+
+def open_train(data: Path, **kwargs: object) -> ClevrDataset:
+    """Return the training questions with the features of their images."""
+    questions_path, features_path = split_files(data, "train")
+    return ClevrDataset(read_questions(questions_path, VOCAB), Features(features_path), **kwargs)
 
 
 def tiny(*models: str) -> tuple[str, ...]:

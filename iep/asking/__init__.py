@@ -1,1 +1,1 @@
-"""Questions about one image -> answers, and pictures of how they came about."""
+"""Questions about one image -> answers, and pictures of the programs that computed them."""

@@ -1,12 +1,12 @@
-"""Questions about one image, as a person types them -> answers by trained networks, as lines or as JSON.
+"""Typed questions about one image -> answers by trained networks, as text or as JSON.
 
-The image's features are computed once; questions that are asked together run as one minibatch. Words that are not in
-the vocabulary are named. Loading the networks is `loading.py`.
+The features of the image are computed once, and questions that are asked together run as one minibatch. The networks
+are loaded in `loading.py`.
 
 Shapes: B questions, T question tokens, L program tokens, C H W features, A answers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from iep.data.datasets import Batch
 from iep.errors import SIMILARITY, InputError, nearest
@@ -25,17 +26,17 @@ from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 Read = TypeVar("Read")
 MOST_WORDS = 10
-"""The most unknown words, ignored tokens and the like that are listed one by one."""
+"""The most unknown words or ignored tokens that are listed one by one."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """A question in a vocabulary's tokens.
+    """A question as tokens of a vocabulary.
 
     Attributes:
         text: the question as it was asked.
         indices: `<START>`, its words, `<END>`, as `iep-preprocess` encodes them.
-        unknown: words that are not in the vocabulary, each once, with the nearest that is, or None.
+        unknown: the words that are not in the vocabulary, each once, with the nearest known word or None.
     """
 
     text: str
@@ -46,11 +47,11 @@ class Words:
 def read_question(text: str, vocab: Vocab) -> Words:
     """Encode a question; words that are not in the vocabulary become `<UNK>`.
 
-    Spaces around the question are dropped, and so are repeated ones between words unless the vocabulary has the empty
+    Spaces around the question are dropped, and so are repeated spaces between words unless the vocabulary has an empty
     token.
 
     Raises:
-        InputError: the question is empty, has no word, or is not text.
+        InputError: the question is empty, has no word, or is not UTF-8 text.
     """
     text = text.strip()
     if not text:
@@ -70,7 +71,7 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
     """Return `read(text)` for each text.
 
     Raises:
-        InputError: as `read`; with several texts, names the failed one, as "question 2" where `what` is "question".
+        InputError: as `read`; of several texts, the failed one is named, such as "question 2" if `what` is "question".
     """
     found = []
     for number, text in enumerate(texts, start=1):
@@ -82,32 +83,30 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
 
 
 def some(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return the first `most` of the texts, and the number of the rest, as one text."""
+    """Join the first `most` texts, and add the number of the others."""
     more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
-def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """Return the most similar of the words `known`, if any is near; one that differs only in case comes first."""
-    by_lower_case: dict[str, list[str]] = {}
-    for other in known:
-        if other:
-            by_lower_case.setdefault(other.lower(), []).append(other)
-    found = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=SIMILARITY)
-    if not found:
-        return None
-    return min(by_lower_case[found[0]], key=lambda other: (other[:1].isupper() != word[:1].isupper(), other))
+def nearest_word(word: str, known: Collection[str]) -> str | None:
+    """Return the most similar known word, ignoring case, or None if none is near.
+
+    Of words that differ only in case, the one whose first letter has the case of `word`'s is preferred.
+    """
+    found = get_close_matches(word.lower(), {other.lower() for other in known}, n=1, cutoff=SIMILARITY)
+    alike = sorted(other for other in known if other.lower() in found)
+    return min(alike, key=lambda other: other[:1].isupper() != word[:1].isupper(), default=None)
 
 
 def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
-    """Return the indices of a well-formed program's prefix tokens, separated by spaces in `text`.
+    """Return the indices of a well-formed program's prefix tokens, which are separated by spaces in `text`.
 
     Args:
-        own: the modules that run it.
+        own: the modules that run the program.
 
     Raises:
-        InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or a function is
-            given a value of a kind that its module does not take.
+        InputError: a token is special or not in the vocabulary, the tokens are not one complete tree, or an argument of
+            a function is of the wrong kind for its module.
     """
     tokens = text.split()
     known = {token: index for token, index in vocab.program_index.items() if token not in SPECIAL_TOKENS}
@@ -120,11 +119,11 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
             )
     prefix_to_json(tokens)
     for misfit in misfits(program_tree(tokens), own):
-        made, wanted = misfit.words
+        found, expected = misfit.words
         argument, reader = (
             "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
         )
-        raise InputError(f"{reader} takes {wanted}, but its argument, {argument}, makes {made}")
+        raise InputError(f"{reader} takes {expected}, but its argument, {argument}, makes {found}")
     return tuple(known[token] for token in tokens)
 
 
@@ -134,7 +133,7 @@ class Answer:
 
     Attributes:
         question: None if only a program was given.
-        program: (L,) the tokens that were run, as indices; empty for a baseline.
+        program: (L,) indices of the program's tokens; empty for a baseline.
         tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
         ranked: all answers and their probabilities, the likeliest first.
     """
@@ -147,7 +146,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asker:
-    """The features of one image, and networks that answer questions about it, with their vocabulary."""
+    """Networks with their vocabulary, and the features of one image that they answer questions about."""
 
     predictor: Predictor
     vocab: Vocab
@@ -156,10 +155,10 @@ class Asker:
     device: torch.device
 
     def ask(self, questions: Sequence[str]) -> list[Answer]:
-        """Answer questions, each by the program that the generator predicts, or by a baseline.
+        """Answer questions by the programs that the generator predicts, or by a baseline.
 
         Raises:
-            InputError: a question is empty or not text.
+            InputError: a question is empty or not text, or its logits are not finite.
         """
         words = read_each("question", questions, lambda text: read_question(text, self.vocab))
         questions_BT = _padded([question.indices for question in words]).to(self.device)
@@ -168,30 +167,25 @@ class Asker:
         return self._answers(words, questions_BT, programs_BL)
 
     def run(self, programs: Sequence[str], questions: Sequence[str] = ()) -> list[Answer]:
-        """Answer programs, prefix tokens separated by spaces; `questions`, if any, are what they ask.
+        """Run programs, each given as prefix tokens separated by spaces.
+
+        Args:
+            questions: the question of each program, or nothing.
 
         Raises:
-            InputError: a token is not in the vocabulary, a program is not one complete tree, or a function is given a
-                value of a kind that the engine's modules do not take there.
+            InputError: as `read_program` and `read_question`, or the logits of a program are not finite.
         """
-        programs_BL = _padded(
-            read_each(
-                "program", programs, lambda text: read_program(text, self.vocab, self.predictor.engine.module_set)
-            )
-        )
+        own = self.predictor.engine.module_set
+        rows = read_each("program", programs, lambda text: read_program(text, self.vocab, own))
         words = read_each("question", questions, lambda text: read_question(text, self.vocab)) or [None] * len(programs)
-        programs_BL = programs_BL.to(self.device)
+        programs_BL = _padded(rows).to(self.device)
         return self._answers(words, programs_BL, programs_BL)
 
     @torch.inference_mode()
     def _answers(
         self, questions: Sequence[Words | None], questions_BT: Tensor, programs_BL: Tensor | None
     ) -> list[Answer]:
-        """Answer questions by a baseline, or by an engine, which does not read `questions_BT`.
-
-        Raises:
-            InputError: answer logits are not finite.
-        """
+        """Answer questions by a baseline, or by an engine, which does not read `questions_BT`."""
         logits_BA = self.predictor.logits(self._batch(questions_BT), programs_BL)
         names = [f"question {given.text!r}" if given else f"program {n}" for n, given in enumerate(questions, start=1)]
         programs = [()] * len(questions) if programs_BL is None else programs_BL.tolist()
@@ -207,18 +201,18 @@ class Asker:
         return answers
 
     def _batch(self, questions_BT: Tensor) -> Batch:
+        """Return a minibatch of questions about the image."""
         rows_B = torch.zeros(len(questions_BT), dtype=torch.long)
         return Batch(rows_B, questions_BT, None, None, self.features, rows_B.numpy())
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return the rows as one matrix (B, longest row), padded with `<NULL>` on the right."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[NULL] * (width - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=NULL)
 
 
 def describe(answer: Answer, top: int, picture: Path | None = None, with_question: bool = True) -> str:
-    """Return lines with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
+    """Return text with the question, its unknown words, the `top` likeliest answers and the program as a tree."""
     lines = [answer.question.text] if answer.question and with_question else []
     unknown = answer.question.unknown if answer.question else ()
     for word, near in unknown[:MOST_WORDS]:
@@ -238,10 +232,10 @@ def describe(answer: Answer, top: int, picture: Path | None = None, with_questio
 
 
 def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Path | None = None) -> dict[str, Any]:
-    """Return the object that `--json` prints; keys of unknown values are left out.
+    """Return the object that `--json` prints, without the keys of unknown values.
 
-    `program` is the program as predicted, in the form of predictions.jsonl, and `run` the functions that were run, with
-    `scene` for those that were not used, both in prefix order.
+    `program` is the predicted program as in predictions.jsonl. `run` is the program that was run, with `scene` in the
+    place of unused functions. Both are in prefix order.
     """
     content: dict[str, Any] = {}
     if answer.question is not None:

@@ -1,10 +1,9 @@
-"""Checkpoints and an image -> networks that are ready to be asked, with the image's features.
+"""Checkpoints and an image -> an `Asker`: the networks and the features of the image.
 
-Features are computed as a checkpoint records that those of its training were, or else as they probably were.
+The features are computed in the way that the checkpoint records for its training data, or else in the likeliest way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
@@ -20,27 +19,9 @@ from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, ba
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
-from iep.runtime.reading import reading
 from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
-
-
-@dataclass(frozen=True)
-class Extraction:
-    """How an image's features are computed: the backbone, and the dtype whose precision they have."""
-
-    backbone: Backbone
-    dtype: str = "float32"
-
-    def __str__(self) -> str:
-        made_by = self.backbone
-        if isinstance(made_by, Patches):
-            return f"{GRID}x{GRID} patches of {made_by.patch_size}x{made_by.patch_size} pixels"
-        if isinstance(made_by, Scenes):
-            return f"the backbone synth with {made_by.weights} weights"
-        size = made_by.image_size
-        return f"{made_by.name} to stage {made_by.stage}, {size}x{size} pixels, {made_by.weights} weights"
 
 
 def make_asker(
@@ -60,17 +41,17 @@ def make_asker(
     """Load the networks, an engine or a baseline, and compute the image's features.
 
     Args:
-        image: None for a baseline that reads no image.
-        say: receives a line for each assumption.
-        ee: checkpoint or run of an execution engine; None for a baseline.
-        pg: checkpoint or run of a program generator; None to run given programs only.
-        baseline: checkpoint or run of a baseline.
-        backbone: what computes features if the checkpoint does not record it; None for the likely one.
-        weights: a file of a ResNet's weights, if what the checkpoint records needs one.
+        image: the image; None for a baseline that reads no image.
+        say: a function that receives a line for each assumption.
+        ee: the checkpoint or run of an execution engine; None for a baseline.
+        pg: the checkpoint or run of a program generator; None to run only given programs.
+        baseline: the checkpoint or run of a baseline.
+        backbone: the backbone to use if the checkpoint does not record one; None for the likeliest one.
+        weights: a file with a ResNet's weights, if the recorded backbone needs one.
         options: the options of `backbone` that were given, besides `--weights`.
 
     Raises:
-        InputError: a checkpoint, its vocabulary, its features or the image does not fit.
+        InputError: a checkpoint, the image or an option cannot be used, or two of them do not fit together.
     """
     on = resolve_device(device)
     path = ee if baseline is None else baseline
@@ -94,21 +75,21 @@ def make_asker(
         vocab = Vocab(words, vocab.program, vocab.answer)
     if image is None:
         raise InputError(f"{path}: needs an image; give --image FILE")
-    with reading(image, "an image"):
-        open_image(image)  # so that an unusable file is named before weights are downloaded
+    open_image(image)  # an unusable file is an error before weights are downloaded
+    dtype = "float32"
     if answering.recipe:
-        extraction = _recorded_extraction(answering.recipe, path, weights, options, say)
-    else:
-        extraction = _likely_extraction(answering, path, say) if backbone is None else Extraction(backbone)
-    features_1CHW = image_features(image, extraction.backbone, extraction.dtype, on)
-    check_features(answering, features_1CHW.shape[1:], f"{image}, by {extraction}")
+        backbone, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
+    elif backbone is None:
+        backbone = _likely_backbone(answering, path, say)
+    features_1CHW = image_features(image, backbone, dtype, on)
+    check_features(answering, features_1CHW.shape[1:], f"{image}, by {_describe(backbone)}")
     return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW.to(on), on)
 
 
 def _load_generator(
     path: Path, engines: Vocab, engines_path: Path, device: torch.device
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a generator for an engine of some vocabulary, and the question tokens that it knows."""
+    """Return a program generator that fits the vocabulary of an engine, and its question tokens."""
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     generator = place(unpack(held, "generator", path), device).eval()
     own = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
@@ -117,38 +98,48 @@ def _load_generator(
     return generator, own.question
 
 
-def _recorded_extraction(
+def _describe(backbone: Backbone) -> str:
+    """Return the settings of a backbone as text."""
+    if isinstance(backbone, Patches):
+        return f"{GRID}x{GRID} patches of {backbone.patch_size}x{backbone.patch_size} pixels"
+    if isinstance(backbone, Scenes):
+        return f"the backbone synth with {backbone.weights} weights"
+    size = backbone.image_size
+    return f"{backbone.name} to stage {backbone.stage}, {size}x{size} pixels, {backbone.weights} weights"
+
+
+def _recorded_backbone(
     recipe: Mapping[str, object], path: Path, weights: str | None, options: Sequence[str], say: Callable[[str], None]
-) -> Extraction:
-    """Return how the features of a checkpoint's training were made, from the `recipe` that it records.
+) -> tuple[Backbone, str]:
+    """Return the backbone and the dtype of the features that the `recipe` of a checkpoint records.
 
     Raises:
-        InputError: the recipe cannot be followed, or contradicts the options.
+        InputError: the recipe cannot be followed or contradicts the options.
     """
     if options:
-        made_by = recipe.get("backbone")
-        raise InputError(f"{path}: records how its features were made (by {made_by}); {options[0]} does not apply")
+        name = recipe.get("backbone")
+        raise InputError(f"{path}: records how its features were made (by {name}); {options[0]} does not apply")
     dtype = str(recipe.get("dtype", "float32"))
     if dtype not in DTYPES:
         raise InputError(f"{path}: features of dtype {dtype}, expected {' or '.join(DTYPES)}")
     try:
-        extraction = Extraction(backbone_of(recipe, weights), dtype)
+        backbone = backbone_of(recipe, weights)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    if weights is not None and extraction.backbone.recipe()["weights"] != recipe.get("weights"):
+    if weights is not None and backbone.recipe()["weights"] != recipe.get("weights"):
         say(f"{path}: its features were made with {recipe.get('weights')}; {weights} is used in its place")
-    return extraction
+    return backbone, dtype
 
 
-def _likely_extraction(network: nn.Module, path: Path, say: Callable[[str], None]) -> Extraction:
-    """Return how a network's features were probably made: from patches if their shape is that of patches, else as in
-    the original toolkit (Johnson et al. 2017, section 4.1)."""
+def _likely_backbone(network: nn.Module, path: Path, say: Callable[[str], None]) -> Backbone:
+    """Return patches if the network reads features of their shape, else the backbone of the original toolkit (Johnson
+    et al. 2017, section 4.1)."""
     shape = features_shape(network)
     patch = isqrt(shape[0] // 3)
     is_patches = shape == (3 * patch * patch, GRID, GRID)[: len(shape)]
-    extraction = Extraction(Patches(patch) if is_patches else ResNet())
+    backbone = Patches(patch) if is_patches else ResNet()
     say(
-        f"{path}: does not record how its features were made; they are assumed to be {extraction} (--backbone and the "
-        "options after it change this)"
+        f"{path}: does not record how its features were made; they are assumed to be {_describe(backbone)} (--backbone "
+        "and the options after it change this)"
     )
-    return extraction
+    return backbone

@@ -1,20 +1,19 @@
-"""An answer and the saliency of its functions -> one picture: the image, the question, the answers, the program's tree,
-and for each function the image with the function's saliency or attention map.
+"""An answer and the saliency of its functions -> one picture, laid out as figure 3 of Johnson et al. 2017.
 
-As figure 3 of Johnson et al. 2017 and figure 1 of Mascharka et al. 2018 (Transparency by Design). On the left, from the
-top: the question, the image, the likeliest answers, notes. On the right the tree, with the root at the top, each
-function a small picture with its name beside it. The picture is as large as the tree needs. Texts are drawn in
-installed fonts that together have their characters; whether a font suits the language is not checked.
+The left column holds the question, the image, the likeliest answers and notes. On the right is the program's tree with
+its root at the top: each function is a small copy of the image with the function's saliency or attention map over it,
+and its name beside it. The picture is as large as the tree needs. Texts are drawn in installed fonts that together have
+their characters; whether a font suits the language is not checked.
 
-Shapes: C H W maps, A answers; H W pixels of an image or cells of a map.
+Shapes: C H W maps; H W pixels of an image or cells of a map.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,18 +37,19 @@ from iep.runtime.pictures import DPI, save
 
 USUAL = "sans-serif"
 _NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
-"""The beginnings of the names of matplotlib's own fonts whose shapes are not those of the characters."""
+"""Prefixes of the names of matplotlib's fonts whose glyphs do not look like their characters."""
 MOST_NODES = 200
 """The most functions of a program that is drawn; a larger picture would be illegible."""
 PIXELS = 2**25
 """The most pixels of a picture; a larger one is drawn at a lower resolution."""
-MARGIN = 0.05
-"""The margin around everything, in inches, for the width of lines."""
 HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
 
+# Lengths in inches.
+MARGIN = 0.05
+"""The margin around the picture, for the width of lines."""
 LEFT, GAP = 3.6, 0.45
 """The width of the left column, and the gap between it and the tree."""
 AREA, BETWEEN = 0.75, 0.2
@@ -64,12 +64,11 @@ PROPORTIONS = 0.5, 2.0
 Measure = Callable[[str], float]
 """A function from a line of text to its width."""
 
-# matplotlib warns of fonts without bold letters, although it draws others in their place.
+# matplotlib warns about fonts without bold glyphs, although it uses others for them.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangle; y grows downwards."""
 
     x: float
@@ -87,29 +86,33 @@ class Box:
         """y of the lower edge."""
         return self.y + self.height
 
-    @property
-    def middle(self) -> tuple[float, float]:
-        """x and y of the centre."""
-        return self.x + self.width / 2, self.y + self.height / 2
 
+class Arrangement(NamedTuple):
+    """The positions of everything in the picture."""
 
-@dataclass(frozen=True)
-class Arrangement:
-    """The positions of everything. `pictures` and `labels` are those of the tree's nodes, in its order."""
-
-    width: float
-    height: float
     question: Box
     image: Box
     answers: Box
     notes: Box
-    pictures: tuple[Box, ...]
-    labels: tuple[Box, ...]
+    pictures: list[Box]
+    """The box of each node of the tree, in its order."""
+    labels: list[Box]
+    """The box of each node's name."""
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
+    def boxes(self) -> list[Box]:
         """All boxes."""
-        return self.question, self.image, self.answers, self.notes, *self.pictures, *self.labels
+        return [*self[:4], *self.pictures, *self.labels]
+
+    @property
+    def width(self) -> float:
+        """The width of the picture without its margin."""
+        return max(box.right for box in self.boxes)
+
+    @property
+    def height(self) -> float:
+        """The height of the picture without its margin."""
+        return max(box.bottom for box in self.boxes)
 
 
 def arrange(
@@ -125,47 +128,43 @@ def arrange(
 
     Args:
         labels: the lines of each node's name.
-        measure: the width of such a line.
+        measure: a function from such a line to its width.
         image_size: width and height of the image, in any unit.
-        question_lines: lines of text above the image.
-        num_answers: lines for answers.
-        note_lines: lines of text below the answers.
+        question_lines: the number of lines of text above the image.
+        num_answers: the number of answers below the image.
+        note_lines: the number of lines of text below the answers.
     """
-    least, most = PROPORTIONS
-    proportion = min(max(image_size[0] / image_size[1], least), most)
+    proportion = float(np.clip(image_size[0] / image_size[1], *PROPORTIONS))
     question = Box(0, 0, LEFT, LINE * question_lines)
-    image = Box(0, question.bottom + PARAGRAPH, LEFT, LEFT / max(proportion, 1.0))
-    image = Box((LEFT - image.height * proportion) / 2, image.y, image.height * proportion, image.height)
+    height = LEFT / max(proportion, 1.0)
+    image = Box((LEFT - height * proportion) / 2, question.bottom + PARAGRAPH, height * proportion, height)
     answers = Box(0, image.bottom + PARAGRAPH, LEFT, LINE * num_answers)
     notes = Box(0, answers.bottom + PARAGRAPH, LEFT, LINE * note_lines)
 
     height = (AREA / proportion) ** 0.5
-    width, row = height * proportion, height + BETWEEN
-    widths = [max(map(measure, lines)) for lines in labels]
-    column = width + LABEL_GAP + max(widths) + COLUMN_GAP
+    width = height * proportion
+    lengths = [max(map(measure, lines)) for lines in labels]
+    column = width + LABEL_GAP + max(lengths) + COLUMN_GAP
     columns = tree_columns([node.arguments for node in tree.nodes])
-    places = [
-        (LEFT + GAP + column * across, row * node.depth) for across, node in zip(columns, tree.nodes, strict=True)
+    pictures = [
+        Box(LEFT + GAP + column * across, (height + BETWEEN) * node.depth, width, height)
+        for across, node in zip(columns, tree.nodes, strict=True)
     ]
-    pictures = tuple(Box(x, y, width, height) for x, y in places)
-    names = tuple(
-        Box(picture.right + LABEL_GAP, picture.y, long, height) for picture, long in zip(pictures, widths, strict=True)
-    )
-    right, bottom = max(name.right for name in names), max(picture.bottom for picture in pictures)
-    return Arrangement(right, max(bottom, notes.bottom), question, image, answers, notes, pictures, names)
+    names = [
+        Box(picture.right + LABEL_GAP, picture.y, length, height)
+        for picture, length in zip(pictures, lengths, strict=True)
+    ]
+    return Arrangement(question, image, answers, notes, pictures, names)
 
 
 def wrapped(text: str, width: float, measure: Measure) -> list[str]:
     """Break `text` into lines no wider than `width`; a single word that is wider is broken. No words give no lines."""
-    words = text.split()
-    lines = [""] if words else []
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if measure(longer) <= width:
-            lines[-1] = longer
+    lines = []
+    for word in text.split():
+        if lines and measure(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
             continue
-        if lines[-1]:
-            lines.append("")
+        lines.append("")
         for letter in word:
             if lines[-1] and measure(lines[-1] + letter) > width:
                 lines.append("")
@@ -191,7 +190,7 @@ def tree_columns(arguments: Sequence[Sequence[int]]) -> list[float]:
 
 
 def fonts_for(text: str) -> tuple[list[str], str]:
-    """Return names of fonts, the usual one first, that together have all characters, and the characters of no font."""
+    """Return the names of fonts, the usual one first, that have all characters, and the characters that none has."""
     names, missing = [USUAL], {letter for letter in text if not letter.isspace()} - _letters(USUAL)
     others = sorted({entry.name for entry in fontManager.ttflist if not entry.name.startswith(_NO_TEXT)})
     for name in others if missing else ():
@@ -220,21 +219,16 @@ def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
     """
     values = trace.outputs
     if saliency == "gradient":
-        # Each output once; a scene of ones has no gradient.
-        learnt = {id(output): output for output in trace.outputs if output.requires_grad}
-        found = torch.autograd.grad(trace.logits.max(), [*learnt.values()], allow_unused=True) if learnt else ()
-        by_output = dict(zip(learnt, found, strict=True))
-        gradients = [by_output.get(id(output)) for output in values]
-        values = [
-            torch.zeros_like(output) if gradient is None else gradient
-            for output, gradient in zip(values, gradients, strict=True)
-        ]
+        learnt = [output for output in values if output.requires_grad]  # a scene of ones has no gradient
+        found = torch.autograd.grad(trace.logits.max(), learnt, materialize_grads=True) if learnt else ()
+        gradients = iter(found)
+        values = [next(gradients) if output.requires_grad else torch.zeros_like(output) for output in values]
     return [value[0].detach().float().norm(dim=0).cpu() for value in values]
 
 
 def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
-    """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its least value to its greatest,
-    and a constant one becomes 0."""
+    """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its minimum to its maximum, and a
+    constant one becomes 0."""
     if is_attention:
         return map_HW.clamp(0, 1)
     low, high = map_HW.aminmax()
@@ -245,10 +239,10 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency:
     """Run the answer's program once more, and draw the saliency of its functions.
 
     Args:
-        path: the file, written whole or not at all; its ending is its format (.png, .svg, .pdf).
+        path: the file, written whole or not at all, in the format of its suffix (.png, .svg, .pdf).
         image: the image that the question is about.
         asker: the networks that answered.
-        saliency: what is drawn of each function, a key of `SALIENCY`.
+        saliency: the map to draw of each function, a key of `SALIENCY`.
         top: the number of the likeliest answers to show.
 
     Returns:
@@ -257,30 +251,28 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency:
     Raises:
         InputError: the program is too large to be drawn, or the image can no longer be read.
     """
-    if len(answer.tree.nodes) > MOST_NODES:
-        many = len(answer.tree.nodes)
-        raise InputError(f"a program of {many} functions is not drawn, expected {MOST_NODES} at most")
+    nodes = answer.tree.nodes
+    if len(nodes) > MOST_NODES:
+        raise InputError(f"a program of {len(nodes)} functions is not drawn, expected {MOST_NODES} at most")
     traced = trace(asker.predictor.engine, asker.features, answer.program)
     attentions = [saliency == "norm" and output.shape[1] == 1 for output in traced.outputs]
-    maps = [to_unit(*pair) for pair in zip(saliency_maps(traced, saliency), attentions, strict=True)]
-    # The answer does not depend on nodes that are not used.
-    maps = [map_HW * (not node.unused) for node, map_HW in zip(answer.tree.nodes, maps, strict=True)]
-    is_all_lit = all(node.unused or bool(map_HW.any()) for node, map_HW in zip(answer.tree.nodes, maps, strict=True))
-    notes = _notes(answer, saliency, any(attentions), is_all_lit)
+    # The answer does not depend on unused nodes.
+    maps = [
+        to_unit(map_HW, is_attention) * (not node.unused)
+        for map_HW, is_attention, node in zip(saliency_maps(traced, saliency), attentions, nodes, strict=True)
+    ]
+    is_dark = any(not map_HW.any() for node, map_HW in zip(nodes, maps, strict=True) if not node.unused)
+    notes = _notes(answer, saliency, any(attentions), is_dark)
     names = (name for name, _ in answer.ranked[:top])
     fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
-    with rc_context({"font.family": fonts}):
+    with rc_context({"font.family": fonts}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         _draw(path, open_image(image), answer, maps, notes, top)
     return "" if path.suffix.lower() == ".svg" else missing
 
 
 def _draw(
-    path: Path,
-    image: Image.Image,
-    answer: Answer,
-    maps: Sequence[torch.Tensor],
-    notes: Sequence[tuple[str, str]],
-    top: int,
+    path: Path, image: Image.Image, answer: Answer, maps: Sequence[Tensor], notes: Sequence[tuple[str, str]], top: int
 ) -> None:
     """Lay out and write the picture, with `maps` (H, W) from 0 to 1, and `notes`, texts and their colours."""
     question = wrapped(answer.question.text if answer.question else "", LEFT, _measure(QUESTION, "bold"))
@@ -290,20 +282,20 @@ def _draw(
     arrangement = arrange(answer.tree, labels, _measure(LABEL), image.size, len(question), len(ranked), len(notes))
     width, height = arrangement.width + 2 * MARGIN, arrangement.height + 2 * MARGIN
     figure = Figure(figsize=(width, height))
-    axis = figure.add_axes((0, 0, 1, 1))
-    axis.set(xlim=(-MARGIN, width - MARGIN), ylim=(height - MARGIN, -MARGIN), autoscale_on=False)
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(-MARGIN, width - MARGIN), ylim=(height - MARGIN, -MARGIN))
+    axis.set(autoscale_on=False)
     axis.set_axis_off()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # of a language that the font lacks
-        _write(axis, arrangement.question, [(line, "black") for line in question], QUESTION, "bold")
-        _show(axis, arrangement.image, np.asarray(_no_larger(image, 1000)))
-        _draw_answers(axis, arrangement.answers, ranked)
-        _write(axis, arrangement.notes, notes, NOTE)
-        _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 240), maps)
-        save(figure, path, min(DPI, (PIXELS / (width * height)) ** 0.5))
+    for number, line in enumerate(question):
+        _write(axis, arrangement.question, number, line, fontsize=QUESTION, weight="bold")
+    _show(axis, arrangement.image, np.asarray(_no_larger(image, 1000)))
+    _draw_answers(axis, arrangement.answers, ranked)
+    for number, (line, color) in enumerate(notes):
+        _write(axis, arrangement.notes, number, line, fontsize=NOTE, color=color)
+    _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 240), maps)
+    save(figure, path, min(DPI, (PIXELS / (width * height)) ** 0.5))
 
 
-def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
+def lit(image: Image.Image, map_HW: Tensor) -> np.ndarray:
     """Return the image (H, W, 3) in grey, with the map, of numbers from 0 to 1, in colours over it."""
     grey_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None] / 255
     size = (image.height, image.width)
@@ -314,73 +306,62 @@ def lit(image: Image.Image, map_HW: torch.Tensor) -> np.ndarray:
 
 
 def _label(node: Node) -> list[str]:
+    """Return the lines of a node's name: its function, its value in brackets, and what is unusual about it."""
     function, bracket, value = node.token.partition("[")
-    said = [*(["(filled in)"] if node.is_filled_in else []), *([f"({NOT_USED})"] if node.unused else [])]
-    return [function, *([bracket + value] if bracket else []), *said]
+    lines = (function, bracket + value, "(filled in)" * node.is_filled_in, f"({NOT_USED})" * bool(node.unused))
+    return [line for line in lines if line]
 
 
-def _notes(answer: Answer, saliency: str, with_attentions: bool, is_all_lit: bool) -> list[tuple[str, str]]:
+def _notes(answer: Answer, saliency: str, has_attentions: bool, is_dark: bool) -> list[tuple[str, str]]:
     """Return the notes below the answers, with their colours."""
-    notes = []
-    if unknown := [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []:
-        words = "unknown words" if len(unknown) > 1 else "unknown word"
-        notes.append((f"{words}: {some(unknown, MOST_WORDS)}", WARNING))
+    unknown = [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
-    if reasons:
-        notes.append((some(reasons, MOST_WORDS, "; "), WARNING))
-    if answer.tree.ignored:
-        notes.append((f"ignored after the program's tree: {some(answer.tree.ignored, MOST_WORDS, ' ')}", WARNING))
-    alone = "; attentions as they are, from 0 to 1" if with_attentions else ""
-    dark = "" if is_all_lit else "; no colour where it is 0 or constant"
-    return [*notes, (f"Colours: {SALIENCY[saliency]}, each from its least to its greatest{alone}{dark}.", GREY)]
+    warned = [
+        (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
+        ("", reasons, "; "),
+        ("ignored after the program's tree: ", answer.tree.ignored, " "),
+    ]
+    notes = [(before + some(texts, MOST_WORDS, between), WARNING) for before, texts, between in warned if texts]
+    scale = "each scaled from its minimum to its maximum"
+    scale += ", attentions as they are from 0 to 1" if has_attentions else ""
+    scale += "; no colour where it is 0 or constant" if is_dark else ""
+    return [*notes, (f"Colours: {SALIENCY[saliency]}, {scale}.", GREY)]
 
 
 def _measure(size: float, weight: str = "normal") -> Measure:
     """Return a function from a line of text, of a size in points, to its width in inches."""
     font, paths = FontProperties(size=size, weight=weight), TextToPath()
-
-    def measure(text: str) -> float:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from")
-            return paths.get_text_width_height_descent(text, font, ismath=False)[0] / 72
-
-    return measure
+    return lambda text: paths.get_text_width_height_descent(text, font, ismath=False)[0] / 72
 
 
 def _no_larger(image: Image.Image, side: int) -> Image.Image:
     """Return the image, shrunk if a side has more than `side` pixels."""
-    factor = min(1.0, side / max(image.size))
-    size = tuple(max(1, round(factor * length)) for length in image.size)
-    return image if factor == 1 else image.resize(size, Image.Resampling.BICUBIC)
+    image = image.copy()
+    image.thumbnail((side, side))
+    return image
 
 
 def _show(axis: Axes, box: Box, pixels: np.ndarray) -> None:
+    """Draw an image with a thin frame into a box."""
     axis.imshow(pixels, extent=(box.x, box.right, box.bottom, box.y), aspect="auto", interpolation="bilinear", zorder=2)
-    axis.add_patch(
-        Rectangle((box.x, box.y), box.width, box.height, fill=False, edgecolor=GREY, linewidth=0.5, zorder=3)
-    )
+    axis.add_patch(Rectangle(box[:2], box.width, box.height, fill=False, edgecolor=GREY, linewidth=0.5, zorder=3))
 
 
-def _write(axis: Axes, box: Box, lines: Sequence[tuple[str, str]], size: float, weight: str = "normal") -> None:
-    """Write lines of text in their colours, from the top of the box."""
-    for number, (line, color) in enumerate(lines):
-        place = (box.x, box.y + LINE * (number + 0.5))
-        axis.text(*place, line, fontsize=size, weight=weight, color=color, va="center", parse_math=False)
+def _write(axis: Axes, box: Box, line: int, text: str, indent: float = 0.0, **style: object) -> None:
+    """Write one line of text in a box, counted from the top of the box."""
+    axis.text(box.x + indent, box.y + LINE * (line + 0.5), text, va="center", parse_math=False, **style)
 
 
 def _draw_answers(axis: Axes, box: Box, ranked: Sequence[tuple[str, float]]) -> None:
     """Draw a line for each answer: its name, a bar for its probability, its probability."""
-    names = min(max(_measure(ANSWER, "bold")(name) for name, _ in ranked) + 0.15, 0.5 * box.width)
-    longest = box.width - names - 0.6
+    start = min(max(_measure(ANSWER, "bold")(name) for name, _ in ranked) + 0.15, 0.5 * box.width)
     for number, (name, probability) in enumerate(ranked):
-        y = box.y + LINE * (number + 0.5)
-        style = {"fontsize": ANSWER, "va": "center", "color": DARK, "weight": "bold" if number == 0 else "normal"}
-        axis.text(box.x, y, name, parse_math=False, **style)
-        bar = Rectangle(
-            (box.x + names, y - 0.06), longest * probability, 0.12, color=HEAT(0.65) if number == 0 else "0.75"
-        )
-        axis.add_patch(bar)
-        axis.text(box.x + names + longest * probability + 0.06, y, f"{100 * probability:.1f}%", **style)
+        style = {"fontsize": ANSWER, "color": DARK, "weight": "normal" if number else "bold"}
+        length = (box.width - start - 0.6) * probability
+        corner = (box.x + start, box.y + LINE * (number + 0.5) - 0.06)
+        axis.add_patch(Rectangle(corner, length, 0.12, color="0.75" if number else HEAT(0.65)))
+        _write(axis, box, number, name, **style)
+        _write(axis, box, number, f"{100 * probability:.1f}%", start + length + 0.06, **style)
 
 
 def _draw_tree(
@@ -389,17 +370,17 @@ def _draw_tree(
     tree: ProgramTree,
     labels: Sequence[Sequence[str]],
     image: Image.Image,
-    maps: Sequence[torch.Tensor],
+    maps: Sequence[Tensor],
 ) -> None:
+    """Draw each node's picture and name, and the branches to its arguments."""
     pictures = arrangement.pictures
     for node, picture, name, lines, map_HW in zip(tree.nodes, pictures, arrangement.labels, labels, maps, strict=True):
-        x = picture.middle[0]
+        x = picture.x + picture.width / 2
         for argument in node.arguments:
             below = pictures[argument]
-            halfway = (picture.bottom + below.y) / 2
-            xs, ys = (x, x, below.middle[0], below.middle[0]), (picture.bottom, halfway, halfway, below.y)
-            axis.plot(xs, ys, color=GREY, linewidth=1, zorder=1)
+            to, halfway = below.x + below.width / 2, (picture.bottom + below.y) / 2
+            axis.plot((x, x, to, to), (picture.bottom, halfway, halfway, below.y), color=GREY, linewidth=1, zorder=1)
         _show(axis, picture, lit(image, map_HW))
         color = GREY if node.is_filled_in or node.unused else DARK
-        text = "\n".join(lines)
-        axis.text(name.x, name.middle[1], text, fontsize=LABEL, color=color, va="center", parse_math=False)
+        middle = name.y + name.height / 2
+        axis.text(name.x, middle, "\n".join(lines), fontsize=LABEL, color=color, va="center", parse_math=False)

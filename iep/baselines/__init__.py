@@ -1,1 +1,1 @@
-"""Questions, with or without features -> answers without programs, to stand beside the product's own in a report."""
+"""Baselines, which answer questions without programs. Some of them read image features."""

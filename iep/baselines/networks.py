@@ -1,22 +1,22 @@
-"""The baselines that are trained: question tokens, and for two of them image features -> answer logits.
+"""The trained baselines: question tokens, and for two of them image features -> answer logits.
 
-They are those of Johnson et al. 2017 (CLEVR, section 4.1): LSTM, which sees no image, CNN+LSTM, and CNN+LSTM+SA, with
-the stacked attention of Yang et al. 2016. The structure, the order of layers and the names of parameters are those of
-the original toolkit, so that the weights of its checkpoints fit. `iep.config` has the defaults of the settings.
+They are those of Johnson et al. 2017 (CLEVR, section 4.1): LSTM, which reads no features, CNN+LSTM, and CNN+LSTM+SA,
+with the stacked attention of Yang et al. 2016. The structure, the order of layers and the names of parameters are those
+of the original toolkit, so that its checkpoints can be loaded. `iep.config` has the defaults of the settings.
 
-Constructors have these arguments in common:
-    num_question_tokens, num_answers: sizes of the vocabularies.
+All constructors have these arguments:
+    num_question_tokens, num_answers: the sizes of the vocabularies.
     feature_dim, feature_height, feature_width: C, H and W of the features, for networks that depend on them.
-    embedding_dim: size of the word embeddings.
-    hidden_dim, num_layers: hidden units and layers of the LSTM.
-    dropout: probability of dropping a unit between the layers of the LSTM in training.
+    embedding_dim: the size of the word embeddings.
+    hidden_dim, num_layers: the hidden units and layers of the LSTM.
+    dropout: the probability of dropping a unit between the layers of the LSTM in training.
     classifier_dims, classifier_norm, classifier_dropout: the hidden sizes and options of `make_mlp`.
 
 `forward` takes `<NULL>`-padded questions (B, T), the features of the distinct images (N, C, H, W), and the row of each
 question's image in them, (B,), or None if question b is about image b. It returns (B, A) logits.
 
 Shapes: B questions, N distinct images, T question tokens, C H W feature maps, D hidden units, K units of an attention,
-P = H * W places, A answers.
+P = H * W positions, A answers.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ Shape = tuple[int, int, int]
 
 
 class QuestionEncoder(nn.Module):
-    """Word embeddings and an LSTM: a question's tokens to the state at its last token that is not `<NULL>`."""
+    """Word embeddings and an LSTM, from question tokens to the state at the last token that is not `<NULL>`."""
 
     def __init__(self, num_tokens: int, embedding_dim: int, hidden_dim: int, num_layers: int, dropout: float):
         super().__init__()
@@ -52,7 +52,7 @@ class LSTMBaseline(nn.Module):
     """A perceptron on the encoding of the question alone."""
 
     feature_sides = ()
-    """It reads no features."""
+    """The arguments that depend on the features, of which there are none."""
 
     def __init__(
         self,
@@ -77,17 +77,17 @@ class LSTMBaseline(nn.Module):
 
 
 def _rename_older(network: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the encoder's name to weights of earlier checkpoints, which lack it."""
+    """Add the encoder's name to the weights of earlier checkpoints, in which it is missing."""
     for name in list(weights):
         if name.removeprefix(prefix).startswith(("embed.", "rnn.weight_", "rnn.bias_")):
             weights[f"{prefix}rnn.{name.removeprefix(prefix)}"] = weights.pop(name)
 
 
 class CNNLSTMBaseline(nn.Module):
-    """A perceptron on the question's encoding and the image's flattened maps, side by side.
+    """A perceptron on the concatenation of the question's encoding and the image's flattened maps.
 
-    Each distinct image of a minibatch runs through the CNN once. That gives the same results in evaluation, and in
-    training except for the batch norm of residual blocks, whose statistics are then over images, not over questions.
+    Each distinct image of a minibatch runs through the CNN once. The results are the same as for one run per question,
+    except in training with batch norm in residual blocks, whose statistics are over images instead of questions.
 
     Args:
         cnn_res_blocks, cnn_res_block_dim, cnn_projection, cnn_pooling: see `make_cnn`.
@@ -134,10 +134,10 @@ class CNNLSTMBaseline(nn.Module):
 
 
 class StackedAttention(nn.Module):
-    """One step of attention: what the query finds in the image is added to the query.
+    """One step of attention, which adds the attended image features to the query.
 
     Yang et al. 2016 (Stacked Attention Networks for Image Question Answering, section 3.3), equations 15 to 18:
-    h = tanh(Wv v + Wu u), p = softmax over all places of Wp h, next u = u + sum over places of p v.
+    h = tanh(Wv v + Wu u), p = softmax over all positions of Wp h, next u = u + sum over positions of p v.
     """
 
     def __init__(self, dim: int, hidden_dim: int):
@@ -150,8 +150,8 @@ class StackedAttention(nn.Module):
         """Return the next query, (B, D).
 
         Args:
-            maps_NDHW: maps of the distinct images.
-            places_BPD: the map of each question's image, place by place.
+            maps_NDHW: the maps of the distinct images.
+            places_BPD: the map of each question's image, position by position.
             image_rows_B: the row of each question's image in the maps; None if question b is about image b.
             query_BD: the query.
         """
@@ -162,9 +162,9 @@ class StackedAttention(nn.Module):
 
 
 class StackedAttentionBaseline(nn.Module):
-    """A perceptron on the query after several steps of attention, which starts as the question's encoding.
+    """A perceptron on a query, which is the question's encoding at first and then changed by several attention steps.
 
-    Each distinct image of a minibatch is projected once, which gives the same results. The grid may have any size.
+    Each distinct image of a minibatch is projected once, with the same results. The grid may have any size.
 
     Args:
         attention_dim: K.
@@ -208,7 +208,7 @@ class StackedAttentionBaseline(nn.Module):
 
 
 def make_mlp(in_dim: int, hidden_dims: Sequence[int], out_dim: int, norm: bool, dropout: float) -> nn.Sequential:
-    """Return a perceptron, (B, in_dim) -> (B, out_dim): linear layers with a ReLU after each but the last.
+    """Return a perceptron, (B, in_dim) -> (B, out_dim), of linear layers with a ReLU after each but the last.
 
     With `dropout` above 0, units of the input and of every hidden layer are dropped. With `norm`, there is batch norm
     on the input (after dropout) and on every hidden layer (before dropout and ReLU).
@@ -255,14 +255,14 @@ def make_cnn(
 
 
 def by_places(maps_NDHW: Tensor) -> Tensor:
-    """Return maps place by place, (N, P, D): a view if the maps have their channels last."""
+    """Return maps position by position, (N, P, D): a view if they are in channels_last format."""
     return maps_NDHW.flatten(2).transpose(1, 2)
 
 
 def of_questions(values_ND: Tensor, image_rows_B: Rows) -> Tensor:
-    """Return the values (N, ...) of each question's image, (B, ...), by its row; `values_ND` without rows.
+    """Return the values (N, ...) of each question's image, (B, ...), by its row, or `values_ND` if there are no rows.
 
-    Rows are flattened, because the gradients of other indexing are summed many times more slowly.
+    Values are flattened, because the backward pass of other indexing is many times slower.
     """
     if image_rows_B is None:
         return values_ND

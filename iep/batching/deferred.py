@@ -1,10 +1,10 @@
-"""Weight gradients of layers that are called many times -> computed once for each weight, over all its calls.
+"""Weight gradients of layers that are called many times, computed once for each weight over all of its calls.
 
-A module that runs in twenty calls of a step would have its weights' gradients computed twenty times and summed. Here
-each call of a layer keeps its input and the gradient of its output; when the backward pass has reached all of them,
+If a module runs in twenty calls of a step, autograd computes the gradients of its weights twenty times and sums them.
+Here each call of a layer keeps its input and the gradient of its output. When the backward pass has reached all calls,
 one product over the concatenation gives the weight's gradient (Qiao & Taura, An Efficient Operation Auto-batching
-Strategy, section 3). Covers 2-D convolutions and linear layers, in whatever module they are; other parameters have
-their ordinary gradients.
+Strategy, section 3). This covers 2-D convolutions and linear layers in any module; other parameters have their
+ordinary gradients.
 
 Shapes: G rows of a call.
 """
@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 ROWS_OF_THEIR_OWN = 256
-"""A linear layer's call of so many rows has a product of its own: to concatenate calls of 256 to 2,048 rows was
-measured to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
+"""The number of rows from which a call of a linear layer has a product of its own. Concatenating calls of 256 to 2,048
+rows was measured to make a training step of layers of 128 to 512 features up to 20% slower on a CPU."""
 
 
 class _Layer(NamedTuple):
@@ -33,7 +33,7 @@ class _Layer(NamedTuple):
     def backward(
         self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
     ) -> Sequence[Tensor | None]:
-        """Return those of the gradients of input, weight and bias that are `wanted`."""
+        """Return the gradients of input, weight and bias, None for those that are not `wanted`."""
         if self.function is functional.conv2d:
             stride, padding, dilation, groups = self.options
             more = ([len(weight)], stride, padding, dilation, False, (0, 0), groups, wanted)
@@ -42,18 +42,18 @@ class _Layer(NamedTuple):
         if not wanted[1]:
             return of_input, None, None
         gradient, input = gradient.flatten(0, -2), input.flatten(0, -2)
-        # In the order of the weight's memory: autograd would copy a gradient that is in another.
+        # The gradient has the memory order of the weight, as autograd would copy a gradient in another order.
         of_weight = (input.T @ gradient).T if weight.stride(0) == 1 else gradient.T @ input
         return of_input, of_weight, gradient.sum(0) if wanted[2] else None
 
 
 Kept = dict[int, list[tuple[Tensor, Tensor]]]
-"""The inputs and the outputs' gradients of a layer's calls, by backward pass: there may be one within another, or one
-for the inputs' gradients alone."""
+"""The inputs and the output gradients of a layer's calls, by backward pass. One pass may run within another, and a pass
+may be for the gradients of the inputs only."""
 
 
 def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and gradients, those of one shape concatenated."""
+    """Return inputs and gradients, in which those of the same shape are concatenated."""
     alike: dict[torch.Size | int, list[tuple[Tensor, Tensor]]] = {}
     for number, (input, gradient) in enumerate(calls):
         is_large = input.dim() == 2 and len(input) >= ROWS_OF_THEIR_OWN
@@ -62,12 +62,11 @@ def _concatenated(calls: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, 
 
 
 class DeferredWeightGrads(TorchFunctionMode):
-    """While it is active, 2-D convolutions and linear layers leave their weights' gradients to the last of their calls
-    in the backward pass. Their outputs, and the gradients of their inputs, are computed as usual.
+    """A mode in which 2-D convolutions and linear layers compute each weight's gradient once in the backward pass.
 
-    Use one object for each step. Until the end, the input and the output's gradient of every call are kept, and then
-    concatenated: this takes memory. Gradients cannot be differentiated again, and activation checkpointing inside,
-    which calls layers again in the backward pass, raises an error.
+    Use one object for each step. The input and the output gradient of every call are kept until the last call and then
+    concatenated, which takes memory. Gradients cannot be differentiated again. Activation checkpointing inside, which
+    calls layers again in the backward pass, raises an error.
     """
 
     def __init__(self) -> None:
@@ -121,11 +120,11 @@ def _conv2d(
 
 
 ARGUMENTS = {functional.linear: _linear, functional.conv2d: _conv2d}
-"""By function, what maps its arguments to input, weight, bias and a layer's options, None where these are others."""
+"""By function, a parser of its arguments into input, weight, bias and options; it returns None for other options."""
 
 
 class _Weights(Function):
-    """Return weight and bias unchanged; the backward pass, which runs after all calls', returns their gradients."""
+    """Return weight and bias unchanged. The backward pass runs after that of all calls and returns their gradients."""
 
     @staticmethod
     def forward(
@@ -148,7 +147,7 @@ class _Weights(Function):
 
 
 class _Call(Function):
-    """Run the layer on one input; the backward pass returns the input's gradient, and keeps what the weight's needs."""
+    """Run the layer on one input. The backward pass returns the input's gradient and keeps data for the weight's."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, kept: Kept, layer: _Layer) -> Tensor:

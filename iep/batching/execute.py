@@ -1,10 +1,10 @@
 """Plan, modules and inputs -> the roots' values: one module call for each call of the plan.
 
-The values of a column lie in one buffer. For every call, its arguments are gathered out of the buffers, its module
-runs, and its results are written to adjacent rows. In training, each module call is an ordinary part of autograd's
-graph; only the exchange with the buffers between two calls is a step of its own, which in the backward pass adds the
-gradients of the call's arguments to a second set of buffers and reads the gradients of the results before it. So
-hooks, autocast, checkpointing, and weights that a module reaches in any way work as they do without a plan.
+The values of a column lie in one buffer. For every call, the arguments are gathered from the buffers, the module
+runs, and the results are written to adjacent rows. In training, each module call is an ordinary part of autograd's
+graph. Only the exchange with the buffers between two calls is an autograd function of its own. Its backward pass adds
+the gradients of the next call's arguments to a second set of buffers and reads the gradients of the results before it.
+Hooks, autocast, checkpointing, and weights that a module uses in any way therefore work as they do without a plan.
 
 Shapes: G rows of a call, F numbers of a value.
 """
@@ -31,21 +31,21 @@ def execute(
     """Run a plan, and return the roots' values, (B, ...) in the order of the roots.
 
     Args:
-        plan: its index tensors on the device of `inputs`; those of a placed plan on the devices of its columns.
-        modules: by op, what maps a call's arguments, (G, ...) each in their order, to its results (G, ...): a tensor,
-            or as many as the op's signature says. Row g belongs to node g. It must not change its arguments in place
-            (where gradients are computed, PyTorch raises an error), as they may be the memory of other calls' results.
+        plan: the plan, with its index tensors on the device of `inputs`, or if it is placed, of their columns.
+        modules: by op, a callable that maps the arguments of a call, (G, ...) each in order, to its results (G, ...): a
+            tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
+            place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
             A family's number may have a function `(segments, *arguments)`; without one, its functions run in a loop.
-        inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in their
-            dtype and memory format. Otherwise one such tensor for each column that has inputs, and a tuple is
-            returned: a tensor for each of the types' roots.
+        inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
+            dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
+            result is then a tuple with a tensor for each of the types' roots.
         defer_weight_grads: compute each weight's gradient once, over all calls (`deferred.py`).
 
     Gradients cannot be differentiated again.
 
     Raises:
-        ValueError: there are not as many inputs as the graph has, it has no roots, or a module returns another shape
-            than its column holds, or numbers that the column's dtype cannot hold.
+        ValueError: the number of inputs is not that of the graph, the graph has no roots, or a module returns another
+            shape than that of its column, or a dtype that the dtype of the column cannot represent.
     """
     given = {0: inputs} if isinstance(inputs, Tensor) else inputs
     expected = {made.column // plan.num_devices: made.rows.stop for made in plan.inputs}
@@ -60,11 +60,11 @@ def execute(
 
 
 def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> list[Tensor]:
-    """Run the calls in order, from one that results in the inputs to one whose arguments are the roots."""
+    """Run the calls in order, after a first call that writes the inputs, and before a last one that reads the roots."""
     before, last = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ())
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
     context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
-    # In the backward pass the token orders the exchanges: each has that of the one before as an input.
+    # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
         if is_recorded:
@@ -74,7 +74,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
         if call is not last:
             with context:
                 results, before = run_call(plan, modules, call, arguments), call
-    buffers.values.clear()  # what the backward pass needs is saved by the modules' own graphs
+    buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments
 
 
@@ -82,11 +82,11 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     """Run the module of a call, or those of its segments, or copy its arguments to another device.
 
     Raises:
-        ValueError: it does not return as many tensors as the call writes.
+        ValueError: the module does not return as many tensors as the call writes.
     """
     if call.op < 0:
         devices = [plan.columns[result.column].device for result in call.results]
-        # A copy to the CPU has to be waited for: calls there read it as soon as it is issued.
+        # A copy to the CPU must not be asynchronous, because calls on the CPU read it at once.
         return tuple(each.to(to, non_blocking=to.type != "cpu") for each, to in zip(arguments, devices, strict=True))
     if call.segments is None:
         returned = modules[call.op](*arguments)
@@ -103,10 +103,10 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
 
 
 class _Kind:
-    """What the values of a column have in common: shape, dtype, device, and the order of their numbers in memory."""
+    """The shape, dtype, device and memory order of the values of a column."""
 
     def __init__(self, values: Tensor):
-        """`values`, (G, ...), are the first of the column."""
+        """Describe a column by its first `values`, (G, ...)."""
         self.shape, self.dtype, self.device = values.shape[1:], values.dtype, values.device
         channels_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
         self.is_channels_last = channels_last and not values.is_contiguous()
@@ -114,7 +114,7 @@ class _Kind:
         self.strides = torch.empty((1, *self.shape), device="meta", memory_format=memory_format).stride()[1:]
 
     def buffer(self, num_rows: int, zeros: bool = False) -> Tensor:
-        """Allocate (num_rows, F) rows, each with its numbers in memory order, so that it is copied as one piece."""
+        """Allocate (num_rows, F) rows, each in memory order, so that a row is copied as one contiguous piece."""
         make = torch.zeros if zeros else torch.empty
         return make(num_rows, self.shape.numel(), dtype=self.dtype, device=self.device)
 
@@ -142,13 +142,13 @@ class Buffers:
         self.kinds: dict[int, _Kind] = {}
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
-        """The gradients of each backward pass: there may be one within another, or one that ends before the inputs."""
+        """The gradients of each backward pass. One pass may run within another, or end before it reaches the inputs."""
 
     def write(self, call: Call, results: Sequence[Tensor]) -> None:
         """Write the results of a call.
 
         Raises:
-            ValueError: a result's shape is not the column's, or the column's dtype cannot hold its numbers.
+            ValueError: a result has another shape than the column, or a dtype that the column's cannot represent.
         """
         for (column, rows), values in zip(call.results, results, strict=True):
             kind, size = self.kinds.get(column), rows.stop - rows.start
@@ -167,24 +167,24 @@ class Buffers:
             kind.view(self.values[column][rows]).copy_(values)
 
     def read(self, argument: Argument) -> Tensor:
-        """Return an argument, (G, ...) or (G, count, ...): a copy, or the buffer's memory if the rows are adjacent."""
+        """Return an argument, (G, ...) or (G, count, ...): a view of the buffer if the rows are adjacent, or a copy."""
         kind, values = self.kinds[argument.column], self.values[argument.column]
         if not argument.is_adjacent:
             return kind.view(values.index_select(0, self.plan.rows(argument)), argument.count)
-        # A row is written once, before it is read, so that the backward pass may save the buffer's own memory: `.data`
-        # does not share the buffer's version counter, which later writes increase. What is saved keeps the whole
-        # buffer, so that a copy of a small part of it takes less memory.
+        # A row is written once, before it is read, so that the backward pass may save a view of the buffer. `.data`
+        # does not share the buffer's version counter, which later writes increase. A saved view keeps the whole buffer,
+        # so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
 
     def exchange(self, before: Call, call: Call, results: Sequence[Tensor]) -> list[Tensor]:
-        """Write the results of the call `before`; return the arguments of `call`, or copies of them for the roots."""
+        """Write the results of the call `before`, and return the arguments of `call`; those of the roots are copies."""
         self.write(before, results)
         arguments = [self.read(each) for each in call.arguments]
         return [each.clone() for each in arguments] if call.arguments is self.plan.roots else arguments
 
     def add_gradient(self, argument: Argument, gradient: Tensor | None) -> None:
-        """Add the gradient of an argument to those of the rows that it was read from."""
+        """Add the gradient of an argument to the gradients of the rows from which it was read."""
         if gradient is None:
             return
         kind, gradients = self.kinds[argument.column], self.gradients.setdefault(torch._C._current_graph_task_id(), {})
@@ -196,11 +196,11 @@ class Buffers:
             return
         flat = kind.flatten(gradient)
         if flat.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr():
-            flat = flat.clone()  # of a module that returns its argument, the gradient of its result
+            flat = flat.clone()  # if a module returns its argument, this is also the gradient of its result
         rows.index_add_(0, self.plan.rows(argument), flat)
 
     def gradient(self, made: Result) -> Tensor | None:
-        """Return the gradient of a result, or None where no value of its column has one yet."""
+        """Return the gradient of a result, or None if no value of its column has a gradient yet."""
         gradients = self.gradients.get(torch._C._current_graph_task_id(), {}).get(made.column)
         if gradients is None:
             return None
@@ -220,7 +220,7 @@ class _Exchange(Function):
         ctx.buffers, ctx.before, ctx.call = buffers, before, call
         ctx.set_materialize_grads(False)
         if before.results is buffers.plan.inputs:
-            ctx.save_for_backward(*results)  # autograd notices if the inputs, which are read where they lie, change
+            ctx.save_for_backward(*results)  # autograd detects changes of the inputs, which are not copied
         arguments = buffers.exchange(before, call, results)
         whole = [each for each in arguments if not (each.is_floating_point() or each.is_complex())]
         ctx.mark_non_differentiable(*whole)
@@ -234,6 +234,6 @@ class _Exchange(Function):
         for argument, gradient in zip(ctx.call.arguments, gradients, strict=True):
             buffers.add_gradient(argument, gradient)
         found = [buffers.gradient(each) for each in ctx.before.results]
-        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass: it ends here
+        if not ctx.needs_input_grad[0]:  # no earlier exchange has a backward pass
             buffers.gradients.pop(torch._C._current_graph_task_id(), None)
         return None, None, None, None, *found

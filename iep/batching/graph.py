@@ -1,7 +1,7 @@
 """Prefix programs of a minibatch -> one graph of flat integer arrays, by array code without a loop over nodes.
 
-The graph says which op every node runs and in which slots its arguments lie. In which order, and how many nodes at a
-time, they run is `schedulers.py`; what an op computes, `execute.py`'s caller knows.
+The graph has the op of every node and the slots of its arguments. `schedulers.py` decides in which order the nodes run,
+and how many at a time. The caller of `execute.py` provides the modules that compute the ops.
 
 Shapes: B examples, L program tokens, V vocabulary, N nodes, M prefix positions of all examples' trees together.
 """
@@ -13,31 +13,31 @@ from typing import Any
 import numpy as np
 
 WORTH_NARROWING = 512
-"""Fewer numbers are sorted as they are."""
+"""The number of integers from which sorting a narrower dtype is faster."""
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The nodes of all examples of a minibatch, children before parents.
 
-    Slots number the values: 0 to num_inputs - 1 are the inputs, num_inputs + n is the result of node n. A node may be
-    an argument of several others (the graph need not be a tree). The nodes of one op all have as many arguments, at
-    least one.
+    Slots number the values: 0 to num_inputs - 1 are the inputs, and num_inputs + n is the result of node n. A node may
+    be an argument of several others (the graph need not be a tree). All nodes of an op have the same number of
+    arguments, at least one.
 
     Raises:
-        ValueError: the arrays' lengths differ, an op is negative, a node has no argument or a later node's result as
-            one, nodes of one op have different numbers of arguments, or a root is not a slot.
+        ValueError: the lengths of the arrays differ, an op is negative, a node has no argument or reads a later node,
+            nodes of one op have different numbers of arguments, or a root is not a slot.
     """
 
     num_inputs: int
     op: np.ndarray
-    """(N,) what each node runs, 0 or greater."""
+    """The op of each node, (N,), 0 or greater."""
     args: np.ndarray
-    """(N, greatest number of arguments) slots of each node's arguments in order, -1 after the last."""
+    """The slots of each node's arguments in order, (N, greatest number of arguments), -1 after the last."""
     example: np.ndarray
-    """(N,) the example that each node belongs to."""
+    """The example that each node belongs to, (N,)."""
     roots: np.ndarray
-    """(B,) slot of each example's result; may be an input's."""
+    """The slot of each example's result, (B,), which may be an input."""
 
     def __post_init__(self) -> None:
         if not len(self.op) == len(self.args) == len(self.example):
@@ -48,7 +48,7 @@ class Graph:
         if self.num_nodes and not self.args.shape[1]:
             raise ValueError("nodes have no arguments, expected at least one of each")
         own_slot = self.num_inputs + np.arange(self.num_nodes)
-        # Argument by argument: numpy goes through long rows of a matrix much faster than through short ones.
+        # One argument at a time: numpy processes long rows of a matrix much faster than short ones.
         args_AN = self.args.T.copy()
         bad = (args_AN >= own_slot).any(axis=0) | (args_AN[:1] < 0).any(axis=0)
         if bad.any():
@@ -59,7 +59,7 @@ class Graph:
         if self.num_nodes and ops[0] < 0:
             raise ValueError(f"node {np.argmin(self.op)} has op {ops[0]}, expected 0 or greater")
         arity_of_op = np.zeros(len(ops), dtype=np.int64)
-        arity_of_op[kind[::-1]] = arity[::-1]  # of the first node of each op
+        arity_of_op[kind[::-1]] = arity[::-1]  # the arity of the first node of each op
         if (arity_of_op[kind] != arity).any():
             node = int(np.argmax(arity_of_op[kind] != arity))
             raise ValueError(
@@ -71,17 +71,17 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
-        """N."""
+        """The number of nodes, N."""
         return len(self.op)
 
     @cached_property
     def kinds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The different ops, rising, and (N,) the position of each node's op among them."""
+        """The distinct ops in ascending order, and the position of each node's op among them, (N,)."""
         return np.unique(self.op, return_inverse=True)
 
     @cached_property
     def height(self) -> np.ndarray:
-        """(N,) length of the longest path from an input to each node, less one: 0 where all arguments are inputs."""
+        """The length of the longest path from an input to each node, less one, (N,): 0 if all arguments are inputs."""
         node, argument = np.nonzero(self.args >= self.num_inputs)
         child = self.args[node, argument] - self.num_inputs
         reader, uses = node[stable_order(child)], np.bincount(child, minlength=self.num_nodes)
@@ -99,7 +99,7 @@ class Graph:
 
 
 def stable_order(keys_N: np.ndarray) -> np.ndarray:
-    """Return the stable order of integers of 0 and more; small ones are sorted in linear time."""
+    """Return the stable sorting order of non-negative integers; small integers are sorted in linear time."""
     if len(keys_N) >= WORTH_NARROWING and keys_N.min() >= 0 and keys_N.max() < 1 << 16:
         keys_N = keys_N.astype(np.uint16)
     return keys_N.argsort(kind="stable")
@@ -116,22 +116,22 @@ def graph_from_prefix(
 ) -> Graph:
     """Return the graph of a matrix of prefix programs.
 
-    Any matrix of tokens is a program (Johnson et al. 2017 run whatever their generator predicts): `skip` is left out
-    wherever it stands, `pad` and the end of the row stand for `leaf`, tokens after the tree is complete are ignored.
+    Any matrix of tokens is a program (Johnson et al. 2017 run everything that their generator predicts): `skip` is left
+    out everywhere, `pad` and the end of the row stand for `leaf`, and tokens after the complete tree are ignored.
     Nodes are numbered example by example, in post-order within each.
 
     Args:
-        tokens_BL: (B, L) integers, an array or a `torch.Tensor` (this file does without torch).
-        arity_V: (V,) number of arguments of every token; a token without any reads its example's input.
-        leaf: token, without arguments, that `pad` and the end of the row stand for.
-        skip: token that is left out.
-        pad: token that stands for `leaf`.
-        leaf_is_input: `leaf` makes no node; the nodes that read it read the example's input itself.
-        input_B: (B,) every example's input slot, 0 and on without gaps; None where example b's is slot b.
+        tokens_BL: (B, L) integers, an array or a `torch.Tensor` (this file does not import torch).
+        arity_V: the number of arguments of every token, (V,); a token without arguments reads its example's input.
+        leaf: the token without arguments for which `pad` and the end of the row stand.
+        skip: the token that is left out.
+        pad: the token that stands for `leaf`.
+        leaf_is_input: `leaf` is not a node; the nodes that read it read the example's input itself.
+        input_B: the input slot of every example, (B,), from 0 without gaps; None if example b has slot b.
 
     Raises:
-        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` has arguments, or there are not as
-            many input slots as examples.
+        ValueError: `tokens_BL` is not a matrix of integers 0 to V - 1, `leaf` has arguments, or the number of input
+            slots is not that of the examples.
     """
     tokens_BL = _checked_tokens(tokens_BL, len(arity_V))
     if arity_V[leaf] != 0:
@@ -147,7 +147,7 @@ def graph_from_prefix(
     arity_M = arity_V[op_M]
     argument_M, end_M = _arguments_and_ends(arity_M)
 
-    # Trees that end first come first; of those that end together, the innermost, which begins last.
+    # Trees that end first are first; of trees that end together, the innermost one, which begins last.
     count = len(op_M)
     postorder = np.argsort(end_M * (count + 1) - np.arange(count))
     nodes = postorder[op_M[postorder] != leaf] if leaf_is_input else postorder
@@ -181,15 +181,15 @@ def _checked_tokens(tokens_BL: Any, vocabulary: int) -> np.ndarray:
 
 
 def _without(tokens_BL: np.ndarray, skip: int, filler: int) -> np.ndarray:
-    """Return each row without `skip`, as long as before: `filler` follows."""
+    """Return each row without `skip`, filled up with `filler` to its former length."""
     skipped = tokens_BL == skip
     kept_first = np.argsort(skipped, axis=1, kind="stable")
     return np.take_along_axis(np.where(skipped, filler, tokens_BL), kept_first, axis=1)
 
 
 def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return example and op of every position inside a tree, (M,) each, row by row; `leaf` completes the trees."""
-    # How many subtrees are still awaited before each position, and after the last.
+    """Return the example and the op of every position in a tree, (M,) each, row by row; `leaf` completes the trees."""
+    # The number of expected subtrees before each position, and after the last.
     awaited = np.ones((len(tokens_BL), tokens_BL.shape[1] + 1), dtype=np.int64)
     np.cumsum(arity_V[tokens_BL] - 1, axis=1, out=awaited[:, 1:])
     awaited[:, 1:] += 1
@@ -204,11 +204,11 @@ def _trees(tokens_BL: np.ndarray, arity_V: np.ndarray, leaf: int) -> tuple[np.nd
 
 
 def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each position's arguments begin, (M, greatest arity) with -1 after the last, and it ends, (M,).
+    """Return the starts of each position's arguments, (M, greatest arity), -1 after the last, and its end, (M,).
 
-    Reads the trees as one long sequence. A position of arity a adds a - 1 to the number of awaited subtrees, so that
-    none lowers it by more than one: the subtree at i ends, and the next begins, where that number first falls to one
-    less than it was before i.
+    The trees are read as one long sequence. A position of arity a adds a - 1 to the number of expected subtrees, so
+    that no position reduces it by more than one. The subtree at i ends, and the next one begins, where this number
+    first falls to one less than it was before i.
     """
     count = len(arity_M)
     level = np.zeros(count + 1, dtype=np.int64)
@@ -216,7 +216,7 @@ def _arguments_and_ends(arity_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by_level = np.sort(level * (count + 1) + np.arange(count + 1))
 
     def first_fall(target: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """Return the first position beyond `after` where the level is `target`."""
+        """Return the first position after `after` at which the level is `target`."""
         target = target * (count + 1)
         return by_level[np.searchsorted(by_level, target + after, side="right")] - target
 

@@ -1,4 +1,4 @@
-"""Rows sorted by function -> each row times the weight of its function: one call for many functions of a family.
+"""Rows sorted by function -> the product of each row with the weight of its function, in one call for a family.
 
 The functions of a family have the same architecture and differ only in their weights. Once rows are sorted by function,
 a linear layer of the whole family is either PyTorch's grouped matrix product or a loop with one product for each
@@ -28,8 +28,8 @@ def run_segments(
     """Run the module of each segment on its rows, and return their results, concatenated.
 
     Args:
-        modules: by op, what maps the (G, ...) rows of the arguments to one tensor (G, ...) or several.
-        segments: segments that follow each other, of all rows.
+        modules: by op, a callable that maps (G, ...) rows of the arguments to one or several tensors (G, ...).
+        segments: consecutive segments that cover all rows.
         arguments: (R, ...) each, sorted by function.
     """
     sizes = [segment.rows.stop - segment.rows.start for segment in segments]
@@ -41,15 +41,15 @@ def run_segments(
 
 
 def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, execution: str = "auto") -> Tensor:
-    """Return (R, O): each row of `x_RI` times the (I, O) weight of its function.
+    """Return the products of each row of `x_RI` and the (I, O) weight of its function, (R, O).
 
     The gradient of `weight_EIO` is zero for functions without rows.
 
     Args:
-        x_RI: rows sorted by function: function 0 has the first rows, and so on.
-        ends_E: int32, where the rows of each function end, on the device of the rows.
+        x_RI: rows sorted by function; function 0 has the first rows.
+        ends_E: int32, the end of the rows of each function, on the device of the rows.
         execution: `grouped` for PyTorch's grouped matrix product, `loop` for one product for each function that has
-            rows, or `auto` for `grouped` where `grouped_refusal` returns None, else `loop`.
+            rows, or `auto` for `grouped` if `grouped_refusal` returns None, and `loop` otherwise.
 
     Raises:
         ValueError: `execution` has another value, or it is `grouped` and PyTorch has no such product here.
@@ -71,14 +71,14 @@ def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, execution: 
 
 @cache
 def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[int] = ()) -> str | None:
-    """Return why PyTorch has no grouped matrix product for this device, dtype and these widths of rows, or None.
+    """Return the reason why PyTorch has no grouped matrix product for this device, dtype and row widths, or None.
 
     On a CPU, where the grouped product is a loop in C++, it was measured to be 1.0 to 1.6 times as fast as the loop
-    here. It needs rows whose size is a multiple of 16 bytes. The answer is kept, so that it is found out with tensors
-    of data even where modes such as `FakeTensorMode` are active.
+    here. It needs rows whose size is a multiple of 16 bytes. The answer is cached, so that it comes from a trial with
+    real tensors even if modes such as `FakeTensorMode` are active later.
 
     Raises:
-        torch.OutOfMemoryError: no memory is left to find out.
+        torch.OutOfMemoryError: there is not enough memory for the trial.
     """
     for width in widths:
         if width * dtype.itemsize % 16:
@@ -89,7 +89,7 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
             rows = torch.zeros(3, wide, dtype=dtype, device=device)
             weights = torch.zeros(2, wide, wide, dtype=dtype, device=device)
             ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-            # The three products that a layer and its gradients need.
+            # The products of a layer, of its input gradient and of its weight gradient.
             for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
                 _product(left, right, ends)
     except torch.OutOfMemoryError:

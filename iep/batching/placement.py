@@ -1,8 +1,8 @@
 """Graph, schedule and a device for every op -> a plan in which values are copied to the devices that need them.
 
 Every call runs on the device of its op. A value that is needed on another device is copied there once, by a *copy
-call* right after the call that computes it, and what needs it there reads the copy. One thread issues all calls in
-order; launches on GPUs are asynchronous, so that calls on different devices run at the same time (the scheme for
+call* right after the call that computes it, and the calls on that device read the copy. One thread issues all calls
+in order. Launches on GPUs are asynchronous, so that calls on different devices run at the same time (the scheme for
 several GPUs of Suarez & Zhu 2017, section 3.1, last paragraph).
 
 Shapes: N nodes, S slots, D devices, X copies, A greatest number of arguments.
@@ -22,14 +22,14 @@ from iep.batching.schedulers import Group, Schedule, pooled
 
 @dataclass(frozen=True)
 class OpPlacement:
-    """Where everything runs: positions in a list of devices, which may contain a device several times."""
+    """The devices of ops, inputs and roots, as positions in a list that may contain a device several times."""
 
     devices: tuple[torch.device, ...]
     ops: Mapping[int, int]
-    """The position of every op that may run."""
+    """The position of the device of every op that may run."""
     inputs: int
     roots: int
-    """The position where the results are wanted."""
+    """The position of the device to which the results go."""
 
 
 def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, types: Types | None = None) -> Plan:
@@ -44,14 +44,14 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     ops, kind_N = graph.kinds
     missing = set(ops.tolist()) - placement.ops.keys()
     if missing:
-        raise ValueError(f"op {min(missing)} is to run, but is placed on no device")
+        raise ValueError(f"op {min(missing)} runs, but is not placed on a device")
     device_N = np.array([placement.ops[op] for op in ops.tolist()], dtype=np.int64)[kind_N]
     for group in schedule:
         if (device_N[group.nodes] != device_N[group.nodes[:1]]).any():
             raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
     device_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), device_N])
 
-    # Every value that another device needs, once for each such device.
+    # The values that other devices need, once for each such device.
     node, argument = np.nonzero(graph.args >= 0)
     slot_X = np.concatenate([graph.args[node, argument], *(slots for slots, _ in types.roots)])
     device_X = np.concatenate([device_N[node], np.full(len(slot_X) - len(node), placement.roots)])
@@ -61,8 +61,8 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     def on_device(signature: Signature, device: int) -> Signature:
         return signature._replace(makes=tuple(column * count + device for column in signature.makes))
 
-    # Copies of one call's results to one device are one call, right after it; so are those of one column's inputs,
-    # which count as the results of a call before the first, with a negative number.
+    # Copies of one call's results to one device are one call, right after it. The inputs of a column are treated in the
+    # same way, as results of a call before the first, with a negative number.
     num_columns = int(types.inputs.max(initial=-1)) + 1
     call_S = np.concatenate([types.inputs - num_columns, np.zeros(graph.num_nodes, dtype=np.int64)])
     for number, group in enumerate(schedule):

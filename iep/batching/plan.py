@@ -1,8 +1,8 @@
-"""Graph and schedule -> plan: which rows every call reads and writes. Integers only; no tensor of values is touched.
+"""Graph and schedule -> plan: the rows that every call reads and writes. Only integers are computed, no tensor values.
 
 All values of one kind (a shape and dtype) form a *column* and lie in one buffer: first the inputs, then the results of
 the calls, in the order of execution. A call therefore writes adjacent rows, and reads rows that earlier calls wrote.
-`execute.py` runs a plan. A data loader's workers can make one: it is small, and cheap to pickle.
+`execute.py` runs a plan. The workers of a data loader can make plans, which are small and cheap to pickle.
 
 Shapes: N nodes, K calls, G nodes of a call, S slots, F tensors of a value, R tensors that a node reads.
 """
@@ -18,22 +18,22 @@ from iep.batching.graph import Graph
 from iep.batching.schedulers import Group, Schedule, Segment
 
 ROW_BITS = 40
-"""The number of bits of a row in an address, enough for any row."""
+"""The number of bits of the row in an address, which is enough for any row."""
 
 
 class Read(NamedTuple):
-    """One tensor that a module reads, for a call of G nodes."""
+    """One tensor that a module reads in a call of G nodes."""
 
     first: int
-    """Which of the node's arguments it is, counted from 0."""
+    """The position among the node's arguments, counted from 0."""
     count: int | None = None
-    """None for a (G, ...) tensor; otherwise arguments `first` to `first + count - 1` side by side, (G, count, ...)."""
+    """None for a (G, ...) tensor; otherwise arguments `first` to `first + count - 1` are stacked, (G, count, ...)."""
     field: int = 0
-    """Which tensor of the argument's value."""
+    """The position of the tensor in the argument's value."""
 
     @property
     def width(self) -> int:
-        """The number of arguments of a node that it reads."""
+        """The number of the node's arguments that are read."""
         return 1 if self.count is None else self.count
 
 
@@ -50,13 +50,13 @@ class Types:
     """The columns of a graph's values, for nodes that return several tensors or tensors of several shapes."""
 
     inputs: np.ndarray
-    """(num_inputs,) column of each input, one tensor; the inputs of a column are given in the order of the slots."""
+    """The column of each input, (num_inputs,), one tensor each. Inputs of a column are in the order of slots."""
     signatures: Mapping[int, Signature]
     """The signature of each op."""
     roots: tuple[tuple[np.ndarray, np.ndarray | int], ...]
-    """What a run returns, one tensor for each: slots, and which tensor of their values (all of one column)."""
+    """The tensors that a run returns, each of one column: its slots, and the position of the tensor in their values."""
     fields: np.ndarray | None = None
-    """(N, A) added to the `field` with which each argument is read."""
+    """The numbers that are added to the `field` of each argument that is read, (N, A)."""
 
 
 class Argument(NamedTuple):
@@ -64,10 +64,10 @@ class Argument(NamedTuple):
 
     column: int
     rows: slice
-    """The rows are those of the column's buffer if they are adjacent, otherwise those in the column's `index`."""
+    """Rows of the column's buffer if they are adjacent, otherwise rows of the column's `index`."""
     is_adjacent: bool
     count: int | None = None
-    """The count of the `Read`: the rows are those of G nodes, `count` for each, one node after the other."""
+    """The count of the `Read`: there are `count` rows for each of the G nodes, one node after the other."""
 
 
 class Result(NamedTuple):
@@ -94,16 +94,16 @@ class Column:
     """The buffer of the values of one kind."""
 
     num_rows: int
-    """The number of rows: those of the inputs, which come first, and of all results."""
+    """The number of rows: those of the inputs, which are first, and those of all results."""
     index: torch.Tensor
-    """(U,) int64, the rows that calls read, except where they are adjacent."""
+    """The rows that calls read, (U,) int64, without those that are adjacent."""
     device: torch.device | None = None
     """None for the device of the inputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All calls of a minibatch in order. Printed, it shows every call in one line."""
+    """All calls of a minibatch in order. A printed plan shows every call in one line."""
 
     calls: tuple[Call, ...]
     columns: tuple[Column, ...]
@@ -112,7 +112,7 @@ class Plan:
     roots: tuple[Argument, ...]
     """The tensors that a run returns."""
     num_devices: int = 1
-    """Column c of the types, on the device at position p, is column c * num_devices + p; see `placement.py`."""
+    """Column c of the types on the device at position p is column c * num_devices + p; see `placement.py`."""
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
@@ -127,7 +127,7 @@ class Plan:
         return replace(self, columns=tuple(columns))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
-        """Return the plan with `function` of its index tensors."""
+        """Return the plan with `function` applied to its index tensors."""
         return replace(self, columns=tuple(replace(each, index=function(each.index)) for each in self.columns))
 
     def __str__(self) -> str:
@@ -178,14 +178,14 @@ def make_plan(
     """Return the plan of `schedule`, which runs every node of `graph` once, arguments first.
 
     Args:
-        types: the columns of the values; None where every value is one tensor of the inputs' shape.
-        devices: column c is on device c % D of them; without any, all are on the device of the inputs. For
-            `placement.py`.
+        types: the columns of the values; None if every value is one tensor of the inputs' shape.
+        devices: the D devices of `placement.py`: column c is on device c % D. If empty, all columns are on the device
+            of the inputs.
 
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
             signature, or reads an argument that its nodes do not have, a tensor that an argument's value does not have,
-            no value at all, or tensors of several columns as one; the functions of a family have different signatures.
+            no value at all, or tensors of several columns as one; or signatures in a family differ.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
@@ -197,7 +197,7 @@ def make_plan(
     num_fields = max((len(each.makes) for each in used), default=1)
     layout = _Layout(graph.num_inputs + graph.num_nodes, num_fields, num_columns)
     inputs = [layout.write(np.flatnonzero(types.inputs == each), 0, each) for each in np.unique(types.inputs).tolist()]
-    # Argument by argument, up to the last that any call reads.
+    # One argument at a time, up to the last that any call reads.
     most = graph.args.shape[1]
     width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
     args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)
@@ -223,7 +223,7 @@ def make_plan(
 
 
 def _signature(group: Group, types: Types) -> Signature:
-    """Return the signature of a call; all functions of a family have the same."""
+    """Return the signature of a call, which all functions of a family share."""
     ops = [group.op] if group.segments is None else [segment.op for segment in group.segments]
     missing = [op for op in ops if op not in types.signatures]
     if missing:
@@ -251,13 +251,13 @@ class _Layout:
     def __init__(self, num_slots: int, num_fields: int, num_columns: int):
         self.num_fields = num_fields
         self.address_FS = np.full((num_fields + 1, num_slots + 1), -1)
-        """-1 where no tensor has been written; the last row and column, those of no field and of slot -1, stay so."""
+        """The address of each tensor, -1 if it is not written. The last row and column are for no field and no slot."""
         self.num_rows = [0] * num_columns
         self.reads: list[list[_Read]] = [[] for _ in range(num_columns)]
         self.length = [0] * num_columns
 
     def write(self, slots: np.ndarray, field: int, column: int) -> Result:
-        """Give the next rows of a column to a tensor of the values at `slots`."""
+        """Assign the next rows of a column to a tensor of the values at `slots`."""
         start, first = self.num_rows[column], column << ROW_BITS
         stop = self.num_rows[column] = start + len(slots)
         self.address_FS[field, slots] = np.arange(first + start, first + stop)
@@ -266,10 +266,10 @@ class _Layout:
     def read(self, slots: np.ndarray, fields: np.ndarray | int, count: int | None, reader: str) -> Argument:
         """Return the argument that reads a tensor, numbered in `fields`, of each of the values at `slots`.
 
-        Whether rows that are not adjacent have been written, and are of one column, is left to `index`.
+        If the rows are not adjacent, `index` checks that they have been written and belong to one column.
 
         Raises:
-            ValueError: there are no values; names what reads them, `reader`.
+            ValueError: there are no values; the message names their `reader`.
         """
         size = len(slots)
         if not size:
@@ -289,7 +289,7 @@ class _Layout:
         """Return the whole index of a column.
 
         Raises:
-            ValueError: a tensor was read before it was written, or is not there, or is of another column.
+            ValueError: a tensor was read before it was written, does not exist, or belongs to another column.
         """
         reads = self.reads[column]
         rows = np.concatenate([np.empty(0, dtype=np.int64), *(each.address for each in reads)]) - (column << ROW_BITS)

@@ -1,6 +1,6 @@
 """The slow twin of graph, schedule and execute: one example's prefix program by recursion, one node at a time.
 
-Shares no code with them, so that each can be tested against the other. Not for training: it runs a batch of one.
+It shares no code with them, so that each can be tested against the other. It is not for training: it runs one example.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ def run_prefix(
     pad: int | None = None,
     leaf_is_input: bool = False,
 ) -> Value:
-    """Return the value of one prefix program; the meaning of its tokens is that of `graph.graph_from_prefix`.
+    """Return the value of one prefix program, whose tokens have the same meaning as in `graph.graph_from_prefix`.
 
     Args:
         tokens: L integers.
-        arity: number of arguments of a token.
-        run: called `run(token, *arguments)`, in post-order.
+        arity: the number of arguments of a token.
+        run: a function that is called as `run(token, *arguments)`, in post-order.
         input_value: the argument of tokens without arguments.
     """
     kept = (leaf if token == pad else token for token in tokens if token != skip)

@@ -1,9 +1,9 @@
-"""Graph -> schedule: which nodes run together, in which order. Pure functions of integers; no tensor is touched.
+"""Graph -> schedule: the nodes that run together, and their order. Schedulers are pure functions of integers.
 
-A schedule is a tuple of groups, each one module call. `vanilla`, `standard` and `improved` are those of Suarez & Zhu
-(Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2); `height` and
-`agenda` those of dynamic neural network frameworks (Neubig et al. 2017, On-the-fly operation batching in dynamic
-computation graphs); `lookahead` is this package's own and needs the fewest calls. All of them accept any directed
+A schedule is a tuple of groups, each of which is one module call. `vanilla`, `standard` and `improved` are from Suarez
+& Zhu (Effective Approaches to Batch Parallelization for Dynamic Neural Network Architectures, section 2). `height` and
+`agenda` are from frameworks for dynamic neural networks (Neubig et al. 2017, On-the-fly operation batching in dynamic
+computation graphs). `lookahead` is this package's own and needs the fewest calls. All of them accept any directed
 acyclic graph whose nodes are numbered children first.
 
 Shapes: N nodes, A greatest number of arguments, K calls.
@@ -26,32 +26,32 @@ class Segment(NamedTuple):
 
     op: int
     rows: slice
-    """The rows of the call that are these nodes'."""
+    """The rows of these nodes in the call."""
 
 
 class Group(NamedTuple):
-    """One module call: `op` on all of `nodes`, (G,) node ids in the order of the call's rows."""
+    """One module call, of `op` on all of `nodes`: (G,) node ids in the order of the call's rows."""
 
     op: int
     nodes: np.ndarray
     segments: tuple[Segment, ...] | None = None
-    """The functions of a family's call, to which adjacent nodes belong; `op` is then the family's number."""
+    """The functions of a family's call, each of which has adjacent nodes; `op` is then the number of the family."""
 
 
 Schedule = tuple[Group, ...]
 
 
 def vanilla(graph: Graph) -> Schedule:
-    """Run every node by itself, in the order of the ids: example by example (Johnson et al. 2017). N calls."""
+    """Run every node by itself, in the order of the ids, that is example by example (Johnson et al. 2017): N calls."""
     nodes = np.arange(graph.num_nodes)
     return tuple(Group(op, nodes[node : node + 1]) for node, op in enumerate(graph.op.tolist()))
 
 
 def standard(graph: Graph) -> Schedule:
-    """Go step by step through every example's nodes in depth-first order, one call per op of a step.
+    """Take one step at a time through every example's nodes in depth-first order, with one call per op of a step.
 
-    For ops p and longest program s, O(p * s) calls (Suarez & Zhu, section 2, "standard topological sort"). Where
-    examples share nodes, a node waits until the step after its arguments.
+    With p ops and s nodes in the longest program, there are O(p * s) calls (Suarez & Zhu, section 2, "standard
+    topological sort"). If examples share nodes, a node waits until the step after its arguments.
     """
     by_example = np.argsort(graph.example, kind="stable")
     sorted_example = graph.example[by_example]
@@ -66,9 +66,9 @@ def standard(graph: Graph) -> Schedule:
 
 
 def improved(graph: Graph) -> Schedule:
-    """Pool nodes by their greatest distance from the root, the farthest pool first, one call per op of a pool.
+    """Pool nodes by their greatest distance from the root, the farthest pool first, with one call per op of a pool.
 
-    For ops p and greatest tree depth d, O(p * d) calls (Suarez & Zhu, section 2, "improved topological sort").
+    With p ops and tree depth d, there are O(p * d) calls (Suarez & Zhu, section 2, "improved topological sort").
     """
     distance, frontier = np.zeros(graph.num_nodes, dtype=np.int64), np.arange(graph.num_nodes)
     while len(frontier):
@@ -81,26 +81,26 @@ def improved(graph: Graph) -> Schedule:
 
 
 def height(graph: Graph) -> Schedule:
-    """Pool nodes by their greatest distance from the leaves, the leaves first, one call per op of a pool.
+    """Pool nodes by their greatest distance from the leaves, the leaves first, with one call per op of a pool.
 
-    The twin of `improved`; O(p * d) calls too. Depth-based batching (Looks et al. 2017, Deep learning with dynamic
-    computation graphs, section 2; Neubig et al. 2017, section 3.2).
+    With p ops and tree depth d, there are O(p * d) calls, as for `improved`. This is depth-based batching (Looks et al.
+    2017, Deep learning with dynamic computation graphs, section 2; Neubig et al. 2017, section 3.2).
     """
     return pooled(graph.height, graph.op)
 
 
 def agenda(graph: Graph) -> Schedule:
-    """Run all ready nodes of one op at a time: of the op whose remaining nodes have the lowest average depth.
+    """Run all ready nodes of one op at a time, always of the op whose remaining nodes have the lowest average depth.
 
-    Agenda-based batching, DyNet's choice (Neubig et al. 2017, section 3.2; told in short by Qiao & Taura, An Efficient
-    Operation Auto-batching Strategy for Neural Networks Having Dynamic Computation Graphs, section 2.2). A node is
-    ready when its arguments have run; its depth is its greatest distance from the leaves. The lower op comes first
-    among equals.
+    This is agenda-based batching, the default of DyNet (Neubig et al. 2017, section 3.2; summarised by Qiao & Taura, An
+    Efficient Operation Auto-batching Strategy for Neural Networks Having Dynamic Computation Graphs, section 2.2). A
+    node is ready when its arguments have run. Its depth is its greatest distance from the leaves. Of equal ops, the
+    lowest is chosen.
     """
     node, depth = np.arange(graph.num_nodes), graph.height
     ops, kind = graph.kinds
     args = graph.args.T.copy()
-    # The last entry is that of -1, no argument.
+    # The last entry is for -1, which is no argument.
     has_run = np.arange(graph.num_inputs + graph.num_nodes + 1) < graph.num_inputs
     has_run[-1] = True
     schedule = []
@@ -117,12 +117,12 @@ def agenda(graph: Graph) -> Schedule:
 
 
 def lookahead(graph: Graph) -> Schedule:
-    """Run the fewest calls that a quick search finds: a short common supersequence of the paths' ops.
+    """Run the fewest calls that a quick search finds: a short common supersequence of the ops along all paths.
 
-    A path's nodes run one after another, so that the calls' ops contain the ops of every path, in order. Any sequence
-    of ops that does so is a schedule: every node runs in the last call of its op that is before all its readers'. The
-    search needs hardly more calls than there must be on small graphs, and on CLEVR's programs about 1.25 times the
-    `lower_bound`.
+    The nodes of a path run one after another, so that the ops of the calls contain those of every path, in order.
+    Conversely, any such sequence of ops is a schedule: every node runs in the last call of its op that is before the
+    calls of all its readers. The search finds nearly the fewest possible calls on small graphs, and about 1.25 times
+    the `lower_bound` on CLEVR's programs.
     """
     by_height = height(graph)
     if len(by_height) == int(graph.height.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
@@ -131,8 +131,8 @@ def lookahead(graph: Graph) -> Schedule:
     reads = _reads(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
-    # Once round, but for graphs of so many paths that the strings are not all of them: what finds no call before its
-    # readers then runs first, with all that it reads.
+    # The loop runs once, unless the graph has too many paths for the strings to cover all of them. Nodes that find no
+    # call before their readers then run first, with all that they read.
     while left.any():
         calls = np.array(supersequence.short_supersequence(op_strings(kind, reads, left)))
         call = _last_calls(calls, kind, reads, left)
@@ -145,19 +145,19 @@ def lookahead(graph: Graph) -> Schedule:
 
 
 def _last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """Return (N,), the last call of every node's kind before all its readers' calls; -1 where there is none.
+    """Return the last call of every node's kind before the calls of all its readers, (N,); -1 if there is none.
 
     Args:
         calls: (K,) kinds.
         kind: (N,).
         reads: (N, A) nodes whose results each node reads, -1 elsewhere.
-        among: (N,) bool, the nodes that count, and with each all that it reads.
+        among: (N,) bool, the nodes to consider; every node that one of them reads is among them too.
     """
-    # Every call as one number, by kind and then by time; the first stands for none.
+    # Every call as one number, by kind and then by time; the first entry means no call.
     width = len(calls) + 1
     by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
     call = np.full(len(kind), -1)
-    limit = np.full(len(kind) + 1, len(calls))  # the first of the readers' calls; the last entry is that of -1, no node
+    limit = np.full(len(kind) + 1, len(calls))  # the first call of any reader; the last entry is for -1, no node
     nodes = roots(reads, among)
     while len(nodes):
         own = kind[nodes] * width
@@ -172,9 +172,9 @@ def _last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: n
 
 
 def lower_bound(graph: Graph) -> int:
-    """Return how many calls every schedule of `graph` has at least: for each op its most nodes on any one path, summed.
+    """Return a lower bound of the calls of any schedule: the sum over ops of the most nodes of the op on any one path.
 
-    Of graphs with very many paths, some are looked at.
+    In graphs with very many paths, only some of them are considered.
     """
     every = np.ones(graph.num_nodes, dtype=bool)
     return supersequence.lower_bound(op_strings(graph.kinds[1], _reads(graph), every))
@@ -191,16 +191,16 @@ SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {
 
 
 def make_schedule(graph: Graph, name: str, families: Mapping[int, int] | None = None) -> Schedule:
-    """Return the schedule that the scheduler called `name` makes of `graph`.
+    """Return the schedule that the scheduler called `name` makes for `graph`.
 
     Args:
         families: by op, the number of its family. Functions of a family have the same architecture and differ only in
             their weights, so that one call may run several of them: the schedule is then over families, and the nodes
-            of a call are sorted by function. Ops that are missing are scheduled by themselves.
+            of a call are sorted by function. Ops without a family are scheduled by themselves.
 
     Raises:
-        ValueError: there is no such scheduler (the message lists those there are), the number of a family is that of
-            an op of the graph or negative, or ops of a family have different numbers of arguments.
+        ValueError: there is no such scheduler (the message lists all schedulers), the number of a family is negative or
+            that of an op of the graph, or ops of a family have different numbers of arguments.
     """
     if name not in SCHEDULERS:
         raise ValueError(f"no scheduler is called {name!r}, expected one of {', '.join(SCHEDULERS)}")
@@ -210,7 +210,7 @@ def make_schedule(graph: Graph, name: str, families: Mapping[int, int] | None = 
     numbers = set(families.values())
     clashes = numbers & set(ops.tolist())
     if clashes:
-        raise ValueError(f"family {min(clashes)} has the number of an op, expected another")
+        raise ValueError(f"family {min(clashes)} has the number of an op, expected a number that no op has")
     family = np.array([families.get(op, op) for op in ops.tolist()], dtype=np.int64)
     by_family = SCHEDULERS[name](replace(graph, op=family[kind]))
     return tuple(_by_function(group, graph.op) if group.op in numbers else group for group in by_family)
@@ -225,7 +225,7 @@ def _by_function(group: Group, op_N: np.ndarray) -> Group:
 
 
 def pooled(pool: np.ndarray, op: np.ndarray) -> Schedule:
-    """Return the nodes in rising order of `pool`, (N,), each pool split by `op`; ids rise within a group."""
+    """Return one group for each op of each `pool`, (N,), in ascending order of pools; ids ascend within a group."""
     order = stable_order(op)
     order = order[stable_order((pool - pool.min(initial=0))[order])]
     pool, op = pool[order], op[order]
@@ -238,5 +238,5 @@ def pooled(pool: np.ndarray, op: np.ndarray) -> Schedule:
 
 
 def _reads(graph: Graph) -> np.ndarray:
-    """Return (N, A), the nodes whose results each node reads, in the order of its arguments; -1 elsewhere."""
+    """Return the nodes whose results each node reads, (N, A), in the order of its arguments; -1 elsewhere."""
     return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)

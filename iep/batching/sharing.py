@@ -1,10 +1,10 @@
-"""Graph -> a smaller graph in which equal nodes are one: what several examples compute alike is computed once.
+"""Graph -> a smaller graph in which equal nodes are merged, so that common parts of examples are computed once.
 
-Hash-consing (Ershov 1958, On programming of arithmetic operations), by array code: a Python loop runs over the graph's
-heights, none over its nodes. Exact as long as an op's result depends on its arguments alone; an op that draws random
-numbers, or looks at its whole group as batch norm in training does, would give another result.
+This is hash-consing (Ershov 1958, On programming of arithmetic operations) by array code: a Python loop runs over the
+heights in the graph, and none over its nodes. It is exact if the result of an op depends only on its arguments. An op
+that draws random numbers, or depends on its whole group as batch norm in training does, would give another result.
 
-Shapes: N nodes, M nodes that are left.
+Shapes: N nodes, M remaining nodes.
 """
 
 import numpy as np
@@ -16,12 +16,12 @@ LARGEST = 2**62
 
 
 def share(graph: Graph) -> Graph:
-    """Return `graph` with equal nodes merged: those of one op whose arguments are equal, in order.
+    """Return `graph` with equal nodes merged, that is nodes of the same op with equal arguments in the same order.
 
-    The nodes that are left keep their order, and each belongs to the first example that has it. Results of `graph`
-    and of the shared graph are equal, root for root.
+    The remaining nodes keep their order, and each belongs to the first example that has it. The roots of `graph` and
+    of the shared graph have the same results.
     """
-    # The slot that stands for each slot; the last entry lets -1, no argument, stand for itself.
+    # The slot that replaces each slot; the last entry maps -1, which is no argument, to itself.
     same = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
     order = stable_order(graph.height)
     for nodes in np.split(order, np.flatnonzero(np.diff(graph.height[order])) + 1):

@@ -1,13 +1,13 @@
-"""Strings of ops -> one short string that holds each of them in order, other ops in between: a supersequence.
+"""Strings of ops -> a short common supersequence: one string of which each of them is a subsequence.
 
 The ops along any path of a graph run in that order, each in a call of its own, so that a schedule of few calls is a
-short common supersequence of the paths' ops. The shortest is hard to find (Maier 1978, The complexity of some problems
-on subsequences and supersequences); this is a quick rule, and a local search that improves what the rule found. Where
-the strings come from, and which node runs in which call, is not its concern.
+short common supersequence of the paths' ops. The shortest one is hard to find (Maier 1978, The complexity of some
+problems on subsequences and supersequences). A greedy rule finds a first solution here, and a local search improves it.
+Other files compute the strings (`paths.py`), and the nodes that run in each call (`schedulers.py`).
 
-Every op of every string is one bit of a Python integer, string after string with a bit left free between any two. A
-set of positions is then one integer, and all strings advance by one op in a few integer operations. A call stands for
-its op as the set of all that op's positions.
+Every op of every string is one bit of a Python integer, with one free bit between any two strings. A set of positions
+is therefore one integer, and all strings advance by one op in a few integer operations. A call is represented by the
+set of all positions of its op.
 
 Shapes: P strings, L length of the longest.
 """
@@ -17,23 +17,23 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW = 20
-"""Calls that are planned anew at a time; fewer where there are few. Somewhat more or fewer do as well."""
+"""The number of calls that are planned anew at a time, or fewer in short solutions. The exact number matters little."""
 MOST_PLANNED, LEAST_SWEEPS, PATIENCE = 800, 4, 400
-"""The search ends when it has planned `MOST_PLANNED` calls anew and swept `LEAST_SWEEPS` times over all of them, or
-when it has planned `PATIENCE` calls without a gain."""
+"""The search ends when it has planned `MOST_PLANNED` calls anew and swept `LEAST_SWEEPS` times over all calls, or when
+it has planned `PATIENCE` calls without an improvement."""
 GOOD, LONGER = 1.35, 3
-"""Where there are still more than `GOOD` times as many calls as the lower bound, both are `LONGER` times as many."""
+"""While there are more than `GOOD` times as many calls as the lower bound, both limits are `LONGER` times as large."""
 
 
 def short_supersequence(strings_PL: np.ndarray) -> list[int]:
-    """Return a short string of ops that every row of `strings_PL` is a subsequence of; the same for the same rows.
+    """Return a short string of ops of which every row of `strings_PL` is a subsequence. The search is deterministic.
 
     Args:
         strings_PL: (P, L) ops, 0 or greater, every row followed by -1.
     """
     positions = _positions(strings_PL)
     fewest = lower_bound(strings_PL)
-    # The first rule suits strings that are much alike, as programs are; the second suits random ones.
+    # The first rule is better for similar strings, such as programs; the second is better for random strings.
     longest_first = _greedy(positions.of_op, positions.all, positions.first, True, False)
     commonest_first = _greedy(positions.of_op, positions.all, positions.last, False, True)
     calls = min(longest_first, commonest_first, key=len)
@@ -51,7 +51,7 @@ def short_supersequence(strings_PL: np.ndarray) -> list[int]:
 
 
 def lower_bound(strings_PL: np.ndarray) -> int:
-    """Return a length that no supersequence is below: for every op the most that any string has of it, summed."""
+    """Return a lower bound of the length of any supersequence: the sum over ops of the most that any string has."""
     string, _ = np.nonzero(strings_PL >= 0)
     op = strings_PL[strings_PL >= 0]
     width = op.max(initial=0) + 1
@@ -61,7 +61,7 @@ def lower_bound(strings_PL: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class _Positions:
-    """Sets of positions as integers: those of every op, each string's first and last, and all."""
+    """Sets of positions as integers: those of every op, the first and last positions of the strings, and all."""
 
     of_op: list[int]
     first: int
@@ -85,16 +85,16 @@ def _positions(strings_PL: np.ndarray) -> _Positions:
 
 
 def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: bool = False) -> list[int]:
-    """Return calls, in the order of the strings, that run the positions `rest`: of every string some adjacent ones.
+    """Return calls, in the order of the strings, that run the positions `rest`, which are adjacent in every string.
 
-    First an op whose positions all stand in front: that call has to come at some time, and no time is better than now.
-    Where there is none, the op in front of the longest string, or the `commonest` in front; of several, the first in
-    `ops`.
+    The next op is one whose remaining positions are all in front, because this call is needed and cannot run more
+    later. If there is none, it is the op in front of the longest string, or the `commonest` in front; of several, the
+    first in `ops`.
 
     Args:
-        ops: every op's positions.
-        rest: what to run.
-        front: the first of each string's positions in `rest`, or the last if not `forward`: planned from the end.
+        ops: the positions of every op.
+        rest: the positions to run.
+        front: the first position of each string in `rest`; if not `forward`, the last, as calls are planned backwards.
     """
     behind = [rest]  # behind[d]: positions with at least d others to run after them
     while deeper := (behind[-1] >> 1 if forward else behind[-1] << 1) & rest:
@@ -127,18 +127,18 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: boo
 
 
 def _run(call: int, rest: int, front: int, forward: bool) -> tuple[int, int]:
-    """Return the positions that are left after a call, and those of them in front."""
+    """Return the positions that remain after a call, and those of them that are in front."""
     run = front & call
     rest ^= run
     return rest, (front ^ run) | ((run << 1 if forward else run >> 1) & rest)
 
 
 def _sweep(positions: _Positions, calls: list[int], turn: int) -> tuple[list[int], int]:
-    """Return as many calls or fewer, and the number of windows: each is planned anew, half of it being the last one's.
+    """Plan overlapping windows of the calls anew; return no more calls than before, and the number of windows.
 
-    What a window must run is what neither the calls before it nor those after it can. So that no two windows are alike,
-    they are planned from either end in turn, with the ops in another order, and do not begin at the same calls in every
-    sweep; `turn`, the number of windows planned before, sees to that.
+    A window must run the positions that neither the calls before it nor those after it can run. To vary the windows,
+    `turn`, the number of windows planned before, determines the end from which each is planned, the order of the ops,
+    and the calls at which the windows of a sweep begin.
     """
     calls = calls.copy()
     width = _width(calls)
@@ -169,7 +169,7 @@ def _width(calls: list[int]) -> int:
 
 
 def _needed(positions: _Positions, calls: list[int]) -> list[int]:
-    """Return the calls without those that can be left out: what is left before such a call, those after it can run."""
+    """Return the necessary calls, without those whose later calls can run all positions that remain before them."""
     after = _rests(positions, calls)
     rest, front = positions.all, positions.first
     needed = []
@@ -181,7 +181,7 @@ def _needed(positions: _Positions, calls: list[int]) -> list[int]:
 
 
 def _rests(positions: _Positions, calls: list[int]) -> list[tuple[int, int]]:
-    """Return, by number of last calls, what these leave when they run as much as they can, and every string's last."""
+    """Return, for each number of last calls, the positions that they cannot run, and the last one of each string."""
     rest, back = positions.all, positions.last
     rests = [(rest, back)]
     for call in reversed(calls):

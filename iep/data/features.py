@@ -20,7 +20,7 @@ import torch
 
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
-from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank, raise_any
+from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank
 from iep.runtime.files import row_checksums
 from iep.runtime.memory import available_memory
 from iep.runtime.reading import reading
@@ -124,8 +124,7 @@ class Features:
         Raises:
             InputError: the features do not fit into memory, or as `read`.
         """
-        memory, error = attempt(self._load) if local_rank() == 0 else (None, None)
-        raise_any(error)
+        memory = attempt(self._load, local_rank() == 0)
         node = os.environ.get("GROUP_RANK", "0")
         mine = memory and (node, f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         paths = broadcast(dict(filter(None, gather(mine) or [])))

@@ -1,6 +1,6 @@
-"""The most common functions and layers whose plain call on a group equals a call for each sample.
+"""Common functions and layers for which a plain call on a group equals one call for each sample.
 
-`torch.vmap` costs some 300 us a call whatever it runs. What is missing here is not wrong, only slower.
+`torch.vmap` takes about 300 us per call for any function. Functions that are not listed here are correct but slower.
 
 Shapes: G rows of a group.
 """
@@ -24,30 +24,30 @@ UNARY = (
     | _named("__neg__ __abs__ float double bfloat16 long", Tensor)
     | _named("relu gelu silu elu softplus leaky_relu logsigmoid dropout", functional)
 )
-"""Functions of each number of one tensor by itself; further arguments are static."""
+"""Elementwise functions of one tensor; further arguments are static."""
 BINARY = _named("add sub mul div pow maximum minimum eq ne lt le gt ge", torch, Tensor) | _named(
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __eq__ __ne__ __lt__ __le__ "
     "__gt__ __ge__",
     Tensor,
 )
-"""Functions of each pair of numbers, of two tensors or of a tensor and a number."""
+"""Elementwise functions of two tensors, or of a tensor and a number."""
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU)
 """Layers that accept any number of leading axes."""
 
 
 def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequence[Any]) -> bool:
-    """Return whether a call is known to do for (G, ...) tensors what it does for each row of them.
+    """Return whether a call on (G, ...) tensors is known to have the same results as a call on each of their rows.
 
     Args:
-        args, kwargs: with a `Leaf` for each tensor that differs between samples.
-        specs: of these tensors for one sample.
+        args, kwargs: the arguments, with a `Leaf` for each tensor that differs between samples.
+        specs: the specs of these tensors for one sample.
     """
     is_leaf = [type(value) is Leaf for value in args]
     if sum(is_leaf) != len(specs):
         return False
     if function in BINARY and len(args) == 2 and not kwargs:
-        # Both broadcast alike with a leading axis, and have one dtype: in what dtype the result has, a number by itself
-        # counts for less than a group of numbers.
+        # Both broadcast in the same way with a leading axis, and have one dtype, because in type promotion a scalar has
+        # lower priority than a group of scalars.
         constants = [value for value in args if isinstance(value, Tensor)]
         axes, dtypes = {len(spec.shape) for spec in specs}, {tensor.dtype for tensor in (*specs, *constants)}
         return len(axes) == len(dtypes) == 1 and all(value.dim() <= len(specs[0].shape) for value in constants)
@@ -59,6 +59,6 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
 
 
 def _runs_nothing_else(layer: nn.Module) -> bool:
-    """Return whether calls of a layer run its class's `forward` and no hooks."""
+    """Return whether calls of a layer run only the `forward` of its class, without hooks."""
     parts = [part for registry in vars(layer).values() if isinstance(registry, dict) for part in registry.values()]
     return "forward" not in vars(layer) and all(isinstance(part, Tensor | None) for part in parts)

@@ -1,7 +1,7 @@
-"""Samples, each the edges between its vertices -> one graph for a minibatch, by array code without loops over vertices.
+"""Edges between the vertices of each sample -> one graph for a minibatch, by array code without loops over vertices.
 
-Functions are numbers here, with names for the inputs of which they pull rows and for the outputs that they push;
-`vertex.py` runs them.
+Here functions are numbers, with names for the inputs from which they pull rows and for the outputs that they push.
+`vertex.py` runs the functions.
 
 Shapes: S samples, V vertices of one, N of all, A greatest number of children, F functions, U rows pulled.
 """
@@ -17,18 +17,18 @@ from iep.batching.graph import Graph
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """One sample: the graph of its vertices.
+    """The graph of the vertices of one sample.
 
     Raises:
-        ValueError: a field is no array of integers of the shape that it says.
+        ValueError: a field is not an array of integers of the documented shape.
     """
 
     children: np.ndarray
-    """(V, A) the vertices that each vertex gathers from, in order, all before itself; -1 after the last."""
+    """The vertices from which each vertex gathers, (V, A), in order, all before itself; -1 after the last."""
     function: np.ndarray | None = None
-    """(V,) the number of each vertex's function; may be None for a network of one function."""
+    """The number of each vertex's function, (V,); may be None for a network of one function."""
     pulls: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """(V,) by input, the row that each vertex pulls; not read where the vertex's function does not pull."""
+    """The row that each vertex pulls, (V,) by input; ignored if the vertex's function does not pull this input."""
 
     def __post_init__(self) -> None:
         _check_integers("children", self.children, "(V, A)")
@@ -46,16 +46,16 @@ def _check_integers(name: str, array: np.ndarray, shape: str) -> None:
 
 
 class Joined(NamedTuple):
-    """A minibatch of samples as one graph."""
+    """The graph of a minibatch of samples."""
 
     graph: Graph
-    """Its roots: the last vertex of each sample, then output by output the vertices that push it."""
+    """The graph, whose roots are the last vertex of each sample, then for each output the vertices that push it."""
     fields: list[np.ndarray]
-    """For each output, its index among the results of each of these vertices' functions."""
+    """The index of each output among the results of the functions of the vertices that push it."""
     pulls: np.ndarray
-    """(num_inputs,) the input, in the order of `names_of`, of which each input of the graph is a row."""
+    """The index, in `names_of`, of the input of which each input of the graph is a row, (num_inputs,)."""
     rows: dict[str, np.ndarray]
-    """(U,) by input, its rows."""
+    """The rows of each input, (U,)."""
 
 
 def join(
@@ -65,13 +65,13 @@ def join(
     results: Sequence[Sequence[str]],
     sharing: bool,
 ) -> Joined:
-    """Return the samples as one graph, in which vertices keep their order.
+    """Return one graph of all samples, in which vertices keep their order.
 
     Args:
-        pulls: names of inputs, by function.
-        pushes: names of outputs, by function.
-        results: names of all states and outputs that a function computes, by function.
-        sharing: make each row of an input one input of the graph, however many vertices pull it.
+        pulls: the names of inputs, by function.
+        pushes: the names of outputs, by function.
+        results: the names of all states and outputs that a function computes, by function.
+        sharing: a row of an input is one input of the graph, even if several vertices pull it.
 
     Raises:
         ValueError: as `VertexNetwork.plan`.
@@ -114,17 +114,17 @@ def join(
 
 
 def names_of(names_F: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return all names that functions have, each once, in the order in which they first appear."""
+    """Return the distinct names of all functions, in the order in which they first occur."""
     return tuple(dict.fromkeys(name for names in names_F for name in names))
 
 
 def _index_of(name: str, names_F: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return (F,), the index of the name among those of each function, -1 where it is not there."""
+    """Return the index of the name among those of each function, (F,), or -1."""
     return np.array([names.index(name) if name in names else -1 for names in names_F])
 
 
 def _children(samples: Sequence[Edges]) -> np.ndarray:
-    """Return (N, A), the children of all vertices, numbered in their sample."""
+    """Return the children of all vertices, (N, A), as numbers within their samples."""
     widths = {sample.children.shape[1] for sample in samples}
     if len(widths) == 1:
         return np.concatenate([sample.children for sample in samples])
@@ -137,7 +137,7 @@ def _children(samples: Sequence[Edges]) -> np.ndarray:
 
 
 def _functions(samples: Sequence[Edges], count: int, sample_N: np.ndarray) -> np.ndarray:
-    """Return (N,), the function of each vertex."""
+    """Return the function of each vertex, (N,)."""
     if count == 1:
         return np.zeros(len(sample_N), dtype=np.int64)
     missing = next((index for index, sample in enumerate(samples) if sample.function is None), None)
@@ -153,7 +153,7 @@ def _functions(samples: Sequence[Edges], count: int, sample_N: np.ndarray) -> np
 def _pulled(
     samples: Sequence[Edges], name: str, vertices: np.ndarray, first_N: np.ndarray, sample_N: np.ndarray
 ) -> np.ndarray:
-    """Return the rows of an input that some vertices pull."""
+    """Return the rows of an input that the given vertices pull."""
     missing = next((index for index, sample in enumerate(samples) if name not in sample.pulls), None)
     if missing is not None:
         raise ValueError(f"sample {missing} does not say which rows of {name!r} its vertices pull")

@@ -1,8 +1,8 @@
-"""Tensors that are not computed yet, and which recording a thread's calls go to.
+"""Futures, which are tensors that are not computed yet, and the recording to which the calls of a thread go.
 
 Inside a lazy scope, calls return futures. A future knows its shape, dtype and device. PyTorch's functions, methods and
-operators on it are recorded (`recording.py`); what needs the numbers themselves (`float`, `bool`, `item`, printing,
-NumPy) runs everything recorded so far. After its scope has ended, a future behaves as the tensor that it stands for.
+operators on it are recorded (`recording.py`). Operations that need its values (`float`, `bool`, `item`, printing,
+NumPy) run everything recorded so far. After its scope has ended, a future behaves like the tensor that it represents.
 """
 
 import os
@@ -28,11 +28,11 @@ READERS = (
     *("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__", "__repr__"),
     *("__format__", "item", "tolist", "numpy", "cpu", "cuda", "__deepcopy__", "__reduce_ex__"),
 )
-"""Methods that need the numbers, or give the tensor away."""
+"""Methods that need the values of the tensor, or expose it."""
 VIEWS = ("T", "mT", "H", "mH", "real", "imag", "data")
-"""Attributes of a tensor that are functions of it."""
+"""Attributes of a tensor that compute another tensor."""
 AFTER_SCOPE = ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-"""Methods and functions that need the graph of a computed tensor."""
+"""Methods and functions that need the autograd graph of a computed tensor."""
 LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (__file__, torch.__file__))
 
 
@@ -55,7 +55,7 @@ def recording_into(recorder: Any) -> Iterator[None]:
 
 
 class Future:
-    """One result of a recorded call. `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes.
+    """One result of a recorded call. `shape`, `dtype`, `device` and `ndim` are known at once; `value` computes it.
 
     A future cannot be changed in place.
     """
@@ -70,10 +70,10 @@ class Future:
 
     @property
     def value(self) -> Tensor:
-        """The tensor. Inside its scope this runs everything recorded so far.
+        """The tensor. Inside the scope, reading it runs everything recorded so far.
 
         Raises:
-            ValueError: the scope ended with an exception before this was computed.
+            ValueError: the scope ended with an exception before the tensor was computed.
         """
         if self._value is None:
             self._column.recording.run(f"a value is read at {_users_line()}")
@@ -89,7 +89,7 @@ class Future:
         return iter(torch.unbind(self))
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(Tensor, name)  # raises AttributeError for what no tensor has
+        attribute = getattr(Tensor, name)  # raises AttributeError if tensors have no such attribute
         if name in VIEWS:
             return torch_function(attribute.__get__, (self,), {})
         if callable(attribute):
@@ -121,7 +121,7 @@ def torch_function(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> An
 
 
 def in_place_error(what: str) -> ValueError:
-    """Return the error for what changes a tensor in place."""
+    """Return the error for an operation that changes a tensor in place."""
     return ValueError(
         f"{what} changes a tensor in place, which cannot be recorded: write it out of place, as a = a + b for a += b"
     )
@@ -134,7 +134,7 @@ def _changes_in_place(func: Callable) -> bool:
 
 
 def is_in_forward() -> bool:
-    """Return whether a `forward` of a `torch.autograd.Function` runs: only it disables gradients of both modes."""
+    """Return whether the `forward` of a `torch.autograd.Function` runs; only there, both gradient modes are off."""
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
@@ -147,7 +147,7 @@ def lost_gradient() -> ValueError:
 
 
 def _open_recording(arguments: Any) -> Any:
-    """Return the recording of some future in nested arguments whose scope is open."""
+    """Return the recording of a future in nested arguments whose scope is open, if there is one."""
     for value in arguments.values() if isinstance(arguments, dict) else arguments:
         if type(value) is Future:
             found = None if value._column.recording.is_over else value._column.recording
@@ -159,7 +159,7 @@ def _open_recording(arguments: Any) -> Any:
 
 
 def values_of(arguments: Any, but_of: Any = None) -> Any:
-    """Return nested arguments with each future replaced by its tensor, except for futures of the recording `but_of`."""
+    """Return nested arguments in which tensors replace all futures except those of the recording `but_of`."""
 
     def value_of(part: Any) -> Any:
         return part.value if type(part) is Future and part._column.recording is not but_of else part
@@ -168,7 +168,7 @@ def values_of(arguments: Any, but_of: Any = None) -> Any:
 
 
 def _users_line() -> str:
-    """Return the file and line of the innermost caller outside of this package and of PyTorch."""
+    """Return the file and line of the innermost caller outside of this package and PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""How calls that are alike run on a group, found out once for all of them.
+"""Kernels, which run a group of calls that are alike. One kernel is made for all such calls.
 
-Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or as one plain call where
-that is known to be the same (`direct.py`). What can do neither runs singly, row by row, and the report says why. What a
-call returns is found by a trial run (`trial.py`).
+Users write code for one sample. A group runs as `torch.vmap` of that code over its rows, or as one plain call if the
+results are known to be the same (`direct.py`). Calls that allow neither run one by one, and the report gives the
+reason. A trial run finds the structure of the results (`trial.py`).
 
 Shapes: G rows of a group.
 """
@@ -25,13 +25,13 @@ from iep.dynamic.trial import REGISTRIES, trial_run
 
 VMAP, DIRECT, SINGLY, NOW, STATIC = "batched by vmap", "batched", "singly", "at once", "static"
 Autocast = tuple[tuple[str, torch.dtype], ...]
-"""The kinds of device for which autocast is on, and to which dtype."""
+"""The kinds of devices for which autocast is enabled, each with its dtype."""
 MOST_KERNELS = 256
-"""The most kernels that are remembered of one function or module."""
+"""The greatest number of kernels of one function or module that are kept."""
 
 
 class Spec(NamedTuple):
-    """A tensor without its numbers."""
+    """The properties of a tensor without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> "Spec":
-        """Return the spec of a tensor or future."""
+        """Return the spec of a tensor or a future."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
 
@@ -51,22 +51,22 @@ class Recorded(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self, leaves: Sequence[Tensor], function: Callable | None = None) -> tuple[Any, list[Tensor]]:
-        """Call `function`, or the call's own; returns the structure of the result and its tensors."""
+        """Call `function`, or the recorded one if None; return the structure of the result and its tensors."""
         return split((function or self.function)(*fill(self.args, leaves), **fill(self.kwargs, leaves)))
 
 
 @dataclass(eq=False)
 class Kernel:
-    """How calls that are alike run, and what they return. Holds neither their function nor tensors."""
+    """The way in which similar calls run, and the structure of their results. It holds no function and no tensors."""
 
     how: str
     reason: str | None = None
-    """Why the calls are not batched."""
+    """The reason why the calls are not batched; None if they are."""
     outputs: tuple[Spec, ...] = ()
     structure: Any = None
-    """What a call returns, with a `Leaf` for each tensor."""
+    """The result of a call, with a `Leaf` for each tensor."""
     grads: tuple[bool, ...] = ()
-    """Which outputs can require gradients; a detached tensor cannot."""
+    """Whether each output can require a gradient; a detached tensor cannot."""
 
 
 _of_modules: WeakKeyDictionary[nn.Module, dict[tuple, Kernel]] = WeakKeyDictionary()
@@ -74,14 +74,14 @@ _of_functions: dict[Callable, dict[tuple, Kernel]] = {}
 
 
 def kernel_of(call: Recorded, key: tuple | None, specs: Sequence[Spec], sample: Callable[[], list[Tensor]]) -> Kernel:
-    """Return how `call` runs on leaves like `specs`; warn where it is not batched.
+    """Return the kernel that runs `call` on leaves with the given `specs`; warn if it cannot batch.
 
-    Kernels of modules and of PyTorch's functions are remembered from scope to scope. The user's functions may depend on
-    more than their arguments.
+    Kernels of modules and of PyTorch's functions are kept for later scopes. Those of the user's functions are not, as
+    these functions may depend on more than their arguments.
 
     Args:
-        key: what the kernel depends on besides a module's parameters and parts; None where objects belong to that.
-        sample: computes the leaves of one sample; called where a trial without numbers is not enough.
+        key: everything on which the kernel depends besides a module's parameters and parts; None if it has objects.
+        sample: computes the leaves of one sample. It is called if a trial without values is not sufficient.
     """
     function, kernels = call.function, {}
     is_pytorchs = (getattr(function, "__module__", None) or "torch").startswith("torch")
@@ -91,9 +91,9 @@ def kernel_of(call: Recorded, key: tuple | None, specs: Sequence[Spec], sample: 
     kernel = kernels[key] if key in kernels else _find_kernel(call, specs, sample)
     if kernel.how == SINGLY:
         _warn_singly(function, kernel.reason)
-    if len(kernels) == MOST_KERNELS:  # a number that differs from call to call makes ever more of them
+    if len(kernels) == MOST_KERNELS:  # a number that differs between calls adds a kernel for each value
         kernels.clear()
-    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may be others another time
+    if not (isinstance(function, nn.Module) and _has_statics(kernel.structure)):  # numbers may differ in another call
         kernels[key] = kernel
     return kernel
 
@@ -125,7 +125,7 @@ def _find_kernel(call: Recorded, specs: Sequence[Spec], sample: Callable[[], lis
 def _empty(spec: Spec) -> Tensor:
     has_grad = spec.dtype.is_floating_point or spec.dtype.is_complex
     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, requires_grad=has_grad)
-    return tensor.clone()  # autograd forbids changing a leaf in place, for which the user is given another reason
+    return tensor.clone()  # autograd forbids changing a leaf in place; the user is told another reason
 
 
 def _has_statics(structure: Any) -> bool:
@@ -150,7 +150,7 @@ def tensors_of(function: Callable) -> list[Tensor]:
 
 
 def state_of(function: Callable) -> tuple:
-    """Return what of a module decides how its calls run, besides its parameters and buffers."""
+    """Return the state of a module, besides its parameters and buffers, that decides how its calls run."""
     return tuple(
         (type(part), part.training, "forward" in vars(part), *(tuple(vars(part).get(name, ())) for name in REGISTRIES))
         for part in _parts_of(function)
@@ -163,7 +163,7 @@ def _parts_of(function: Callable) -> list[nn.Module]:
 
 
 def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *leaves: Tensor) -> tuple[Tensor, ...]:
-    """Return the results of `call` on G rows of leaves, (G, ...) each, in the modes in which it was recorded."""
+    """Return the results of `call`, (G, ...) each, on G rows of leaves in the modes that were active when recorded."""
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -184,7 +184,7 @@ def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *l
             f"{name_of(call.function)} returned shapes {shapes}, expected {expected}: it depends on more than its "
             "arguments; call it outside of the scope"
         )
-    # A number of one sample counts for less than a vector in the dtype of a result; a group of numbers is a vector.
+    # In type promotion, a scalar of one sample has lower priority than a vector, and a group of scalars is a vector.
     return tuple(result.to(spec.dtype) for result, spec in zip(results, kernel.outputs, strict=True))
 
 
@@ -197,7 +197,7 @@ def _run(call: Recorded, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[T
         except Exception as failure:
             reason = f"vmap cannot: {_text(failure)}"
     rows = [call.run(row)[1] for row in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
-    if kernel.how == VMAP:  # and the code itself is right, because it has run
+    if kernel.how == VMAP:  # the code itself is valid, because it has run
         kernel.how, kernel.reason = SINGLY, reason
         _warn_singly(call.function, reason)
     return [torch.stack(results) for results in zip(*rows, strict=True)]

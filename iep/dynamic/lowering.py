@@ -1,4 +1,4 @@
-"""What a lazy scope has recorded -> a graph with its types.
+"""The recorded calls of a lazy scope -> a graph with its types.
 
 Shapes: N nodes, R results, U arguments of all nodes, A greatest number of one node, F futures.
 """
@@ -17,18 +17,18 @@ from iep.dynamic.recording import Recording
 
 
 class Lowered(NamedTuple):
-    """A graph, and what its inputs and roots are to the recording."""
+    """A graph, and the tensors and futures of the recording that its inputs and roots stand for."""
 
     graph: Graph
     types: Types
     inputs: list[int]
-    """The numbers of the tensors from outside."""
+    """The numbers of the tensors from outside of the scope."""
     roots: list[list[tuple[Future, bool]]]
     """The futures that each of the types' roots computes, and whether they can require gradients."""
 
 
 def lower(recording: Recording, futures: Sequence[Future], shared: bool = False) -> Lowered:
-    """Return the graph that computes `futures`; if `shared`, with nodes of one op and equal arguments merged."""
+    """Return the graph that computes `futures`. If `shared`, nodes of one op with equal arguments are merged."""
     ops, op_N, address_U = recording.ops, np.array(recording.node_op), np.array(recording.arguments)
     leaves_N = np.array([op.num_leaves for op in ops])[op_N]
     width_N = np.array([len(op.columns) for op in ops])[op_N]
@@ -75,7 +75,7 @@ def lower(recording: Recording, futures: Sequence[Future], shared: bool = False)
 
 
 def _needed(maker_R: np.ndarray, reader_U: np.ndarray, address_U: np.ndarray, address_F: np.ndarray) -> np.ndarray:
-    """Return (N,) which nodes the results at `address_F` depend on."""
+    """Return whether the results at `address_F` depend on each node, (N,)."""
     needed_N = np.ones(int(maker_R[-1]) + 1, dtype=bool)
     while True:  # drop the nodes whose results nothing reads, until there are none
         is_used_R = np.zeros(len(maker_R), dtype=bool)

@@ -1,4 +1,4 @@
-"""Nested lists, tuples, dicts and slices: arguments and results of modules."""
+"""Nested lists, tuples, dicts and slices, which are arguments and results of modules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for a tensor in a nested structure."""
+    """A placeholder for a tensor in a nested structure."""
 
     index: int
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with `change` applied to everything in it that is not a container."""
+    """Return `value` with `change` applied to everything inside that is not a container."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([mapped(change, part) for part in value])
@@ -30,7 +30,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def split(value: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor) -> tuple[Any, list]:
-    """Return `value` with each tensor replaced by a `Leaf`, and these tensors in order."""
+    """Return `value` with a `Leaf` in place of each tensor, and the tensors in order."""
     leaves: list[Any] = []
 
     def take_out(part: Any) -> Any:
@@ -43,5 +43,5 @@ def split(value: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor) -> tuple
 
 
 def fill(structure: Any, values: Sequence[Any]) -> Any:
-    """Return `structure` with each leaf replaced by its value."""
+    """Return `structure` with the given values in place of its leaves."""
     return mapped(lambda part: values[part.index] if type(part) is Leaf else part, structure)

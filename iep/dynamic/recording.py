@@ -1,11 +1,11 @@
-"""Calls on futures -> nodes: what a lazy scope has recorded since it last ran something, in plain lists of integers.
+"""Calls on futures -> nodes: the calls that a lazy scope has recorded since its last run, in plain lists of integers.
 
-Results of nodes have *addresses* from 0 on, in the order of recording; tensors from outside have -1, -2, ... Nodes of
-one key (function or module, its arguments' structure, shapes, dtypes, devices and static values, gradients on or off,
-autocast) are of one op. `lowering.py` makes a graph of them.
+Results of nodes have *addresses* from 0 on, in the order of recording; tensors from outside have -1, -2, ... Nodes with
+the same key (function or module, structure, shapes, dtypes, devices and static values of its arguments, gradients on or
+off, autocast) have the same op. `lowering.py` makes a graph of them.
 
-A run computes every future that somebody still holds. So nothing recorded before it can be used after it: the recording
-starts anew, and what was computed counts as tensors from outside.
+A run computes every future that is still referenced. Nothing recorded before a run is therefore used after it: the
+recording starts anew, and computed futures are treated as tensors from outside.
 """
 
 from array import array
@@ -24,14 +24,14 @@ from iep.dynamic.nested import Leaf, fill, mapped, split
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 STATIC_KINDS = frozenset((type(None), bool, int, str, torch.dtype, torch.device))
-"""The kinds of most arguments that are not tensors."""
+"""The types of most arguments that are not tensors."""
 PLAIN_KINDS = STATIC_KINDS | {float, complex, bytes, type(...), torch.Size, torch.layout, torch.memory_format, type}
 DENSE = frozenset((Tensor, nn.Parameter, nn.Buffer))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FutureColumn:
-    """Tensors of one shape, dtype and device."""
+    """The shape, dtype and device of a column of futures."""
 
     recording: "Recording"
     index: int
@@ -49,7 +49,7 @@ class Constant:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """What the nodes of one key run."""
+    """The call that all nodes with the same key run."""
 
     index: int
     call: Recorded
@@ -57,19 +57,19 @@ class Op:
     grad: bool
     autocast: Autocast
     num_leaves: int
-    """How many tensors are among the arguments of each node."""
+    """The number of tensors among the arguments of each node."""
     columns: tuple[FutureColumn, ...]
-    """Of the results."""
+    """The columns of the results."""
     constants: list[Tensor]
     """The tensors among the arguments that all calls share."""
     is_single: bool
     is_tuple: bool
-    """A call returns one tensor, or a tuple of tensors."""
+    """True if a call returns a tuple of tensors, False if it returns one tensor."""
     noted: tuple
-    """What the calls depend on besides their arguments, as it was when the first one was recorded."""
+    """The state on which the calls depend besides their arguments, at the time of the first recorded call."""
 
     def check(self) -> None:
-        """Raise ValueError if what the calls depend on has changed since the first one was recorded."""
+        """Raise a ValueError if the state on which the calls depend has changed since the first one was recorded."""
         if _note(self.call.function, self.constants)[:2] != self.noted[:2]:
             raise ValueError(
                 f"{name_of(self.call.function)} was changed (parameters, buffers, parts, hooks or training mode) after "
@@ -78,12 +78,12 @@ class Op:
 
 
 class Recording:
-    """The nodes and tensors from outside of one scope.
+    """The nodes of one scope, and the tensors from outside that they read.
 
     Args:
-        run: gives the held futures their values; called with the recording, these futures in the order of their
-            addresses, and what asks for them.
-        ran_at_once: counts the calls that cannot be recorded, by their name and why.
+        run: a function that gives the referenced futures their values. It is called with the recording, these futures
+            in the order of their addresses, and the reason for the run.
+        ran_at_once: counts the calls that cannot be recorded, by their name and the reason.
         constants: tensors that are shared by all calls, besides parameters.
     """
 
@@ -98,7 +98,7 @@ class Recording:
         self.ops: list[Op] = []
         self.node_op = array("q")
         self.arguments = array("q")
-        """The addresses of the nodes' arguments, node after node."""
+        """The addresses of the arguments of all nodes, one node after the other."""
         self.inputs: list[Tensor] = []
         self.input_columns: list[FutureColumn] = []
         self._input_versions: list[int | None] = []
@@ -109,7 +109,7 @@ class Recording:
         self._ops_by_key: dict[tuple, Op | Kernel] = {}
 
     def run(self, why: str) -> None:
-        """Run what was recorded and give all held futures their values; `why` says what asks for it."""
+        """Run the recorded calls, which gives all referenced futures their values; `why` is the reason for the run."""
         if self.is_over:
             raise ValueError("the scope of this future ended with an exception before it was computed")
         futures = [future for reference in list(self._held) if (future := reference()) is not None]
@@ -121,13 +121,13 @@ class Recording:
         self._start()
 
     def end(self) -> None:
-        """Let go of everything that futures do not hold."""
+        """Release everything that futures do not refer to."""
         self._start()
         self._constants.clear()
         self._run, self.is_over = None, True
 
     def unchanged(self, numbers: Iterable[int]) -> list[Tensor]:
-        """Return tensors from outside, of which none may have been changed; number n has the address -1 - n."""
+        """Return tensors from outside, none of which may have changed; number n has the address -1 - n."""
         tensors = [self.inputs[number] for number in numbers]
         for tensor, number in zip(tensors, numbers, strict=True):
             if version_of(tensor) != self._input_versions[number]:
@@ -136,7 +136,7 @@ class Recording:
         return tensors
 
     def futures_for(self, arguments: Any) -> Any:
-        """Return nested arguments with each tensor of a sample's own replaced by a future."""
+        """Return nested arguments in which futures replace the tensors that belong to one sample."""
 
         def future_for(value: Any) -> Any:
             is_own = type(value) is not Future and self._is_samples(value)
@@ -150,9 +150,9 @@ class Recording:
         return type(value) is Future or (isinstance(value, Tensor) and not is_constant)
 
     def record(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Add a node for `function(*args, **kwargs)`; returns futures in the structure of what it would return.
+        """Add a node for `function(*args, **kwargs)`, and return futures in the structure of its result.
 
-        Where there can be no node, it runs now and its result is returned.
+        If the call cannot be a node, it runs now, and its result is returned.
         """
         grad = is_grad_enabled()
         if not grad and is_in_forward() and not self._is_in_forward:
@@ -170,7 +170,7 @@ class Recording:
             return self._run_now(function, args, kwargs, f"{failure}")
         if op is None:
             if any(type(part) is FutureColumn and part.recording is not self for part in key):
-                # Futures of other scopes are tensors from outside to this one.
+                # To this scope, futures of other scopes are tensors from outside.
                 args, kwargs = values_of(args, but_of=self), values_of(dict(kwargs), but_of=self)
             else:
                 self._add_op(tuple(key), function, args, kwargs)
@@ -192,7 +192,7 @@ class Recording:
         return tuple(futures) if op.is_tuple else fill(op.kernel.structure, futures)
 
     def _walk(self, values: Iterable, key: list, addresses: list[int]) -> None:
-        """Append to `key` what arguments are, and to `addresses` where their tensors are."""
+        """Append descriptions of arguments to `key`, and the addresses of their tensors to `addresses`."""
         for value in values:
             kind = type(value)
             if kind is Future and value._value is None:
@@ -250,7 +250,7 @@ class Recording:
         return column
 
     def _add_op(self, key: tuple, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Find out what calls of `key` run."""
+        """Add the op of the calls with `key`."""
         (args, kwargs), leaves = split((args, dict(kwargs)), self._is_samples)
         call = Recorded(function, args, kwargs)
         kernel = Kernel(NOW, "no argument is a tensor")
@@ -284,7 +284,7 @@ class Recording:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """Return how often a tensor was changed in place; None for a tensor of inference mode, which does not count."""
+    """Return how often a tensor was changed in place; None for a tensor of inference mode, which has no counter."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -302,7 +302,7 @@ def _is_plain(part: Any) -> bool:
 
 
 def _general(part: Any) -> Any:
-    """Return a part of a key without what belongs to a scope or keeps tensors alive."""
+    """Return a part of a key without objects that belong to a scope or keep tensors alive."""
     if type(part) is Constant:
         return Spec.of(part.tensor), part.tensor.requires_grad
     return Spec.of(part) if type(part) is FutureColumn else part

@@ -1,4 +1,4 @@
-"""Plans are remembered: graphs of the same shape are scheduled and planned once."""
+"""A cache of plans, by which graphs of the same shape are scheduled and planned once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from typing import TypeVar
 import numpy as np
 
 MOST_NODES = 1 << 18
-"""The most nodes of all graphs whose plans are kept; the one used longest ago goes first."""
+"""The greatest number of nodes of all graphs with cached plans; the least recently used plan is dropped first."""
 
 Value = TypeVar("Value")
 
 _values: dict[bytes, tuple[int, object]] = {}
-"""With the number of nodes of their graphs, the one used longest ago first."""
+"""The values and the numbers of nodes of their graphs, the least recently used first."""
 _is_off: ContextVar[bool] = ContextVar("nothing_remembered", default=False)
 
 
 def remembered(key: bytes, nodes: int, make: Callable[[], Value]) -> tuple[Value, bool]:
-    """Return the value of `key`, made for a graph of so many nodes if it is not there, and whether it was."""
+    """Return the cached value of `key`, made now if it is missing, and whether it was cached."""
     if _is_off.get():
         return make(), False
     found = _values.pop(key, None)
@@ -31,7 +31,7 @@ def remembered(key: bytes, nodes: int, make: Callable[[], Value]) -> tuple[Value
 
 @contextmanager
 def nothing_remembered() -> Iterator[None]:
-    """Within it, plans are made anew and not kept: for measuring what they cost."""
+    """Make plans anew in the block, and do not cache them, so that their time can be measured."""
     token = _is_off.set(True)
     try:
         yield

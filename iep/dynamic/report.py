@@ -1,4 +1,4 @@
-"""What a lazy scope did: which calls ran together, which did not, and why. Printed, a report is a table."""
+"""Reports of lazy scopes: the calls that ran together, the others, and the reasons. A report prints as a table."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ class OpReport(NamedTuple):
     """The calls of one module or function that are alike."""
 
     name: str
-    """A number in brackets tells modules of one class apart, and functions with different parameters."""
+    """The name, with a number in brackets if several modules of one class or functions have the same name."""
     shapes: str
     """The shapes of the results."""
     how: str
     reason: str | None
-    """Why the calls are not batched."""
+    """The reason why the calls are not batched; None if they are."""
     nodes: int
-    """The number of recorded calls that have run; with `share`, equal ones count once."""
+    """The number of recorded calls that have run; with `share`, equal calls count once."""
     calls: int
     """The number of groups in which they ran."""
     largest: int
@@ -28,15 +28,15 @@ class OpReport(NamedTuple):
 
 @dataclass
 class BatchingReport:
-    """What a scope has done so far."""
+    """The calls that a scope has run so far."""
 
     flushes: Counter[str] = field(default_factory=Counter)
-    """How often something was run, by what asked for it."""
+    """The number of runs by their reason."""
     ran_at_once: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """The calls that could not be recorded: their name and why."""
+    """The number of calls that could not be recorded, by their name and the reason."""
     plans_reused: int = 0
     seconds_recording: float = 0.0
-    """The time in the scope, with the user's own code, without planning and executing."""
+    """The time in the scope, including the user's own code, without planning and executing."""
     seconds_planning: float = 0.0
     seconds_executing: float = 0.0
     _sizes: dict[tuple, list[int]] = field(default_factory=dict, repr=False)
@@ -49,7 +49,7 @@ class BatchingReport:
 
     @property
     def ops(self) -> tuple[OpReport, ...]:
-        """What ran, in the order of recording."""
+        """The calls that ran, in the order of recording."""
         numbers: dict[str, dict[tuple, int]] = {}
         for identity, *_ in self._sizes:
             alike = numbers.setdefault(name_of(identity[0]), {})
@@ -73,7 +73,7 @@ class BatchingReport:
 
     @property
     def batching_ratio(self) -> float:
-        """Calls without batching over calls with it (Zha et al. 2019, section 3)."""
+        """The number of calls without batching divided by that with batching (Zha et al. 2019, section 3)."""
         return self.nodes / self.calls if self.calls else 1.0
 
     def __str__(self) -> str:

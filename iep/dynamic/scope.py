@@ -1,12 +1,12 @@
-"""The lazy scope: code for one sample, run for many at once, with one line added.
+"""The lazy scope, by which code for one sample runs for many at once, with one added line.
 
     with iep.dynamic.scope(model.cell) as batch:
         losses = [model.loss(sample) for sample in samples]
     torch.stack(losses).mean().backward()
 
-Inside, a call is recorded and returns futures; leaving the scope runs all that was recorded and that somebody still
-holds, in groups of alike calls (just-in-time dynamic batching: Zha et al. 2019, sections 3 and 4). Calls become a graph
-(`recording.py`, `lowering.py`), which is scheduled, planned and executed as every other graph of `iep.batching`.
+Inside the scope, a call is recorded and returns futures. At its end, all recorded calls whose results are still
+referenced run in groups of similar calls (just-in-time dynamic batching: Zha et al. 2019, sections 3 and 4). The calls
+become a graph (`recording.py`, `lowering.py`), which is scheduled, planned and executed like any in `iep.batching`.
 """
 
 import threading
@@ -35,31 +35,31 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.
 
 
 class scope:  # noqa: N801 - a context manager, used as a function is
-    """Record calls of modules within it, and run them batched at its end.
+    """Record calls of modules in the block, and run them batched at its end.
 
     Args:
-        modules: the modules whose calls are recorded. With none, those of all layers that `torch.nn` itself defines.
-        granularity: "module" records each call of a listed module as one node; "op" each function of PyTorch that it
-            calls. Functions on futures outside of these modules are recorded in both.
+        modules: the modules whose calls are recorded. If there are none, all layers that `torch.nn` itself defines.
+        granularity: "module" records each call of a listed module as one node, and "op" each function of PyTorch that
+            it calls. Both record functions on futures outside of these modules.
         scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
         share: run nodes of one op with the same arguments once. Not for modules that draw random numbers.
         defer_weight_grads: compute each weight's gradient once, over all calls (`DeferredWeightGrads`).
 
-    Arguments of a recorded call are tensors, futures, nested lists, tuples and dicts of them, and static values, which
-    tell calls apart. All calls share parameters, and other tensors belong to one sample. A call returns futures in the
-    structure that the module returns. Reading a number (`Future.value`, `float(future)`, printing) runs what was
-    recorded so far. What a module does besides returning tensors, such as counting its calls, it does once for a group,
-    and not at all where nobody holds the results; hooks that PyTorch registers for all modules may see a whole group.
-    Scopes may be nested, and open in several threads, each for its own calls.
+    Arguments of a recorded call are tensors, futures, nested lists, tuples and dicts of these, and static values, which
+    distinguish calls. Parameters are shared by all calls, and other tensors belong to one sample. A call returns
+    futures in the structure of the module's result. Reading a value (`Future.value`, `float(future)`, printing) runs
+    all calls recorded so far. Side effects of a module, such as counting its calls, happen once for a group, and not at
+    all if its results are no longer referenced; hooks that PyTorch registers for all modules may see a whole group.
+    Scopes may be nested, and may be open in several threads, each for its own calls.
 
-    All values that ran together are of one graph: of two losses, call `backward` on the sum, or on the first with
-    `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient of zeros in
-    its group's backward pass: infinite derivatives there make gradients that are not numbers (0 * inf), and parameters
-    of which no result is used get zeros for gradients, where plain code leaves None. Values that ran together with
+    All values that ran together belong to one autograd graph: with two losses, call `backward` on the sum, or on the
+    first with `retain_graph=True`. Gradients cannot be differentiated again. A result that no loss uses has a gradient
+    of zeros in its group's backward pass. Infinite derivatives there make gradients NaN (0 * inf), and parameters
+    whose results are not used get gradients of zeros, which are None in plain code. Values that ran together with
     others that require a gradient may require one too.
 
     Raises:
-        ValueError: the granularity or scheduler is unknown, or what is listed is not a module. Within it, or at its
+        ValueError: the granularity or scheduler is unknown, or a listed object is not a module. In the block, or at its
             end: a call changes a tensor in place; the parameters, buffers, parts, hooks or training mode of a module,
             or a tensor, changed between a call and its run; `backward` of a future is called; a
             `torch.autograd.Function` is given a future; tensors are on several devices.
@@ -107,7 +107,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
             self._report.seconds_recording = perf_counter() - self._entered - elsewhere
 
     def wrap(self, function: Callable) -> Callable:
-        """Return `function` with its calls recorded as a listed module's are. Wrap it once, not for each sample."""
+        """Return a `function` whose calls are recorded like those of a module. Wrap it once, not for each sample."""
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,11 +116,11 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         return call
 
     def report(self) -> BatchingReport:
-        """Return what was batched so far, what was not, and why. Printed, it is a table."""
+        """Return a report of the calls that were batched so far, and of the others. It prints as a table."""
         return self._report
 
     def _call_by_op(self, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Call a module or function now, on futures: the functions that it calls are recorded."""
+        """Call a module or function now, on futures, and record the functions that it calls."""
         if is_autograd_function(function) or self._is_hooked(function):
             return self._recording.record(function, args, kwargs)
         futures = self._recording.futures_for
@@ -128,7 +128,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
         return function(*futures(args), **futures(dict(kwargs)))
 
     def _run(self, recording: Recording, futures: list[Future], why: str) -> None:
-        """Give `futures` their values."""
+        """Compute the values of `futures`."""
         began = perf_counter()
         lowered = lower(recording, futures, self._share)
         plan, was_there = _plan(lowered, self._scheduler)
@@ -162,7 +162,7 @@ class scope:  # noqa: N801 - a context manager, used as a function is
 
 
 def _plan(lowered: Lowered, scheduler: str) -> tuple[Plan, bool]:
-    """Return the plan of a graph, and whether it was remembered."""
+    """Return the plan of a graph, and whether it was cached."""
     graph, types = lowered.graph, lowered.types
     name = f"{scheduler} {graph.num_inputs} {sorted(types.signatures.items())}"
     key = key_of(name, graph.op, graph.args, types.fields, types.inputs, *sum(types.roots, ()))
@@ -180,12 +180,12 @@ def _without_lists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _is_hooked(function: Callable) -> bool:
-    """Return whether a module or a part of it has backward hooks, so that its calls are run singly, as a whole."""
+    """Return whether a module or a part of it has backward hooks, so that its calls must run one by one, undivided."""
     return isinstance(function, nn.Module) and any(map(has_backward_hooks, function.modules()))
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether `torch.nn` itself defines the module's class, and it is not a mere container."""
+    """Return whether `torch.nn` itself defines the module's class, and it is not just a container."""
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
 
 
@@ -196,7 +196,7 @@ _original_call = nn.Module.__call__
 
 @contextmanager
 def _module_calls_recorded() -> Iterator[None]:
-    """Let `nn.Module.__call__` ask its thread's scope, until the last scope of all threads is left."""
+    """Make `nn.Module.__call__` ask the scope of its thread, until the last scope of all threads ends."""
     global _open_scopes, _original_call
     with _lock:
         if not _open_scopes:

@@ -1,7 +1,7 @@
-"""Trial runs: a user's code is run once on tensors without numbers, to see what it returns, and leaves no trace.
+"""Trial runs of a user's code on tensors without values, which find the structure of its results without side effects.
 
-Modules are called as twins of themselves, with the same parameters and with copies of their buffers. A trial also finds
-out what prevents many samples from sharing one call.
+Twins replace the modules in a trial. They have the same parameters and copies of the buffers. A trial also finds
+reasons why several samples cannot share one call.
 """
 
 import logging
@@ -22,19 +22,19 @@ from iep.dynamic.future import recording_into
 REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 """The dicts of every module: parameters, buffers, parts and hooks of all kinds."""
 _one_at_a_time = threading.RLock()
-"""Fake tensors of several threads share state that they should not."""
+"""A lock for fake tensors, which wrongly share state between threads."""
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""Returns the hooks by which checkpoints keep tensors from being saved."""
+"""The function that returns the hooks by which activation checkpoints avoid saving tensors."""
 
 
 class Trial:
-    """Receives the calls of modules while a trial runs, and passes them to twins, whose buffers are `copied`."""
+    """The receiver of module calls during a trial, which passes them to twins with `copied` buffers."""
 
     def __init__(self, copied: Callable[[Tensor], Tensor]):
         self._copied = copied
         self._twins: dict[nn.Module, nn.Module] = {}
         self._buffers: dict[nn.Module, list[tuple]] = {}
-        """Of every twin, before it was called."""
+        """The buffers of every twin before its call."""
         self.watch = _Watch()
 
     def handles(self, module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ class Trial:
         return self._twin_of(module)(*args, **kwargs)
 
     def stand_in(self, function: Callable) -> Callable:
-        """Return what to call instead of a function, module or method of a module."""
+        """Return the replacement of a function, module or method of a module in a trial."""
         if isinstance(function, nn.Module):
             return self._twin_of(function)
         if isinstance(function, MethodType) and isinstance(function.__self__, nn.Module):
@@ -54,7 +54,7 @@ class Trial:
         return function
 
     def why_singly(self) -> str | None:
-        """Return why a call on many samples would differ from one call for each; None if it would not."""
+        """Return the reason why a call on many samples would differ from one call for each, or None."""
         for twin, before in self._buffers.items():
             if has_backward_hooks(twin):
                 return f"{type(twin).__name__} has backward hooks, which are called for each sample"
@@ -80,7 +80,7 @@ class Trial:
 
 
 class _Watch(TorchFunctionMode):
-    """Looks for what depends on all samples of a call, or cannot be run by vmap, and keeps the reason."""
+    """A mode that finds operations that depend on all samples of a call or that vmap cannot run; `reason` names one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Watch(TorchFunctionMode):
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a module itself, apart from its parts, has hooks that the backward pass calls."""
+    """Return whether a module itself, without its parts, has hooks that the backward pass calls."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -108,10 +108,10 @@ def _buffers_of(module: nn.Module) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def trial_run(is_fake: bool) -> Iterator[Trial]:
-    """Run a trial on fake tensors, which have no numbers, or on one sample without gradients.
+    """Run a trial on fake tensors, which have no values, or on one sample without gradients.
 
-    The weights that autocast remembers are kept, random numbers are drawn anew later, and tensors count their changes
-    in place, as those of inference mode do not.
+    A trial preserves the weights cached by autocast and the state of random number generators. Inference mode is off,
+    so that tensors count their changes in place.
     """
     grad, is_cached = is_fake and torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
     with ExitStack() as stack:

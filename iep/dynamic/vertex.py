@@ -28,17 +28,17 @@ from iep.dynamic.remembered import key_of, remembered
 class Vertices:
     """The G vertices of one call of a vertex function. All of them have the same number of children.
 
-    A function must not change the tensors that it gathers and pulls in place.
+    A function must not change the tensors that it gathers or pulls in place.
     """
 
     def __init__(self, num_children: int, gathered: Mapping[str, Tensor], pulled: Mapping[str, Tensor]):
         self.num_children = num_children
         self._gathered, self._pulled = gathered, pulled
         self.results: dict[str, Tensor] = {}
-        """What the function has scattered and pushed, by name."""
+        """The tensors that the function has scattered and pushed, by name."""
 
     def gather(self, state: str) -> Tensor:
-        """Return (G, num_children, ...), the states that the children scattered, in the order of the children.
+        """Return the states that the children scattered, (G, num_children, ...), in the order of the children.
 
         Raises:
             ValueError: the function does not declare that it gathers this state.
@@ -46,7 +46,7 @@ class Vertices:
         return _declared(state, "gathers", self._gathered)
 
     def pull(self, name: str) -> Tensor:
-        """Return (G, ...), the vertices' rows of an input.
+        """Return the rows of an input that the vertices pull, (G, ...).
 
         Raises:
             ValueError: the function does not declare that it pulls this input.
@@ -58,7 +58,7 @@ class Vertices:
         self.results.update(states)
 
     def push(self, **outputs: Tensor) -> None:
-        """Return (G, ...) outputs from the graph."""
+        """Add (G, ...) outputs of these vertices to the results of the run."""
         self.results.update(outputs)
 
 
@@ -70,16 +70,16 @@ def _declared(name: str, kind: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class VertexFunction:
-    """What a vertex does. Every function scatters all states of its network."""
+    """The computation of a vertex. Every function scatters all states of its network."""
 
     run: Callable[[Vertices], None]
     """Plain PyTorch code for the G vertices of a call."""
     gathers: tuple[str, ...] = ()
-    """Names of the states that it gathers."""
+    """The names of the states that the function gathers."""
     pulls: tuple[str, ...] = ()
-    """Names of the inputs of which each vertex pulls a row."""
+    """The names of the inputs from which each vertex pulls a row."""
     pushes: tuple[str, ...] = ()
-    """Names of the outputs of which each vertex pushes a row. A state's name stands for what the vertex scatters."""
+    """The names of the outputs to which each vertex pushes a row. The name of a state pushes the scattered state."""
 
     def __post_init__(self) -> None:
         for kind in ("gathers", "pulls", "pushes"):
@@ -89,13 +89,13 @@ class VertexFunction:
 
 @dataclass(frozen=True, eq=False)
 class VertexPlan:
-    """How to run the vertices of a minibatch. It has integers only."""
+    """The plan by which the vertices of a minibatch run, which consists of integers."""
 
     graph: Graph
     schedule: Schedule
     plan: Plan
     rows: Mapping[str, Tensor]
-    """(U,) by input, the rows of its table to give, in this order. With sharing each row is there once."""
+    """The rows of each input that a run needs, (U,), in this order. With sharing, each row occurs once."""
 
     def to(self, device: torch.device | str) -> "VertexPlan":
         """Return the plan with its tensors on `device`."""
@@ -105,27 +105,27 @@ class VertexPlan:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What a run of a vertex network returns."""
+    """The results of a run of a vertex network."""
 
     roots: Mapping[str, Tensor]
-    """(S, ...) by state, what the last vertex of each sample scattered."""
+    """The value of each state that the last vertex of each sample scattered, (S, ...)."""
     pushed: Mapping[str, Tensor]
-    """By output, one row for each vertex that pushes, in the order of samples and vertices; (0,) if there is none."""
+    """One row of each output for every vertex that pushes it, by samples and vertices in order; (0,) if none does."""
 
 
 class VertexNetwork:
-    """Vertex functions, and the states that vertices pass to each other.
+    """A network of vertex functions, and the states that vertices pass to each other.
 
     Args:
-        functions: `Edges.function` numbers them.
+        functions: the functions, in the order of the numbers in `Edges.function`.
         states: the shape of each state of one vertex.
-        dtype: the dtype of what a vertex without children gathers. None stands for that of the first input that it
-            pulls, or PyTorch's default dtype where that is an integer type. A state is kept in the dtype in which it
-            is first scattered.
+        dtype: the dtype of the states that a vertex without children gathers. None stands for that of the first input
+            that it pulls, or PyTorch's default dtype if that is an integer type. A state is kept in the dtype in which
+            it is first scattered.
 
     Raises:
-        ValueError: a function is no `VertexFunction` or gathers a name that is no state, a state has no shape, or a
-            name is used for two things.
+        ValueError: a function is not a `VertexFunction` or gathers an unknown state, a state has no shape, or a name is
+            used for two things.
     """
 
     def __init__(
@@ -155,15 +155,15 @@ class VertexNetwork:
         self._kind = repr((names, [(function.gathers, function.pulls, function.pushes) for function in functions]))
 
     def plan(self, samples: Sequence[Edges], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return how to run a minibatch. Minibatches of the same shape are scheduled once.
+        """Return the plan of a minibatch. Minibatches of the same shape are scheduled once.
 
         Args:
             scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
             sharing: merge vertices that run the same function on the same rows and the same children's states.
 
         Raises:
-            ValueError: there is no sample, or one without vertices; a child is not before its parent; there is no such
-                function, input or scheduler; a vertex has no row of an input that its function pulls, or neither
+            ValueError: there is no sample, or one has no vertices; a child is not before its parent; a function, an
+                input or the scheduler is unknown; a vertex has no row of an input that its function pulls, or neither
                 pulls nor gathers.
         """
         pulls, pushes = ([getattr(function, kind) for function in self.functions] for kind in ("pulls", "pushes"))
@@ -186,13 +186,13 @@ class VertexNetwork:
         """Run the vertices of a minibatch.
 
         Args:
-            plan: how to run them, its tensors on the device of the inputs.
-            inputs: by name, (U, ...) the rows `plan.rows[name]` of each input.
+            plan: the plan, with its tensors on the device of the inputs.
+            inputs: the rows `plan.rows[name]` of each input, (U, ...), by name.
             defer_weight_grads: compute the gradient of each weight once, over all calls.
 
         Raises:
-            ValueError: an input is missing or has another number of rows, or a function does not scatter or push what
-                it should.
+            ValueError: an input is missing or has another number of rows, or a function does not scatter or push all
+                tensors that it declares.
         """
         for name, ids in plan.rows.items():
             if name not in inputs:
@@ -211,14 +211,14 @@ class VertexNetwork:
     def _make_plan(
         self, graph: Graph, joined: Joined, num_samples: int, scheduler: str
     ) -> tuple[Graph, Schedule, Plan, np.ndarray]:
-        """Return graph, schedule and plan, and the joined graph's inputs in the order in which they are to be given."""
+        """Return graph, schedule and plan, and the order in which the run needs the inputs of the joined graph."""
         schedule = make_schedule(graph, scheduler)
         order = _by_use(graph, schedule, joined.pulls)
         slot = np.append(np.arange(graph.num_inputs + graph.num_nodes), -1)
         slot[order] = np.arange(graph.num_inputs)
         graph = replace(graph, args=slot[graph.args])
         last, *pushing = np.split(graph.roots, np.cumsum([num_samples, *map(len, joined.fields)])[:-1])
-        # An output that no vertex of the minibatch pushes has no shape, and is left out.
+        # An output that no vertex of the minibatch pushes has no shape and is omitted.
         pushed = [root for root in zip(pushing, joined.fields, strict=True) if len(root[0])]
         roots = (*((last, state) for state in range(len(self.shapes))), *pushed)
         signatures = {op: self._signature(op) for op in {group.op for group in schedule}}
@@ -242,13 +242,13 @@ class VertexNetwork:
         return Signature(tuple(reads), tuple(self._column[name] for name in self._results(function)))
 
     def _module(self, op: int) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the function of an op as a module: inputs and children's states -> states and outputs."""
+        """Return the function of an op as a module from inputs and children's states to states and outputs."""
         function, num_children = self._function(op)
         names, first = self._results(function), len(function.pulls)
         index, shapes = op % len(self.functions), list(self.shapes.items())
 
         def module(*arguments: Tensor) -> tuple[Tensor, ...]:
-            """Run the function on the rows that it pulls and the states that it gathers, in this order."""
+            """Run the function on the rows that it pulls, followed by the states that it gathers."""
             gathered = arguments[first:]
             if not num_children:
                 like = arguments[0]
@@ -271,14 +271,12 @@ class VertexNetwork:
 
 
 def _by_use(graph: Graph, schedule: Schedule, pulls: np.ndarray) -> np.ndarray:
-    """Return the inputs pull by pull, each pull's in the order in which the calls read them, so that the rows of a call
-    are adjacent.
+    """Return the order of inputs by pull and, within each pull, by the calls that read them.
 
-    Args:
-        pulls: (num_inputs,) which pull each input is for.
+    The rows of a call are then adjacent. `pulls` is the pull to which each input belongs, (num_inputs,).
     """
     args = graph.args[np.concatenate([group.nodes for group in schedule])]
     reads = args[(args >= 0) & (args < graph.num_inputs)]
     position = np.arange(graph.num_inputs)
-    position[reads[::-1]] = np.arange(len(reads))[::-1]  # the first read of each
+    position[reads[::-1]] = np.arange(len(reads))[::-1]  # the first read of each input
     return np.lexsort((position, pulls))

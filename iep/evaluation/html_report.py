@@ -36,7 +36,7 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Page:
-    """What the HTML report holds besides the evaluation's outcome.
+    """The contents of the HTML report besides the evaluation's outcome.
 
     Attributes:
         directory: where `report.html` is written.
@@ -52,14 +52,6 @@ class Page:
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
-    def pictures(self, split: str) -> Pictures | None:
-        """Return the images of `split`, None without a directory of images.
-
-        Raises:
-            InputError: the directory has no images of the split.
-        """
-        return None if self.images is None else Pictures(self.images, split)
-
 
 def write_page(
     page: Page,
@@ -72,15 +64,16 @@ def write_page(
     """Write report.html, whole or not at all. Its statistics are over all questions, of which R are listed.
 
     Args:
-        settings: of the evaluation, to be shown.
-        pictures: of `page.pictures`.
+        settings: the evaluation's settings, to be shown.
+        pictures: the images of the split in `page.images`, if any.
         notes: lines to be shown above everything.
 
     Raises:
         OSError: the file cannot be written, or a run's metrics.jsonl cannot be read.
     """
     lengths_N = None if outcome.programs is None else program_lengths(outcome.programs, outcome.vocab.program)
-    by_type, by_family = _by_type(page, outcome, report), _by_family(outcome)
+    others = with_baselines([*page.others, (page.name, report)])[:-1]
+    by_type, by_family = _by_type(outcome, [other for _, other in others]), _by_family(outcome)
     by_length = [] if lengths_N is None else _by_key(outcome, lengths_N)
     rows_R = choose(outcome, page.most_questions)
     text = render(
@@ -91,7 +84,7 @@ def write_page(
         settings={name: _plain(value) for name, value in settings.items()},
         outcome=outcome,
         by_type=by_type,
-        others=[(name, _note(other, report)) for name, other in _other_columns(page, report)],
+        others=[(name, _note(other, report)) for name, other in others],
         by_family=by_family,
         by_length=by_length,
         filters=[
@@ -106,7 +99,7 @@ def write_page(
         pictures=pictures,
         runs=training_curves.training_runs(report.checkpoints),
     )
-    # A token that is no UTF-8 text may stand in a vocabulary.
+    # A vocabulary may contain a token that is not UTF-8 text.
     write_bytes(page.directory / PAGE, text.encode(errors="replace"))
 
 
@@ -137,12 +130,12 @@ def render(**values: Any) -> str:
 
 
 def _tiles(outcome: Outcome, report: Report) -> list[tuple[str, str, str]]:
-    """Return the largest numbers of the page: label, value and a note."""
-    known = ", ".join(f"{name} {percent(scores.overall)}%" for name, scores in report.baselines.items())
+    """Return the most important numbers of the page: label, value and a note."""
     tiles = [("Questions", f"{report.questions:,}", "")]
     if report.accuracy is not None:
+        known = ", ".join(f"{name} {percent(scores.overall)}%" for name, scores in report.baselines.items())
         tiles.append(("Accuracy", f"{percent(report.accuracy.overall)}%", known))
-        tiles.append(("Wrong answers", f"{int((~outcome.right).sum()):,}", ""))
+        tiles.append(("Wrong answers", f"{(~outcome.right).sum():,}", ""))
     else:
         has_answers = outcome.predictions.answers is not None
         tiles.append(("Accuracy", "unknown", "the split has no answers" if has_answers else "no network answers"))
@@ -154,16 +147,17 @@ def _tiles(outcome: Outcome, report: Report) -> list[tuple[str, str, str]]:
 
 
 def _plain(value: Any) -> str:
+    """Return a setting's value as text."""
     if value is None or value == ():
         return "-"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _facts(page: Page, report: Report) -> dict[str, str]:
+    """Return lines of the page's header by their names: what was evaluated, where and when."""
     speed, memory = report.questions_per_second, report.peak_memory_gb
     facts = {
         "Split": f"{report.split}: {report.selection}" if report.selection else report.split,
-        "Questions": f"{report.questions:,}",
         **{f"Checkpoint ({part})": path for part, path in report.checkpoints.items()},
         "Programs": report.programs or "none",
         "Images": "none given" if page.images is None else str(page.images),
@@ -184,26 +178,17 @@ def _row(outcome: Outcome, chosen_N: np.ndarray, label: object, value: object, *
     return row | more
 
 
-def _other_columns(page: Page, report: Report) -> list[tuple[str, Report]]:
-    """Return the baselines and the earlier reports that stand beside the new one."""
-    return with_baselines([*page.others, (page.name, report)])[:-1]
-
-
-def _by_type(page: Page, outcome: Outcome, report: Report) -> list[dict[str, Any]]:
-    """Return a row for all questions, and one for every type and family of types that has any, as in the table of the
-    terminal."""
+def _by_type(outcome: Outcome, others: Sequence[Report]) -> list[dict[str, Any]]:
+    """Return a row for all questions and for each row of the terminal's table that has any."""
     rows = []
     for label, types in ROWS:
         wanted = None if types is None else [QUESTION_TYPES.index(name) for name in types]
         chosen_N = np.ones(len(outcome.types), bool) if wanted is None else np.isin(outcome.types, wanted)
         if chosen_N.any():
-            name = label.strip()
-            more = {
-                "prefix": types[0].removesuffix(name) if label.startswith(" ") else "",
-                "is_group": types is None or len(types) > 1,
-                "others": [mean_accuracy(other, types) for _, other in _other_columns(page, report)],
-            }
-            rows.append(_row(outcome, chosen_N, name, ",".join(types or ()), **more))
+            is_group = types is None or len(types) > 1
+            accuracies = [mean_accuracy(other, types) for other in others]
+            name, value = label if is_group else types[0], ",".join(types or ())
+            rows.append(_row(outcome, chosen_N, name, value, is_group=is_group, others=accuracies))
     return rows
 
 
@@ -231,22 +216,29 @@ def _by_family(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _right_and_wrong(outcome: Outcome, good_N: np.ndarray | None) -> list[dict[str, Any]]:
+    """Return a row for the right and one for the wrong answers or programs; none where they are unknown."""
     return [] if good_N is None else [_row(outcome, good_N, "right", "right"), _row(outcome, ~good_N, "wrong", "wrong")]
 
 
 def _confusion(outcome: Outcome) -> dict[str, Any] | None:
-    """Return the answers in their order, those that begin a group of answers, and for each true answer how many
-    questions got which answer; None where answers are unknown."""
+    """Return the confusion matrix, None where answers are unknown.
+
+    Returns:
+        `answers` in their order; `starts`, those that begin a group of answers; `rows`, for each true answer the number
+        of questions by predicted answer.
+    """
     if outcome.right is None:
         return None
-    tokens = outcome.vocab.answer
-    pairs = Counter(zip(outcome.questions.answers.tolist(), outcome.predictions.answers.tolist(), strict=True))
-    groups = answer_groups({answer for pair in pairs for answer in pair}, tokens)
-    rows = {true: {other: pairs[true, other] for other in groups if pairs[true, other]} for true in groups}
+    names = outcome.vocab.answer
+    true, predicted = outcome.questions.answers.tolist(), outcome.predictions.answers.tolist()
+    pairs = Counter(zip(true, predicted, strict=True))
+    groups = answer_groups({*true, *predicted}, names)
     return {
-        "answers": [tokens[answer] for answer in groups],
-        "starts": {tokens[after] for before, after in pairwise(groups) if groups[before] != groups[after]},
+        "answers": [names[answer] for answer in groups],
+        "starts": {names[after] for before, after in pairwise(groups) if groups[before] != groups[after]},
         "rows": {
-            tokens[true]: {tokens[other]: count for other, count in row.items()} for true, row in rows.items() if row
+            names[answer]: {names[other]: pairs[answer, other] for other in groups if pairs[answer, other]}
+            for answer in groups
+            if answer in true
         },
     }

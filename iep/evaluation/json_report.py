@@ -1,8 +1,9 @@
-"""An evaluation's outcome: a `Report`, its file report.json, and a table of several reports side by side.
+"""The results of an evaluation: a `Report`, its file report.json, and a table of several reports side by side.
 
-Covers neither the computing of scores (`metrics.py`) nor single answers (`outcome.py`).
+Scores are computed in `metrics.py`; single answers are in `outcome.py`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from iep.errors import InputError
 from iep.evaluation.metrics import Scores
 from iep.programs import QUESTION_TYPES
 from iep.runtime.files import write_json
-from iep.runtime.reading import parse_json, reading
+from iep.runtime.reading import reading
 
 FORMAT = "iep report 1"
 MISSING = "-"
@@ -29,8 +30,8 @@ class Report:
         questions: the number of questions.
         questions_by_type: the number of questions of each type that has any, by the true programs or else by the
             predicted ones; empty where neither are known.
-        accuracy: of the answers; None on a split without answers.
-        program_exact_match: of the predicted programs; None where there are none, or none to compare with.
+        accuracy: the shares of right answers; None on a split without answers.
+        program_exact_match: the shares of predicted programs that equal the true ones; None where either are unknown.
         questions_per_second: None where not measured.
         peak_memory_gb: the peak memory of the GPU, or else of the process; None where not measured.
         device: such as `cpu`.
@@ -63,20 +64,20 @@ def read_report(path: Path) -> Report:
     """Read report.json.
 
     Raises:
-        InputError: the file is missing, not JSON, or not a report; names the field that is not as expected.
+        InputError: the file is missing, not JSON, or not a report (names the unexpected field).
     """
     with reading(path, "a report of iep-eval"):
-        content = parse_json(path.read_bytes())
+        content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise InputError(f'not a report, expected a JSON object with "format": "{FORMAT}"')
         return _as_kind(content, Report, "the report")
 
 
 def _as_kind(value: Any, kind: Any, name: str) -> Any:
-    """Return a JSON value as a `kind`, one of the types of a report's fields; numbers are finite and at least 0.
+    """Return a JSON value as a `kind`, one of the types of a report's fields.
 
     Raises:
-        InputError: it is something else; names the field.
+        InputError: the value is of another type, or is a number that is negative or not finite; names the field.
     """
     if get_origin(kind) is UnionType:
         return None if value is None else _as_kind(value, get_args(kind)[0], name)
@@ -89,7 +90,7 @@ def _as_kind(value: Any, kind: Any, name: str) -> Any:
         return kind(**{key: _as_kind(each, kinds[key], f"{name}: {key!r}") for key, each in value.items()})
     if kind is str and isinstance(value, str):
         return value
-    # JSON as Python reads it has NaN and Infinity too, and whole numbers beyond every float.
+    # Python's JSON has NaN, Infinity and integers beyond every float.
     if kind in (int, float) and isinstance(value, (int, kind)) and 0 <= value <= LARGEST:
         return value
     raise InputError(f"{name} is {value!r:.60}, expected {_KINDS.get(kind, 'a JSON object')}")
@@ -102,8 +103,8 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
     """Return a text table of accuracies in percent: one row per question type, one column per report.
 
     The row of a family (`compare integer`, `query`, `compare`) is the mean over all its questions. The baselines of the
-    reports come first, each name once. Where reports are of other questions, a column with the numbers of questions
-    precedes them. `-` marks unknown values; types without questions in any report are left out.
+    reports come first, each name once. A column of numbers of questions precedes each report whose numbers differ from
+    those before it. `-` marks unknown values; types without questions in any report are left out.
     """
     reports = with_baselines(columns)
     rows = [row for row in ROWS if any(count_of(report, row[1]) for _, report in reports)]
@@ -122,7 +123,7 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
 
 
 def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return a text table whose columns `left` are flush left and the others flush right."""
+    """Return a text table whose columns `left` are aligned to the left and the others to the right."""
     columns = [
         [cell.ljust(width) if number in left else cell.rjust(width) for cell in column]
         for number, column in enumerate(zip(*rows, strict=True))
@@ -132,7 +133,7 @@ def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str
 
 
 def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Report]]:
-    """Return the reports' baselines as columns of their own, each name once, and after them the columns."""
+    """Return the baselines of the reports as columns of their own, each name once, followed by the given columns."""
     baselines = {
         name: (name, Report(report.split, report.questions, report.questions_by_type, scores))
         for _, report in columns
@@ -142,6 +143,7 @@ def with_baselines(columns: Sequence[tuple[str, Report]]) -> list[tuple[str, Rep
 
 
 def _family_rows(family: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the rows of a family of question types: the family and its indented members."""
     members = tuple(name for name in QUESTION_TYPES if name.startswith(f"{family}: "))
     return [(family, members), *((f"  {name.split(': ')[1]}", (name,)) for name in members)]
 
@@ -165,11 +167,12 @@ def count_of(report: Report, types: tuple[str, ...] | None) -> int:
 
 
 def mean_accuracy(report: Report, types: tuple[str, ...] | None) -> float | None:
-    """Return the accuracy over all questions of some types, computed from those of the types; None for all types."""
-    if report.accuracy is None or types is None or not count_of(report, types):
-        return report.accuracy.overall if report.accuracy and types is None else None
+    """Return the accuracy over all questions of some types, or over all questions for None; None where unknown."""
+    if report.accuracy is None or types is None:
+        return report.accuracy and report.accuracy.overall
+    count = count_of(report, types)
     right = (report.questions_by_type.get(name, 0) * report.accuracy.by_type.get(name, 0.0) for name in types)
-    return round(sum(right), 6) / count_of(report, types)  # rounded: 49 * (1 / 49) is a little less than 1
+    return round(sum(right), 6) / count if count else None  # rounded: 49 * (1 / 49) is a little less than 1
 
 
 def percent(share: float | None) -> str:

@@ -1,8 +1,8 @@
 """Predicted and true tokens -> scores: accuracy per question type, exact match of programs, lengths of programs.
 
-Plain functions on NumPy arrays; tensors on the CPU work too. Covers no model and no file.
+The functions take NumPy arrays or tensors on the CPU.
 
-Legend: N questions, L program tokens.
+Shapes: N questions, L program tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,11 +28,9 @@ class Scores:
 def question_types(programs_NL: np.ndarray, program_tokens: Sequence[str]) -> np.ndarray:
     """Return the positions (N,) in `QUESTION_TYPES` of the programs' types, -1 for a root that stands for no type.
 
-    A program's root is the token after `<START>`.
-
     Args:
-        programs_NL: (N, L) program tokens that begin with `<START>`.
-        program_tokens: the program vocabulary, a token's position being its index.
+        programs_NL: (N, L) program tokens; the first is `<START>`, and the second is the root.
+        program_tokens: the tokens of the program vocabulary by index.
     """
     position = {name: index for index, name in enumerate(QUESTION_TYPES)}
     types_V = np.array([position.get(question_type(token), UNKNOWN_TYPE) for token in program_tokens])
@@ -47,7 +45,7 @@ def count_types(types_N: np.ndarray) -> dict[str, int]:
 
 
 def score(correct_N: np.ndarray, types_N: np.ndarray) -> Scores:
-    """Return the share of correct results, overall and per type; questions of unknown type count overall alone.
+    """Return the share of correct results, overall and per type; questions of unknown type count only overall.
 
     Raises:
         ValueError: there is no question, or the two arrays differ in length.
@@ -60,10 +58,9 @@ def score(correct_N: np.ndarray, types_N: np.ndarray) -> Scores:
 
 
 def exact_match(predicted_NL: np.ndarray, programs_NL: np.ndarray) -> np.ndarray:
-    """Return (N,) booleans: whether the programs agree up to and including `<END>`.
+    """Return whether the programs agree up to and including `<END>`, (N,) booleans.
 
-    Tokens after `<END>` and padding do not count. A predicted program that was cut off before its `<END>` never
-    matches one that has it.
+    Tokens after `<END>` do not count. A predicted program without `<END>` never matches one that has it.
     """
     width = max(np.shape(predicted_NL)[1], np.shape(programs_NL)[1])
     return (_until_end(predicted_NL, width) == _until_end(programs_NL, width)).all(1)
@@ -83,8 +80,11 @@ KINDS_OF_ANSWERS = (("no", "yes"), (), *(VALUES[attribute] for attribute in ATTR
 
 
 def answer_groups(answers: Iterable[int], answer_tokens: Sequence[str]) -> dict[int, int]:
-    """Return the group of each answer, by answer, in the order in which to list them: no and yes, numbers by their
-    value, then CLEVR's values attribute by attribute and all other answers, each in alphabetical order."""
+    """Return the group of each answer, by answer, in display order.
+
+    The order is no and yes, numbers by value, CLEVR's values attribute by attribute, and all other answers; within a
+    group it is alphabetical.
+    """
 
     def place(answer: int) -> tuple[int, int, str]:
         token = answer_tokens[answer]

@@ -1,26 +1,26 @@
-"""A split's questions and the networks' predictions for them -> the files of an evaluation's directory.
+"""The questions of a split and the networks' predictions for them -> the files of an evaluation's directory.
 
-The table and the HTML report of an evaluation are made from its `Outcome` as well. The files:
+The table and the HTML report of an evaluation are made from its `Outcome` as well. These are the files:
 
 report.json: see `json_report.py`.
 
-predictions.jsonl: a line with a JSON object for each question. Keys: `question_index` and `image_index`, as in CLEVR's
-files; `question`, its text, rebuilt from its tokens; `type`; `family`, CLEVR's `question_family_index`; `program` and
-`predicted_program`, lists of prefix tokens without `<START>`, `<END>` and padding; `answer`, `predicted_answer`,
-`probability` (of the predicted answer), `runners_up`, the next likeliest answers with their probabilities, and
-`correct`. Unknown values are left out: without true answers there is neither `answer` nor `correct`.
+predictions.jsonl: a line with a JSON object for each question. Its keys are `question_index` and `image_index`, as in
+CLEVR's files; `question`, its text, rebuilt from its tokens; `type`; `family`, CLEVR's `question_family_index`;
+`program` and `predicted_program`, lists of prefix tokens without `<START>`, `<END>` and padding; `answer`,
+`predicted_answer`, `probability` (of the predicted answer), `runners_up`, the next likeliest answers with their
+probabilities, and `correct`. Unknown values are left out: without true answers there is neither `answer` nor `correct`.
 
-answers.txt and answers.json: the input of CLEVR's evaluation of the test split, one answer a line in the order of the
-questions, and a list of objects with `question_index` and `answer`. In CLEVR's question files the order is that of
-`question_index`, so the lines are in that order whatever the order in which the questions were preprocessed.
+answers.txt and answers.json: the input of CLEVR's evaluation of the test split. The first holds one answer per line,
+the second a list of objects with `question_index` and `answer`. Both are in the order of `question_index`, as CLEVR's
+question files are, whatever the order in which the questions were preprocessed.
 
-Legend: N questions, T question tokens, L program tokens, K likeliest answers.
+Shapes: N questions, T question tokens, L program tokens, K likeliest answers.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ OUTPUTS = (PREDICTIONS, REPORT, ANSWERS, ANSWERS_JSON)
 
 
 def content_tokens(indices: Sequence[int], tokens: Sequence[str]) -> list[str]:
-    """Return the tokens between `<START>` and `<END>`, or the padding where there is no `<END>`."""
+    """Return the tokens between `<START>` and `<END>`, or up to the padding where there is no `<END>`."""
     indices = np.asarray(indices).tolist()
     if END in indices:
         indices = indices[: indices.index(END)]
@@ -56,7 +56,7 @@ def content_tokens(indices: Sequence[int], tokens: Sequence[str]) -> list[str]:
 def question_text(indices: Sequence[int], tokens: Sequence[str]) -> str:
     """Return a question's words joined by spaces, without a space before `;` and `,`, and a question mark at the end.
 
-    Questions files hold tokens only; preprocessing drops `?` and `.`, and every question of CLEVR ends in `?`.
+    Preprocessed questions are tokens without `?` and `.`, and every question of CLEVR ends in `?`.
     """
     text = " ".join(content_tokens(indices, tokens)).replace(" ;", ";").replace(" ,", ",")
     return f"{text}?" if text else ""
@@ -104,8 +104,8 @@ class Outcome:
 
     def select(self, rows: np.ndarray) -> "Outcome":
         """Return the outcome of the questions at `rows`."""
-        values = {f.name: getattr(self.predictions, f.name) for f in fields(self.predictions)}
-        chosen = {name: value[rows] for name, value in values.items() if isinstance(value, np.ndarray)}
+        values = vars(self.predictions).items()
+        chosen = {name: value[rows] for name, value in values if isinstance(value, np.ndarray)}
         return replace(self, questions=self.questions.select(rows), predictions=replace(self.predictions, **chosen))
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -144,9 +144,10 @@ class Outcome:
 
 
 def write_outputs(out: Path, outcome: Outcome, report: Report) -> None:
-    """Write the files, each whole or not at all; a kill at any moment leaves no report beside other predictions.
+    """Write the files, each whole or not at all.
 
-    Where no network answers, there are no files of answers, and those of an earlier evaluation are removed.
+    A process that is killed at any moment leaves no report beside the predictions of another evaluation. Where no
+    network answers, the files of answers of an earlier evaluation are removed.
     """
     with ExitStack() as writing:  # renames in reverse order: the report last
         paths = {name: writing.enter_context(atomic_path(out / name)) for name in (REPORT, PREDICTIONS)}
@@ -163,6 +164,7 @@ def write_outputs(out: Path, outcome: Outcome, report: Report) -> None:
 
 
 def _write_answers(text_path: Path, json_path: Path, outcome: Outcome) -> None:
+    """Write answers.txt and answers.json."""
     order = np.argsort(outcome.questions.orig_idxs, kind="stable")
     indices = outcome.questions.orig_idxs[order].tolist()
     answers = [outcome.vocab.answer[answer] for answer in outcome.predictions.answers[order]]

@@ -1,7 +1,7 @@
 """The questions that the HTML report lists, with small pictures of their images and their programs side by side.
 
-Pictures are data URIs, each once, for a page that needs no other file. Programs are the lines of their trees, whether
-well-formed or not.
+The page needs no other file: each picture is in it once, as a data URI. Programs are shown as the lines of their trees,
+whether they are well-formed or not.
 
 Shapes: N questions, R of them listed, L program tokens.
 """
@@ -18,29 +18,29 @@ import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
-from iep.evaluation.outcome import Outcome, question_text
+from iep.evaluation.outcome import Outcome
 from iep.execution_engine.roles import ModuleSet, tree_run
 from iep.preprocess.clevr_files import image_directories, image_number, png_files
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
-from iep.programs import NOT_USED, QUESTION_TYPES, program_tree
+from iep.programs import NOT_USED, program_tree
 from iep.vocab import Vocab
 
 WIDTH = 320
 """The greatest width of a picture, in pixels."""
 QUALITY = 75
-"""The quality of JPEG pictures, up to 95."""
+"""The JPEG quality of the pictures, at most 95."""
 FILLED_IN, IGNORED = "filled in", "ignored"
 REMARKS = {
-    FILLED_IN: "the program has no function here; the engine uses the scene.",
-    IGNORED: "these functions follow a complete tree and do not run.",
-    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene's.",
+    FILLED_IN: "the program has no function here, and the engine uses the scene.",
+    IGNORED: "these functions come after the tree is complete and do not run.",
+    NOT_USED: "this value is an attention where an encoding is needed, or the reverse; the engine uses the scene.",
 }
 """The page's explanation of each kind of line that is not a plain function of the program."""
 
 
 class Pictures:
-    """The pictures that a page needs, each read at its first use."""
+    """The pictures of a page, each read at its first use."""
 
     def __init__(self, clevr_dir: Path, split: str):
         """Find the split's images, by the index in their names.
@@ -55,9 +55,9 @@ class Pictures:
         self.directory = directories[split]
         self._paths = {image_number(path.name): path for path in sorted(png_files(self.directory))}
         self.by_key: dict[int, str] = {}
-        """Data URIs by image index."""
+        """The data URIs of the pictures by image index."""
         self.problems: dict[int, str] = {}
-        """Why there is no picture, by image index."""
+        """The reasons why there is no picture, by image index."""
 
     def is_of(self, count: int, digest: str) -> bool:
         """Return whether the first `count` images are those of a features file with this digest of names and sizes."""
@@ -66,7 +66,11 @@ class Pictures:
         return value_digest(listing(self._paths[index] for index in range(count))) == digest
 
     def has(self, image: int) -> bool:
-        """Read the picture of image `image` into `by_key`, or a reason why there is none into `problems`."""
+        """Read the picture of an image into `by_key`, or the reason why there is none into `problems`.
+
+        Returns:
+            whether there is a picture.
+        """
         if image not in self.by_key and image not in self.problems:
             path = self._paths.get(image)
             try:
@@ -80,9 +84,8 @@ class Pictures:
 
 def data_uri(image: Image.Image) -> str:
     """Return the image, at most `WIDTH` pixels wide, as a JPEG in a data URI."""
-    small = image.copy()
+    small, content = image.copy(), io.BytesIO()
     small.thumbnail((WIDTH, 4 * WIDTH), Image.Resampling.LANCZOS)
-    content = io.BytesIO()
     small.save(content, "JPEG", quality=QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(content.getvalue()).decode("ascii")
 
@@ -96,12 +99,12 @@ class Line(NamedTuple):
 
 
 def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = None) -> list[Line]:
-    """Return the lines of a program's tree, from its root by depth-first search, and of what is ignored after it.
+    """Return the lines of a program's tree in prefix order, followed by the tokens that are ignored after it.
 
     Args:
         program_L: program tokens with `<START>`, `<END>` and padding.
-        vocab: what they are indices of.
-        own: the modules that run it; None where nothing does.
+        vocab: the vocabulary of the tokens.
+        own: the modules that run the program; None where no engine does.
     """
     tokens = [vocab.program[token] for token in np.asarray(program_L).tolist()]
     tree = program_tree(tokens) if own is None else tree_run(tokens, own)
@@ -113,23 +116,25 @@ def program_lines(program_L: np.ndarray, vocab: Vocab, own: ModuleSet | None = N
 
 
 def differ(one: Line | None, other: Line | None) -> bool:
-    """Return whether two lines have another token or kind, or one is missing. Their depths do not count: below a
-    function that only one tree has, the rest is the same but for its depth."""
+    """Return whether two lines differ in token or kind, or one is missing.
+
+    Depth does not count: below a function that only one tree has, the rest differs only in depth.
+    """
     return one is None or other is None or one[1:] != other[1:]
 
 
 def side_by_side(left: Sequence[Line], right: Sequence[Line]) -> list[tuple[Line | None, Line | None]]:
-    """Return rows of two columns: the lines of both trees in order, equal ones in one row as far as possible."""
+    """Return the lines of both trees as rows of two columns, with equal lines in the same row as far as possible."""
     matcher = SequenceMatcher(None, *([line[1:] for line in lines] for lines in (left, right)), autojunk=False)
     blocks = (zip_longest(left[a:b], right[c:d]) for _, a, b, c, d in matcher.get_opcodes())
     return list(chain.from_iterable(blocks))
 
 
 def choose(outcome: Outcome, most: int) -> np.ndarray:
-    """Return the rows (R,) of at most `most` questions to list, ascending.
+    """Return the rows (R,) of at most `most` questions to list, in ascending order.
 
-    If there are more questions, they are chosen in turn from the wrong answers, most confident first, the wrong
-    programs, likewise, all pairs of a true and a predicted answer, and all question families.
+    If there are more questions, they are chosen in turn from the wrong answers and the wrong programs (the most
+    confident first), from all pairs of a true and a predicted answer, and from all question families.
     """
     count = len(outcome.questions)
     if count <= most:
@@ -149,12 +154,13 @@ def choose(outcome: Outcome, most: int) -> np.ndarray:
 
 
 def _confidence(outcome: Outcome) -> np.ndarray:
+    """Return the probability of each predicted answer, (N,), 0 where no network answers."""
     probabilities = outcome.predictions.ranked_probabilities
     return np.zeros(len(outcome.questions)) if probabilities is None else probabilities[:, 0]
 
 
 def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
-    """`rows_N` reordered: the first of every key, then the second of every key, and so on."""
+    """Return `rows_N` reordered: the first of every key, then the second of every key, and so on."""
     by_key = np.argsort(keys_N, kind="stable")
     _, first, counts = np.unique(keys_N[by_key], return_index=True, return_counts=True)
     turn = np.arange(len(keys_N)) - np.repeat(first, counts)
@@ -162,54 +168,39 @@ def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
 
 
 def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
-    """Return what the page shows of each question; what is unknown is None or empty.
+    """Return the contents of each question's card on the page.
 
-    Keys: `data`, attributes by which the page filters and sorts; `index` (`question_index`), `image`, `picture` (if
-    there is any), `text`, `type`, `family`, `length`; `answer`; `ranked`, pairs of answer and probability; `right`,
-    `exact`; `rows`, the true and the predicted program side by side; `remarks`, the kinds of lines of the latter.
+    A card has the keys of the question's row in predictions.jsonl and these: `length`; `ranked`, pairs of answer and
+    probability; `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines
+    of the predicted program; `picture`, whether there is a picture; and `data`, the attributes by which the page
+    filters and sorts, None where unknown.
     """
-    questions, predictions, vocab = outcome.questions, outcome.predictions, outcome.vocab
     confidence_N = _confidence(outcome)
     cards = []
-    for n in range(len(questions)):
-        ranked = outcome.ranked(n)
+    for n, row in enumerate(outcome.rows()):
         true, predicted = (
-            [] if programs is None else program_lines(programs[n], vocab, outcome.modules)
-            for programs in (questions.programs, predictions.programs)
+            [] if programs is None else program_lines(programs[n], outcome.vocab, outcome.modules)
+            for programs in (outcome.questions.programs, outcome.predictions.programs)
         )
-        is_right, is_exact = (None if good is None else bool(good[n]) for good in (outcome.right, outcome.exact))
-        card = {
-            "index": int(questions.orig_idxs[n]),
-            "image": int(questions.image_idxs[n]),
-            "text": question_text(questions.questions[n], vocab.question),
-            "type": QUESTION_TYPES[outcome.types[n]] if outcome.types[n] >= 0 else None,
-            "family": None if questions.families is None else int(questions.families[n]),
-            "length": None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n]),
-            "answer": None if questions.answers is None else vocab.answer[questions.answers[n]],
-            "ranked": ranked,
-            "right": is_right,
-            "exact": is_exact,
-            "rows": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
-            "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
-        }
+        answer, program = (
+            None if good_N is None else "right" if good_N[n] else "wrong" for good_N in (outcome.right, outcome.exact)
+        )
+        length = None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n])
         # Wrong answers come first, the most confident before others; then wrong programs; then the least confident.
-        rank = 0 if is_right is False else 1 if is_exact is False else 2
-        worst = rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2
+        rank = 0 if answer == "wrong" else 1 if program == "wrong" else 2
         data = {
-            **{name: card[name] for name in ("type", "family", "length")},
-            "index": card["index"],
-            "answer": _verdict(is_right),
-            "program": _verdict(is_exact),
-            "true": card["answer"],
-            "predicted": ranked[0][0] if ranked else None,
-            "probability": ranked[0][1] if ranked else None,
-            "worst": worst,
+            **{name: row.get(name) for name in ("type", "family", "probability")},
+            **{"length": length, "index": row["question_index"], "answer": answer, "program": program},
+            **{"true": row.get("answer"), "predicted": row.get("predicted_answer")},
+            "worst": rank + (confidence_N[n] if rank == 2 else 1 - confidence_N[n]) / 2,
         }
-        has_picture = pictures is not None and pictures.has(card["image"])
-        attributes = {f"data-{name}": value for name, value in data.items()}
-        cards.append(card | {"data": attributes, "picture": has_picture})
+        more = {
+            "length": length,
+            "ranked": outcome.ranked(n),
+            "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
+            "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
+            "picture": pictures is not None and pictures.has(row["image_index"]),
+            "data": data,
+        }
+        cards.append(row | more)
     return cards
-
-
-def _verdict(good: bool | None) -> str | None:
-    return None if good is None else "right" if good else "wrong"

@@ -1,6 +1,6 @@
-"""A split's questions and trained networks -> predicted programs and answers, and the time that they took.
+"""The questions of a split and trained networks -> predicted programs and answers, and the time that they took.
 
-Shapes: N questions of the split, B of a batch, L program tokens, A answers, K of them the likeliest.
+Shapes: N questions of the split, B questions of a batch, L program tokens, A answers, K of them the likeliest.
 """
 
 import time
@@ -31,7 +31,7 @@ RANKED = 3
 
 @dataclass(frozen=True)
 class Predictions:
-    """The networks' predictions for every question; those without a network are None."""
+    """The networks' predictions for every question; None where no network makes them."""
 
     programs: np.ndarray | None
     """(N, L) predicted program tokens."""
@@ -40,7 +40,7 @@ class Predictions:
     ranked_probabilities: np.ndarray | None
     """(N, K) their probabilities."""
     seconds: float
-    """The time for all of them, with reading."""
+    """The time for all predictions, including the reading of the data."""
 
     @property
     def answers(self) -> np.ndarray | None:
@@ -52,8 +52,8 @@ class Predictions:
 class Predictor:
     """The networks of an evaluation and their options.
 
-    The `engine` runs the generator's programs if `run_predicted`, otherwise the split's own; a `baseline` answers
-    alone.
+    The `engine` runs the generator's programs if `run_predicted`, otherwise those of the split. A `baseline` answers
+    without the other two.
     """
 
     generator: Seq2Seq | None = None
@@ -93,7 +93,7 @@ def ranked(logits_BA: Tensor, name: Callable[[int], str]) -> tuple[Tensor, Tenso
         name: a function from a row to the name of its question in an error.
 
     Raises:
-        InputError: a question's logits are not finite; names the first such.
+        InputError: a question's logits are not finite (names the first such question).
     """
     if not (is_finite_B := logits_BA.isfinite().all(1)).all():
         row = int((~is_finite_B).nonzero()[0])
@@ -115,23 +115,26 @@ def predict(
     by_image: bool = False,
     precision: str = "float32",
 ) -> Predictions | None:
-    """Predict for every question of `dataset` once; the predictions are in its order, `by_image` or not.
+    """Predict the programs and answers of all questions; the predictions are in the order of `dataset`.
 
-    Several processes divide the batches among them; the first returns the predictions, the others None.
+    Several processes divide the batches among them. The first returns the predictions, the others return None.
+
+    Args:
+        by_image: whether to put the questions of an image into one batch.
 
     Raises:
-        InputError: a question's answer logits are not finite (names it), or its features cannot be read.
+        InputError: a question's answer logits are not finite (names the question), or its features cannot be read.
     """
     ranks = {"rank": rank(), "world_size": world_size()}
     batches = sequential_batches(dataset, batch_size, loading, by_image, **ranks)
     parts: dict[str, list[Tensor]] = {"index": [], "programs": [], "answers": [], "probabilities": []}
-    barrier()  # loading takes some processes longer than others
+    barrier()  # processes may take different times to load
     start = time.perf_counter()
     total = -(-len(dataset) // world_size())
     with tqdm(total=total, unit="question", desc="evaluate", mininterval=1.0, disable=not is_main()) as bar:
         for batch in on_device(batches, device):
             parts["index"].append(batch.index.cpu())
-            programs_BL = predictor.programs(batch)  # always in float32: rounding changes programs, and saves no time
+            programs_BL = predictor.programs(batch)  # always in float32: rounding changes programs and saves no time
             if programs_BL is not None:
                 parts["programs"].append(programs_BL.cpu())
             with autocast(device, precision):

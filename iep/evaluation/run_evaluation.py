@@ -1,18 +1,17 @@
-"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, answers: opens, predicts, scores, writes.
+"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, the answers and the HTML report.
 
-Notes for the terminal and the HTML report warn of results that are easily misread: types of predicted programs, a
-missing column of most common answers, pictures of other images than those of the features, incomplete answers.
+Notes in the terminal and in the HTML report warn of results that are easily misread: types of predicted programs, a
+missing column of most common answers, pictures of other images than those of the features, and incomplete answers.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 from tqdm import tqdm
 
-from iep.baselines import commonest
+from iep.baselines import most_common
 from iep.config import EVALUATED, Evaluation
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
@@ -42,24 +41,25 @@ def evaluate(
     page: Page | None = None,
     show: Callable[[Report], None] | None = None,
 ) -> Report | None:
-    """Evaluate; write report.json, predictions.jsonl and the answers into `out`, and the HTML report of `page`.
+    """Evaluate networks; write report.json, predictions.jsonl and answers into `out`, and the HTML report of `page`.
 
     Args:
         out: a directory; None to write none of its files.
-        page: None for no HTML report.
-        show: receives the report at the end, even if a file could not be written: it may have taken hours to compute.
+        page: the HTML report's location and options; None for no HTML report.
+        show: a function that receives the report at the end, even if a file cannot be written: it may have taken hours
+            to compute.
 
     Returns:
         the report; None in all processes but the first, which alone writes.
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, the split lacks what the settings need, or
-            there are no images where `page` says.
+            `page.images` has no images of the split.
     """
     targets = [] if out is None else [out / name for name in OUTPUTS]
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
-    pictures = None if page is None else page.pictures(settings.split)
+    pictures = None if page is None or page.images is None else Pictures(page.images, settings.split)
     vocab = load_vocab(settings.data)
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
@@ -84,7 +84,9 @@ def evaluate(
 
     modules = None if predictor.engine is None else predictor.engine.module_set
     outcome = Outcome(vocab, split.questions, predictions, modules)
-    baselines = _baselines(settings.data, outcome)
+    baselines, problem = _baselines(settings, outcome)
+    programs = _programs_used(settings)
+    beam = f", beam {settings.beam_size}" if programs == "predicted" and settings.beam_size > 1 else ""
     report = Report(
         split=settings.split,
         selection=_describe_selection(settings),
@@ -95,11 +97,11 @@ def evaluate(
         questions_per_second=len(split.questions) / predictions.seconds,
         peak_memory_gb=max(memory) / 1e9,
         device=",".join(settings.devices) or str(device),
-        programs=_describe_programs(settings),
+        programs=programs + beam,
         checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
         baselines=baselines,
     )
-    notes = _notes(settings, outcome, baselines, pictures)
+    notes = _notes(settings, outcome, problem, pictures)
     for note in notes:
         tqdm.write(note)
     try:
@@ -108,8 +110,7 @@ def evaluate(
             for note in _answers_notes(out, outcome, split.total):
                 tqdm.write(note)
         if page is not None:
-            shown = {field.name: getattr(settings, field.name) for field in fields(settings)}
-            write_page(page, outcome, report, shown, pictures, notes)
+            write_page(page, outcome, report, vars(settings), pictures, notes)
     finally:
         if show is not None:
             show(report)
@@ -117,7 +118,7 @@ def evaluate(
 
 
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
-    """Return the questions that the settings select, and their features if a network reads them."""
+    """Return the selected questions, and their features if a network `sees` images."""
     train, choose = training_split(settings.data), None
     if settings.families is not None:
         train_path = None if train is None else split_files(settings.data, train)[0]
@@ -145,13 +146,12 @@ def _programs_used(settings: Evaluation) -> str:
     return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
 
 
-def _describe_programs(settings: Evaluation) -> str:
-    used = _programs_used(settings)
-    return f"{used}, beam {settings.beam_size}" if used == "predicted" and settings.beam_size > 1 else used
-
-
 def _check_models(settings: Evaluation) -> None:
-    """Check that there is something to evaluate, and that the options go together."""
+    """Check that there is something to evaluate and that the options go together.
+
+    Raises:
+        InputError: there is nothing to evaluate, or two options contradict each other.
+    """
     engines = (settings.pg, settings.ee, settings.programs)
     if settings.baseline is not None and any(given is not None for given in engines):
         raise InputError("--baseline answers alone; evaluate it without --pg, --ee and --programs")
@@ -195,56 +195,61 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
 
 
 def _place(engine: ExecutionEngine, settings: Evaluation, questions: Questions) -> str:
-    """Place the engine's parts; return a text on their devices and what is copied between these."""
+    """Place the engine's parts; return a description of their devices and of the copies between these."""
     sample = Sample(questions.programs, questions.image_idxs, questions.path)
     costs = place_engine(engine, settings.placement, settings.devices, sample)
     planner = engine.planner(settings.batching, settings.sharing)
     return describe_engine(settings.placement, engine, costs, sample, planner, settings.batch_size, settings.precision)
 
 
-def _baselines(data: Path, outcome: Outcome) -> dict[str, Scores]:
-    """Return the scores of the most common answer to each question type, counted on the training split, if known."""
-    split, vocab, questions, types = training_split(data), outcome.vocab, outcome.questions, outcome.types
-    if questions.answers is None or questions.programs is None or split is None:
-        return {}
-    train = read_questions(split_files(data, split)[0], vocab)
-    if train.answers is None or train.programs is None or not len(train):
-        return {}
-    train_types = question_types(train.programs, vocab.program)
-    answers = commonest.count_commonest(train.answers, train_types, len(QUESTION_TYPES))
-    return {"commonest": score(commonest.predict(answers, types) == questions.answers, types)}
+def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores], str]:
+    """Return the scores of the most common answer to each question type, counted on the training split.
+
+    Returns:
+        the scores by name; and the reason why there are none although the split has answers, "" otherwise.
+    """
+    train, questions, types = training_split(settings.data), outcome.questions, outcome.types
+    if questions.answers is None:
+        return {}, ""
+    if train is None:
+        return {}, f"{settings.data} has no train split to count answers on"
+    if questions.programs is None:
+        return {}, f"the {settings.split} split has no programs or no answers"
+    counted = read_questions(split_files(settings.data, train)[0], outcome.vocab)
+    if counted.answers is None or counted.programs is None or not len(counted):
+        return {}, f"the {train} split has no programs or no answers"
+    counted_types = question_types(counted.programs, outcome.vocab.program)
+    answers = most_common.count_most_common(counted.answers, counted_types, len(QUESTION_TYPES))
+    return {"most_common": score(most_common.predict(answers, types) == questions.answers, types)}, ""
 
 
-def _notes(
-    settings: Evaluation, outcome: Outcome, baselines: Mapping[str, Scores], pictures: Pictures | None
-) -> list[str]:
-    """Return a line for each thing about the results that a reader could get wrong.
+def _notes(settings: Evaluation, outcome: Outcome, problem: str, pictures: Pictures | None) -> list[str]:
+    """Return a line for each property of the results that a reader could misunderstand.
+
+    Args:
+        problem: the reason why there is no column of the most common answers, "" if there need not be one.
 
     Raises:
         InputError: the split has a features file that cannot be read.
     """
-    data, split, questions, notes = settings.data, settings.split, outcome.questions, []
-    if questions.programs is None and outcome.predictions.programs is not None:
+    split, notes = settings.split, []
+    if outcome.questions.programs is None and outcome.predictions.programs is not None:
         notes.append(f"Question types are those of the predicted programs: the {split} split has no programs.")
-    if questions.answers is not None and not baselines:
-        train = training_split(data)
-        problem = f"{data} has no train split to count answers on"
-        if train is not None:
-            problem = f"the {split if questions.programs is None else train} split has no programs or no answers"
-        notes.append(f"There is no column commonest: {problem}.")
-    path = split_files(data, split)[1]
+    if problem:
+        notes.append(f"There is no column most_common: {problem}.")
+    path = split_files(settings.data, split)[1]
     made_of = Features(path).images if pictures is not None and path.exists() else None
     if made_of is not None and not pictures.is_of(*made_of):
         notes.append(
-            f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the report's "
-            "pictures may be wrong."
+            f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the pictures in "
+            "the report may be wrong."
         )
     return notes
 
 
 def _answers_notes(out: Path, outcome: Outcome, total: int) -> list[str]:
-    """Return a line if the answers in `out` are not those to all of the split's `total` questions, and one if several
-    have the same `question_index`."""
+    """Return a line if `out` lacks answers to some of the split's `total` questions, and one if several questions have
+    the same `question_index`."""
     questions, notes = outcome.questions, []
     if outcome.predictions.answers is None:
         return notes

@@ -1,19 +1,19 @@
-"""The metrics.jsonl of the runs that checkpoints come from -> charts, laid out for the HTML report's SVG drawings."""
+"""The metrics.jsonl of the runs of checkpoints -> charts, laid out for the SVG drawings of the HTML report."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from iep.runtime.records import METRICS, read_rows
 
 MOST_POINTS = 500
 """The most points of a curve; neighbouring points of a longer one are averaged."""
 LARGEST_VALUE = 1e100
-"""Values beyond this are not drawn: differences of larger ones may overflow."""
+"""The greatest absolute value that is drawn; differences of larger values may overflow."""
 ACCURACY = "Accuracy"
 CHARTS = {
     "Loss": ("loss",),
@@ -34,10 +34,10 @@ class TrainingRun:
     """The curves that one run recorded.
 
     Attributes:
-        parts: the networks that the evaluation took from it, such as `("pg", "ee")`.
+        parts: the options whose checkpoints belong to the run, such as `("pg", "ee")`.
         path: the run directory.
-        charts: title -> name -> curve; charts and curves without points are left out.
-        averaged: the most recorded points that one point of a curve stands for.
+        charts: the curves by title and name; charts and curves without points are left out.
+        averaged: the greatest number of recorded points that one point of a curve is the mean of.
     """
 
     parts: tuple[str, ...]
@@ -65,19 +65,19 @@ def training_runs(checkpoints: Mapping[str, str]) -> list[TrainingRun]:
 
 
 def _read_run(parts: tuple[str, ...], directory: Path) -> TrainingRun:
+    """Return the curves of one run directory."""
     path = directory / METRICS
     rows = read_rows(path) if path.is_file() else []
-    charts, longest = {}, 0
+    charts, longest = {}, 1
     for title, names in CHARTS.items():
-        curves = {name: curve for name in names if (curve := _points(rows, name))}
-        longest = max([longest, *map(len, curves.values())])
-        if curves:
+        if curves := {name: curve for name in names if (curve := _points(rows, name))}:
+            longest = max(longest, *map(len, curves.values()))
             charts[title] = {name: thinned(curve) for name, curve in curves.items()}
-    return TrainingRun(parts, directory, charts, max(1, -(-longest // MOST_POINTS)))
+    return TrainingRun(parts, directory, charts, -(-longest // MOST_POINTS))
 
 
 def _points(rows: list[dict[str, float]], name: str) -> Curve:
-    """Return the points of one name that can be drawn; a row may hold anything, for the file may have been edited."""
+    """Return the points of one name that can be drawn; the values of an edited file may be of any type."""
     pairs = ((row["step"], row.get(name)) for row in rows)
     return [(step, float(value)) for step, value in pairs if _can_be_drawn(step) and _can_be_drawn(value)]
 
@@ -87,7 +87,7 @@ def _can_be_drawn(value: object) -> bool:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """Return at most `most` points; of a longer curve each is the mean of as many neighbours as that takes."""
+    """Return at most `most` points, each the mean of equally many neighbours in a longer curve."""
     size = -(-len(curve) // most)
     parts = [curve[start : start + size] for start in range(0, len(curve), size)]
     return curve if size <= 1 else [tuple(np.mean(part, axis=0).tolist()) for part in parts]
@@ -97,9 +97,9 @@ def draw_chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Lay out a chart for the report's template.
 
     Returns:
-        `title`; `levels`, pairs of y and a label, and `marks`, pairs of x and a label, for the two axes; `curves`, for
-        each its `name`, its `points` in the chart and the text of its last value, `end`; `steps`, for each step of any
-        curve its x, its label, and the text of every curve's value nearest to it.
+        `title`; `levels` and `marks`, the labels of the two axes with their y and x; `curves`, each with its `name`,
+        its `points` in the chart and `end`, the text of its last value; `steps`, for each step of any curve its x, its
+        label and the texts of the nearest values of all curves.
     """
     steps = sorted({step for curve in curves.values() for step, _ in curve})
     values = [value for curve in curves.values() for _, value in curve]
@@ -117,7 +117,7 @@ def draw_chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
     def text(value: float) -> str:
         return f"{100 * value:.1f}%" if is_share else short(value)
 
-    nearest = []  # of every curve, for each step, the text of its value
+    nearest = []  # for every curve, the texts of its values nearest to the steps
     for curve in curves.values():
         distances = np.abs(np.subtract.outer(steps, [step for step, _ in curve]))
         nearest.append([text(curve[at][1]) for at in distances.argmin(axis=1)])
@@ -139,11 +139,8 @@ def draw_chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
 
 def ticks(low: float, high: float, wanted: int) -> Sequence[float]:
     """Return about `wanted` round numbers at equal distances, the first not above `low`, the last not below `high`."""
-    rough = (high - low or abs(high) or 1.0) / wanted
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, max(last, first + 1) + 1)]
+    high = high if high > low else low + (abs(low) or 1.0)
+    return MaxNLocator(wanted, steps=[1, 2, 5, 10]).tick_values(low, high).tolist()
 
 
 def short(value: float) -> str:

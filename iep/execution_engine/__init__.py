@@ -1,1 +1,1 @@
-"""Programs and images' features -> answers: the modules of a minibatch's programs, run batched."""
+"""The execution engine: programs and image features -> answers, with the modules of a minibatch run in batches."""

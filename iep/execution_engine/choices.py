@@ -1,4 +1,4 @@
-"""The named choices among the settings of networks. Importing this file loads neither torch nor any module.
+"""The choices of settings of networks that are names. Importing this file loads neither PyTorch nor any module.
 
 To add a set of modules, write a class like those of `modules.py` and `tbd.py` (`roles.py` describes the protocol), and
 add it to `MODULES`.
@@ -30,13 +30,13 @@ def check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def make_module_set(name: str, **settings: Any) -> "ModuleSet":
-    """Return a set of modules.
+    """Return the set of modules called `name`.
 
     Args:
         settings: `dim`, `residual`, `norm` and `scene`, the engine's settings of its modules.
 
     Raises:
-        ValueError: there is no such set, or it does not have what the settings ask for.
+        ValueError: there is no such set, or the set does not support the settings.
     """
     check_choice("modules", name, MODULES)
     file, class_name = MODULES[name].split(":")

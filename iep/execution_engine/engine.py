@@ -1,6 +1,6 @@
 """Image features and a plan of their programs -> answer logits: the execution engine of Johnson et al. 2017.
 
-It joins CLEVR's program tokens and `iep/batching/`. `program_plan.py` makes the plans, and a set of modules
+The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes the plans, and a set of modules
 (`roles.py`) defines the module of each function. Training and the prediction of programs are elsewhere.
 
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
@@ -17,12 +17,11 @@ from torch import nn
 from iep.batching.execute import execute
 from iep.batching.plan import Plan
 from iep.execution_engine.choices import DEFAULT_SCHEDULER, INITIALIZATIONS, check_choice, make_module_set
-from iep.execution_engine.classifier import make_classifier
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_graph import is_of_maps, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
 from iep.execution_engine.roles import MAP
-from iep.execution_engine.stems import make_stem
+from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.execution_engine.trace import run_tree
 from iep.programs import program_tree
 
@@ -34,44 +33,44 @@ NOT_ROW_BY_ROW = (
 
 
 class ExecutionEngine(nn.Module):
-    """Stem, one module per program token, classifier (Johnson et al. 2017, section 3.2).
+    """A stem, one module for each program token, and a classifier (Johnson et al. 2017, section 3.2).
 
-    A module is a direct child named by its token. Tokens without a role in the set of modules have none: `<NULL>`,
-    `<START>`, and `scene` where it is the stem's output. `iep.config.EngineConfig` has the defaults of the settings.
+    Each module is a direct child that is named after its token. Tokens without a role in the set of modules have no
+    module: `<NULL>`, `<START>`, and `scene` if it is the stem's output. `iep.config.EngineConfig` has the defaults.
 
     Args:
         program_tokens: the program vocabulary, special tokens first.
         num_answers: A.
-        feature_dim: C of the features; for a stem of pixels 3 * P * P.
+        feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
         feature_height: H of the features.
         feature_width: W of the features.
         modules: the name of a set of modules in `choices.MODULES`.
         module_dim: the number of channels of every module's maps.
-        module_residual: of the set `iep`: its blocks add their input to their output.
-        module_norm: of the set `iep`: 'none', or after every convolution of a block 'batch', over all rows of a
-            call, or 'example', over each row by itself, as if examples ran one at a time.
-        scene: of the set `iep`: `scene` is a 'module' on the stem's output, or the 'stem' output itself.
-        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that are maps of
-            `module_dim` channels already.
+        module_residual: blocks add their input to their output. Only for the set `iep`.
+        module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
+            'example' over each row by itself, as if examples ran one at a time. Only for the set `iep`.
+        scene: `scene` is a 'module' on the stem's output, or the 'stem' output itself. Only for the set `iep`.
+        stem: 'conv'; 'pixels' for features that are patches of pixels; or 'none' for features that already have
+            `module_dim` channels.
         stem_widths: the channels of the stem's convolutions before the last, which has `module_dim`.
-        stem_stride: how many times smaller than the features' grid the modules' grid is along each side.
+        stem_stride: the factor by which the modules' grid is smaller than the features' grid along each side.
         stem_pixels: for a stem of pixels, the side of the small patches that its first convolution reads.
         stem_norm: batch norm after every convolution of the stem.
-        initialization: 'kaiming', normal weights (Johnson et al. 2017); or 'torch', PyTorch's own, which are smaller,
-            so that the activations of a deep tree of modules do not grow at the start.
+        initialization: 'kaiming' for normal weights (Johnson et al. 2017), or 'torch' for PyTorch's defaults, which are
+            smaller, so that activations do not grow along a deep tree of modules at the start.
         classifier_projection: the channels of the classifier's 1x1 convolution; 0 for none.
         classifier_pool: the side of the classifier's max-pool window; 1 for none.
         classifier_hidden: the widths of the classifier's linear layers before the last.
         classifier_norm: batch norm after each layer of the classifier but the last.
         classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
-        stem_bias: the stem's convolutions have biases under batch norm too, as in the original toolkit, although they
-            have no effect there.
-        classifier_pool_rest: what remains of a grid that the pooling window does not divide is pooled too; the original
+        stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
+            checkpoints of the original toolkit.
+        classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
             toolkit drops it.
 
     Raises:
-        ValueError: a choice is unknown, the vocabulary lacks `scene`, a token cannot name a module, the set of modules
-            does not have a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
+        ValueError: a choice is unknown, the vocabulary has no `scene`, a token cannot name a module, the set of modules
+            does not support a setting or a token, the features do not fit the stem, or a norm does not fit the grid.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class ExecutionEngine(nn.Module):
         )
         height, width = (-(-side // stem_stride) for side in (feature_height, feature_width))
         if module_norm != "none" and height * width == 1:
-            raise ValueError(f"module_norm {module_norm} needs maps of more than one place, and the grid is 1x1")
+            raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
         self.classifier = make_classifier(
             (module_dim, height, width),
             classifier_projection,
@@ -124,7 +123,7 @@ class ExecutionEngine(nn.Module):
             classifier_dropout,
         )
         self.placement: Placement | None = None
-        """The device of each part; None if all are on one. `iep.models.build.place_parts` sets it."""
+        """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):
@@ -135,13 +134,12 @@ class ExecutionEngine(nn.Module):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the children that a placement names: the stem, the functions in the vocabulary's order, and the
-        classifier."""
+        """The names of the parts of a placement: the stem, the functions in the vocabulary's order, the classifier."""
         return STEM, *self._runs.values(), CLASSIFIER
 
     @property
     def makes_attentions(self) -> bool:
-        """Whether some module returns attentions that a penalty can count."""
+        """True if some module returns attentions that the penalty on attentions counts."""
         return any(role is not None and role.is_penalized for role in self.roles)
 
     def planner(
@@ -152,17 +150,17 @@ class ExecutionEngine(nn.Module):
         attentions: bool = False,
         families: bool = False,
     ) -> Planner:
-        """Return `plan_programs` for this engine as it is placed. It holds no weights: loader workers can have it.
+        """Return `plan_programs` for this engine and its placement, without weights, so that workers can receive it.
 
         Args:
-            sharing: None to share where the results are exactly the same: in evaluation always, in training where no
-                batch norm or dropout makes a result depend on how often it is computed.
+            sharing: run equal subtrees once. None shares where the results are exactly the same: always in evaluation,
+                and in training if no batch norm or dropout makes a result depend on how often it is computed.
             training: the plans are for training.
             attentions: as in `plan_programs`.
-            families: schedule families of functions of one architecture, which differ only in their weights.
+            families: schedule functions of the same architecture, which differ only in their weights, as one family.
 
         Raises:
-            ValueError: attentions are asked for, and the modules return none that a penalty counts.
+            ValueError: `attentions` is set, and the modules return none that the penalty counts.
         """
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the set tbd do")
@@ -187,7 +185,7 @@ class ExecutionEngine(nn.Module):
         attentions: bool = False,
         families: bool = False,
     ) -> ProgramPlan:
-        """Return the plan of (B, L) programs for this engine on its devices and in its mode; see `planner`."""
+        """Return the plan of (B, L) programs for this engine, its devices and its training mode; see `planner`."""
         device = next(self.parameters()).device
         planner = self.planner(batching, sharing, self.training, attentions, families)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
@@ -196,19 +194,19 @@ class ExecutionEngine(nn.Module):
         """Return the answer logits, (B, A), on the device of the features.
 
         Args:
-            features_NCHW: features of the images that the plan was made for.
-            plan: the plan of the B programs, with its tensors on the features' device; see `Plan.to`.
+            features_NCHW: the features of the images for which the plan was made.
+            plan: the plan of the B programs, with its tensors on the features' device; see `ProgramPlan.to`.
             defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
 
         Raises:
-            ValueError: the plan is for another kind of engine or for another number of images, or it has no program.
+            ValueError: the plan is for another kind of engine or another number of images, or it has no program.
         """
         return self.forward_with_attentions(features_NCHW, plan, defer_weight_grads)[0]
 
     def forward_with_attentions(
         self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `forward` returns, and the sum of the attentions, which is 0 if the plan was made without."""
+        """Return the answer logits, as `forward`, and the sum of the attentions, or 0 if the plan has none."""
         if (plan.program_tokens, plan.roles) != (self.program_tokens, self.roles):
             raise ValueError("the plan was made for an engine with another vocabulary, other modules or another scene")
         if plan.placement != self.placement:
@@ -225,7 +223,7 @@ class ExecutionEngine(nn.Module):
             return self.classifier(maps_BCHW).to(device), attention.to(device)
 
     def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the programs' results, (B, C, H, W), and the sum of the attentions."""
+        """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
         found = execute(calls, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
@@ -234,7 +232,7 @@ class ExecutionEngine(nn.Module):
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Return the answer logits, (B, A), one module call at a time: slow, to compare `forward` with."""
+        """Return the answer logits, (B, A), by one module call per node: slow, for comparison with `forward`."""
         trees = [program_tree([self.program_tokens[token] for token in row]) for row in programs_BL.tolist()]
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
@@ -250,7 +248,7 @@ class ExecutionEngine(nn.Module):
 
 @contextmanager
 def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
-    """Compute on other devices in the precision that autocast has on `device`."""
+    """Apply the autocast settings of `device` to other kinds of devices in the block."""
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if enabled else None
     with ExitStack() as stack:
@@ -260,7 +258,7 @@ def _autocast_like(device: torch.device, others: Iterable[torch.device]) -> Iter
 
 
 def _kaiming_normal(module: nn.Module) -> None:
-    """Draw Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases stay as they are."""
+    """Draw Kaiming normal weights for all convolutions and linear layers (He et al. 2015); biases do not change."""
     for part in module.modules():
         if isinstance(part, (nn.Conv2d, nn.Linear)):
             nn.init.kaiming_normal_(part.weight)

@@ -1,9 +1,11 @@
 """The modules of Johnson et al. 2017, Inferring and Executing Programs, section 3.2: the set `iep`.
 
 The module of a function is a residual block, or, for two arguments, a projection and a residual block. All values are
-maps.
+maps. The setting `module_norm` selects a batch norm over all rows of a call, or over each row by itself. The original
+toolkit runs one example at a time, so that its batch norm normalises one map per call; `ExampleNorm` computes the same
+for calls with the maps of many examples.
 
-Shapes: G rows of a module's call, N images, C H W feature maps.
+Shapes: G rows of a module's call, N images, C channels, H W grid of a map.
 """
 
 from dataclasses import dataclass
@@ -12,19 +14,65 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.execution_engine.choices import SCENES, check_choice
-from iep.execution_engine.norms import make_norm
+from iep.execution_engine.choices import NORMS, SCENES, check_choice
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import SCENE, arity
 
 
+class ExampleNorm(nn.BatchNorm2d):
+    """Batch norm of (G, C, H, W) maps that treats every row as a call of its own.
+
+    In training, each row is normalised by its own mean and variance over H x W (Ulyanov et al. 2016, Instance
+    normalization), and the running statistics are updated once for each row, in the order of the rows. In evaluation,
+    rows are normalised by the running statistics, as in batch norm (Ioffe & Szegedy 2015). Weights and buffers have the
+    same names as those of batch norm.
+    """
+
+    def forward(self, x_GCHW: Tensor) -> Tensor:
+        """Return the normalised maps.
+
+        Raises:
+            ValueError: in training, the maps have a single position.
+        """
+        if not self.training:
+            return super().forward(x_GCHW)
+        if x_GCHW.shape[2:].numel() == 1:
+            raise ValueError(f"maps of a single position, {tuple(x_GCHW.shape)}, cannot be normalised one by one")
+        self._update(x_GCHW.detach())
+        # Group norm with groups of one channel: on a CPU, instance_norm has wrong gradients for a single row if the
+        # gradient of its output is in channels_last format (PyTorch 2.8 to 2.15).
+        return functional.group_norm(x_GCHW, self.num_features, self.weight, self.bias, self.eps)
+
+    @torch.no_grad()
+    def _update(self, x_GCHW: Tensor) -> None:
+        variance_GC, mean_GC = torch.var_mean(x_GCHW.to(self.running_mean.dtype), dim=(2, 3))
+        rows = len(x_GCHW)
+        later_G = torch.arange(rows - 1, -1, -1, device=x_GCHW.device, dtype=mean_GC.dtype)
+        share_G1 = (self.momentum * (1 - self.momentum) ** later_G)[:, None]
+        kept = (1 - self.momentum) ** rows
+        # Autocast would compute a matrix product in bfloat16.
+        self.running_mean.mul_(kept).add_((share_G1 * mean_GC).sum(0))
+        self.running_var.mul_(kept).add_((share_G1 * variance_GC).sum(0))
+        self.num_batches_tracked += rows
+
+
+def make_norm(kind: str, channels: int) -> nn.Module:
+    """Return the norm that `kind`, one of `NORMS`, names for maps with `channels` channels.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    check_choice("module_norm", kind, NORMS)
+    return {"none": nn.Identity, "batch": nn.BatchNorm2d, "example": ExampleNorm}[kind](channels)
+
+
 class UnaryModule(nn.Module):
-    """Residual block of two 3x3 convolutions: (G, C, H, W) -> (G, C, H, W).
+    """A residual block of two 3x3 convolutions, (G, C, H, W) -> (G, C, H, W).
 
     Args:
         dim: C.
         residual: add the block's input to its output before the last ReLU.
-        norm: a name of `choices.NORMS`, the norm after each convolution.
+        norm: the norm after each convolution, one of `choices.NORMS`.
     """
 
     def __init__(self, dim: int, residual: bool, norm: str):
@@ -36,15 +84,13 @@ class UnaryModule(nn.Module):
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
         """Return the block's output."""
-        inner_GCHW = self.conv1(x_GCHW)
-        inner_GCHW = functional.relu(inner_GCHW if self.bn1 is None else self.bn1(inner_GCHW))
-        inner_GCHW = self.conv2(inner_GCHW)
-        inner_GCHW = inner_GCHW if self.bn2 is None else self.bn2(inner_GCHW)
+        inner_GCHW = functional.relu(self.bn1(self.conv1(x_GCHW)))
+        inner_GCHW = self.bn2(self.conv2(inner_GCHW))
         return functional.relu(x_GCHW + inner_GCHW if self.residual else inner_GCHW)
 
 
 class BinaryModule(nn.Module):
-    """Two maps (G, C, H, W), in order, concatenated and projected to one, then a residual block.
+    """A projection of two concatenated maps, (G, C, H, W) each, to one, and a residual block on it.
 
     The arguments are those of the block.
     """
@@ -62,10 +108,10 @@ class BinaryModule(nn.Module):
 
 @dataclass(frozen=True)
 class ResidualModules:
-    """The set `iep`: a block for every function.
+    """The set `iep`, which has a residual block for every function.
 
-    With `scene='module'`, `scene` is a unary module on the stem's output (Johnson et al. 2017); with `scene='stem'` it
-    is that output itself (Suarez & Zhu, section 1.2.2).
+    With `scene='module'`, `scene` is a unary module on the stem's output (Johnson et al. 2017). With `scene='stem'`, it
+    is the stem's output itself (Suarez & Zhu, section 1.2.2).
 
     Raises:
         ValueError: `scene` has another value.
@@ -80,7 +126,7 @@ class ResidualModules:
         check_choice("scene", self.scene, SCENES)
 
     def role(self, token: str) -> Role | None:
-        """Return the role of a token: every value is a map."""
+        """Return the role of a token, of which all arguments and the result are maps."""
         if token == SCENE:
             return None if self.scene == "stem" else Role((), MAP, reads_stem=True)
         return Role((MAP,) * arity(token), MAP)

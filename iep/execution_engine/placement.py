@@ -1,9 +1,9 @@
-"""A device for every part of an engine: the stem, each function of the program vocabulary, and the classifier.
+"""Placements, which give every part of an engine a device: the stem, each function, and the classifier.
 
 This is the scheme for several GPUs of Suarez & Zhu 2017 (section 3.1, last paragraph). A placement is plain data. It is
-made before the run: from the parts' names, from how much work programs give them, or from a YAML file. Its devices need
-not be available then. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the copies between
-devices, and `engine.py` runs them.
+made before the run from the names of the parts, from the work that programs give them, or from a YAML file, and its
+devices need not be available at that time. `iep.models.build.place_engine` moves the parts, `program_plan.py` plans the
+copies between devices, and `engine.py` runs them.
 
 Shapes: Q programs, L program tokens.
 """
@@ -32,7 +32,7 @@ STEM, CLASSIFIER = "stem", "classifier"
 NONE, ROUND_ROBIN, BALANCED = "none", "round-robin", "balanced"
 PLACEMENT_FILE = "placement.yaml"
 MOST_PROGRAMS, MOST_MINIBATCHES = 16_384, 8
-"""Of a sample, those from which work is computed, and those from which copies are."""
+"""The greatest numbers of programs from which the work is computed, and of minibatches for the number of copies."""
 WIDTH = 120
 
 
@@ -41,13 +41,13 @@ class Placement:
     """The device of each part of an engine."""
 
     devices: tuple[str, ...]
-    """Names as the user gave them. A name that occurs several times stands for as many devices."""
+    """The names that the user gave. A name that occurs several times stands for several devices."""
     parts: Mapping[str, int]
-    """Position in `devices` of the stem, of every function that can run, and of the classifier, in this order."""
+    """The position in `devices` of the stem, of every function that can run, and of the classifier, in this order."""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The devices' names, numbered where they are not distinct: cpu#0, cpu#1."""
+        """The names of the devices, with numbers if they are not distinct: cpu#0, cpu#1."""
         if len(set(self.devices)) == len(self.devices):
             return self.devices
         return tuple(f"{name}#{position}" for position, name in enumerate(self.devices))
@@ -57,7 +57,7 @@ class Placement:
         return torch.device(self.devices[self.parts[part]])
 
     def of_ops(self, program_tokens: Sequence[str]) -> OpPlacement:
-        """Return the placement of a graph's ops, which are indices of `program_tokens`."""
+        """Return the placement of the ops of a graph, which are indices into `program_tokens`."""
         return OpPlacement(
             devices=tuple(map(torch.device, self.devices)),
             ops={op: self.parts[token] for op, token in enumerate(program_tokens) if token in self.parts},
@@ -66,7 +66,7 @@ class Placement:
         )
 
     def to_yaml(self) -> str:
-        """Return the placement as `read_placement` reads it: devices by name, or by position where names repeat."""
+        """Return YAML for `read_placement`, with the names of the devices, or their positions if names are repeated."""
         distinct = self.labels == self.devices
         values = {part: self.devices[at] if distinct else at for part, at in self.parts.items()}
         return yaml.safe_dump(values, sort_keys=False)
@@ -77,38 +77,36 @@ class Sample:
     """Programs from which the work of each part is computed."""
 
     programs_QL: np.ndarray | None
-    """None where the programs are not known."""
+    """The programs; None if they are not known."""
     image_idxs_Q: np.ndarray
     source: object
-    """Where the programs come from; for messages."""
+    """The file or the like that the programs come from, for messages."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there are programs."""
+        """True if there are programs."""
         return self.programs_QL is not None and len(self.programs_QL) > 0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the forward pass of an engine's parts costs."""
+    """The costs of the forward pass of an engine's parts."""
 
     sizes: tuple[int, ...]
-    """The number of numbers in a value between modules, by kind: a map, and an attention if there are any."""
+    """The number of elements of the values between modules, by kind: of a map, and of an attention if there are any."""
     flops: Mapping[str, float]
-    """Floating-point operations by part: for one image, one row of a call, or one question."""
-    flops_of_op: Mapping[int, float]
-    """The same of the functions, by op."""
+    """The floating-point operations of each part for one image, one row of a call, or one question."""
     work: Mapping[str, float] | None
-    """Floating-point operations by part for a mean question of the sample; None without programs."""
+    """The mean floating-point operations of each part per question of the sample; None without programs."""
 
 
 def check_options(placement: str, devices: Sequence[str], device: str = "auto", has_engine: bool = True) -> None:
     """Check that `--placement`, `--devices` and `--device` fit together.
 
     Raises:
-        InputError: there are devices without a placement, or fewer than two with one; both `--device` and `--devices`
-            are given; there is no engine to place, or several processes; a device's name is invalid; or the placement
-            is neither known nor a file.
+        InputError: devices are given without a placement, or fewer than two with one; both `--device` and `--devices`
+            are given; there is no engine, or there are several processes; a device's name is invalid; or the placement
+            is neither a known name nor a file.
     """
     if placement == NONE:
         if devices:
@@ -133,7 +131,7 @@ def check_options(placement: str, devices: Sequence[str], device: str = "auto", 
 
 
 def main_device(placement: str, devices: Sequence[str], device: str) -> torch.device:
-    """Return the device of the batches and of all that is not placed: `device`, or the first of `devices`.
+    """Return the device of the batches and of everything that is not placed: `device`, or the first of `devices`.
 
     Raises:
         InputError: a device is not available.
@@ -148,7 +146,7 @@ def make_placement(
     """Return the placement that `option` names: `round-robin`, `balanced`, or the path of a YAML file.
 
     Raises:
-        InputError: as `read_placement`, or `balanced` has no programs to compute work from; `source` has none.
+        InputError: as `read_placement`, or the option is `balanced` and `source` has no programs to compute work from.
     """
     if option == ROUND_ROBIN:
         return round_robin(parts, devices)
@@ -161,18 +159,18 @@ def make_placement(
 
 
 def round_robin(parts: Sequence[str], devices: Sequence[str]) -> Placement:
-    """Return the placement that gives the parts, in their order, to the devices in turn."""
+    """Return the placement that assigns the parts, in their order, to the devices in turn."""
     return Placement(tuple(devices), {part: number % len(devices) for number, part in enumerate(parts)})
 
 
 def balanced(work: Mapping[str, float], devices: Sequence[str]) -> Placement:
     """Return the placement by longest processing time first (Graham 1969, Bounds on multiprocessing timing anomalies).
 
-    The part with most work left goes to the device that has least; the earlier part, and the earlier device, goes
-    first among equals. The devices are then numbered so that the first has the stem, which reads the batches.
+    The remaining part with the most work is assigned to the device with the least; of equal parts or devices, the
+    earlier one is chosen. The devices are then numbered so that the first has the stem, which reads the batches.
 
     Args:
-        work: of every part, in the parts' order.
+        work: the work of every part, in the order of the parts.
     """
     load, found = [0.0] * len(devices), {}
     for part in sorted(work, key=work.__getitem__, reverse=True):
@@ -187,7 +185,7 @@ def read_placement(path: Path, parts: Sequence[str], devices: Sequence[str]) -> 
 
     Raises:
         InputError: the file is not such a mapping, a name in it is unknown, a part is missing, or a device is not in
-            `devices` or is there several times.
+            `devices` or occurs there several times.
     """
     content = read_yaml(path, "a placement")
     if not isinstance(content, dict):
@@ -216,19 +214,18 @@ def costs_of(engine: nn.Module, sample: Sample) -> Costs:
     """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`."""
     flops, sizes = _flops_of_parts(engine)
     tokens = engine.program_tokens
-    flops_of_op = {op: flops[token] for op, token in enumerate(tokens) if token in flops}
     if not sample.is_known:
-        return Costs(sizes, flops, flops_of_op, None)
+        return Costs(sizes, flops, None)
     programs_QL = sample.programs_QL[_spread(len(sample.programs_QL), MOST_PROGRAMS)]
     graph = module_graph(programs_QL, tokens, engine.roles)
     calls = dict(zip(tokens, (np.bincount(graph.op, minlength=len(tokens)) / len(programs_QL)).tolist(), strict=True))
     calls |= {STEM: 1.0, CLASSIFIER: 1.0}
-    return Costs(sizes, flops, flops_of_op, {part: calls[part] * flops[part] for part in engine.parts})
+    return Costs(sizes, flops, {part: calls[part] * flops[part] for part in engine.parts})
 
 
 def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...]]:
     """Return `Costs.flops` and `Costs.sizes`, counted with a copy of the engine on the device `meta`."""
-    from torch.utils.flop_counter import FlopCounterMode  # imported late: it is slow, and few runs are placed
+    from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     with torch.device("meta"):
         copy = type(engine)(**engine.kwargs)
@@ -251,7 +248,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
 
 
 def describe_placement(option: str, placement: Placement, work: Mapping[str, float] | None) -> str:
-    """Return a heading, and for each device the number of its parts, their share of the work, and their names."""
+    """Return a description of a placement: for each device the number, the share of the work and the names of parts."""
     lines, width = [f"placement {option}:"], max(map(len, placement.labels))
     for position, label in enumerate(placement.labels):
         parts = [part for part, at in placement.parts.items() if at == position]
@@ -264,21 +261,23 @@ def describe_placement(option: str, placement: Placement, work: Mapping[str, flo
 
 
 def rows_copied(plan: Plan, column: int) -> int:
-    """Return how many values of a column are copied in the forward pass; as many gradients are in the backward pass."""
+    """Return the number of values of a column that the forward pass copies, or of gradients that the backward does."""
     results = (result for call in plan.calls if call.op < 0 for result in call.results)
     return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
 def cost_of_call(call: Call, cost_of_row: Mapping[int, float]) -> float:
-    """Return the cost of a module call, or of all functions of a call of a family, from their cost for one node."""
+    """Return the cost of a module call, or of a call of a family, given the cost of each function for one row."""
     if call.segments is None:
         return call.size * cost_of_row[call.op]
     return sum((each.rows.stop - each.rows.start) * cost_of_row[each.op] for each in call.segments)
 
 
 def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
-    """Return how long a placed plan takes at least, where a call takes its `cost_of_call`, a device runs one call at
-    a time, and copies take no time. The gain of several devices is the rest of the calls' sum."""
+    """Return a lower bound of the time of a placed plan, in the unit of `cost_of_row`.
+
+    A call takes its `cost_of_call`, a device runs one call at a time, and copies take no time.
+    """
     clocks = [0.0] * plan.num_devices
     ready = [np.zeros(column.num_rows) for column in plan.columns]
     for call in plan.calls:
@@ -294,12 +293,14 @@ def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
 def describe_engine(
     option: str, engine: nn.Module, costs: Costs, sample: Sample, planner: Callable, batch_size: int, precision: str
 ) -> str:
-    """Return the placement of an `ExecutionEngine`, and what the forward pass copies and the least time of the modules:
-    means over minibatches of questions evenly spread over the sample, which `planner`, as `engine.planner` returns it,
-    plans."""
+    """Return a description of the placement of an `ExecutionEngine`, its copies between devices and its least time.
+
+    The copies and the time are means over minibatches of questions that are evenly spread over the sample. `planner`,
+    as `engine.planner` returns it, plans these minibatches.
+    """
     text = describe_placement(option, engine.placement, costs.work)
     if not sample.is_known:
-        return f"{text}\n  what is copied between devices depends on programs, which are not known yet"
+        return f"{text}\n  the copies between devices depend on programs, which are not known yet"
     rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
     count, plans = max(1, len(rows) // batch_size), []
     for number in range(count):
@@ -312,8 +313,9 @@ def describe_engine(
         if copied or column == MAP:
             kinds.append(f"{copied:.4g} {name} of {size * number_bytes:,} bytes")
         total += copied * size * number_bytes
-    alone = [sum(cost_of_call(call, costs.flops_of_op) for call in plan.calls if call.op >= 0) for plan in plans]
-    shares = [least_time(plan, costs.flops_of_op) / one if one else 1 for plan, one in zip(plans, alone, strict=True)]
+    flops = {op: costs.flops[token] for op, token in enumerate(engine.program_tokens) if token in costs.flops}
+    alone = [sum(cost_of_call(call, flops) for call in plan.calls if call.op >= 0) for plan in plans]
+    shares = [least_time(plan, flops) / one if one else 1 for plan, one in zip(plans, alone, strict=True)]
     return (
         f"{text}\n  the forward pass of a minibatch of {min(batch_size, len(sample.programs_QL))} questions copies "
         f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward pass as many gradients\n"
@@ -322,5 +324,5 @@ def describe_engine(
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Return up to `most` of `count` positions, evenly spread."""
+    """Return at most `most` of the positions 0 to `count` - 1, evenly spread."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)

@@ -1,8 +1,8 @@
 """Programs of a minibatch and the roles of their functions -> the graph of the module calls, by array code.
 
-Where every value is a map, this is the graph of the programs' trees. Otherwise functions without a module are left out,
-modules that read the stem get it as their first argument, and `scene` replaces every value of the wrong kind, whose
-nodes then do not run.
+If every value is a map, this is the graph of the programs' trees. Otherwise the graph has no nodes for functions
+without a module, modules that read the stem get it as their first argument, and `scene` replaces every value of the
+wrong kind, so that the nodes that would compute it do not run.
 
 Shapes: B programs, L program tokens, V vocabulary, S stems, K kinds, N nodes, A arguments of a module.
 """
@@ -21,31 +21,31 @@ from iep.vocab import NULL, START
 Roles = tuple[Role | None, ...]
 """The role of every token of a vocabulary."""
 NONE = -1
-"""Stands for a kind or a slot where there is none."""
+"""The mark for no kind or no slot."""
 
 
 def roles_of(program_tokens: Sequence[str], modules: ModuleSet) -> Roles:
-    """Return the roles that a set of modules gives to the tokens; `<NULL>` and `<START>` never run and have none.
+    """Return the role of every token in a set of modules; `<NULL>` and `<START>` never run and have none.
 
     Raises:
-        ValueError: the vocabulary lacks `scene`, or the set has no module for a token.
+        ValueError: the vocabulary has no `scene`, or the set has no module for a token.
     """
     scene_index(program_tokens)
     return tuple(None if op in (NULL, START) else modules.role(token) for op, token in enumerate(program_tokens))
 
 
 def is_of_maps(roles: Roles) -> bool:
-    """Return whether every value is a map, so that a plan needs no types."""
+    """Return whether every value is a map. A plan then needs no types."""
     return all(role is None or {*role.arguments, role.result} == {MAP} for role in roles)
 
 
 def module_graph(
     programs_BL: np.ndarray | Tensor, program_tokens: Sequence[str], roles: Roles, stem_B: np.ndarray | None = None
 ) -> Graph:
-    """Return the graph of programs. Its inputs are the stems, then the value of `scene` in each kind but maps.
+    """Return the graph of programs. Its inputs are the stems, then the value of `scene` in each kind except maps.
 
     Args:
-        stem_B: the slot of each program's stem, counted from 0 without gaps; None where program b has stem b.
+        stem_B: the slot of each program's stem, counted from 0 without gaps; None if program b has stem b.
     """
     scene = scene_index(program_tokens)
     plain = program_graph(programs_BL, program_tokens, roles[scene] is None, stem_B)
@@ -54,7 +54,7 @@ def module_graph(
         return plain
     stem_B = np.arange(len(plain.roots)) if stem_B is None else stem_B
     stems, count, kinds = plain.num_inputs, plain.num_nodes, _num_kinds(roles)
-    others = stems + count + np.arange(kinds - 1)  # slots of `scene` in other kinds, until all are numbered anew
+    others = stems + count + np.arange(kinds - 1)  # slots of `scene` in other kinds, before renumbering
     wanted = [() if role is None else role.arguments for role in roles]
     width = max(plain.args.shape[1], *map(len, wanted))
     wanted_VA = np.array([[*each, *[NONE] * (width - len(each))] for each in wanted])
@@ -62,13 +62,13 @@ def module_graph(
     reads_stem_V = np.array([role is not None and role.reads_stem for role in roles])
     result_N, wanted_NA, stem_N1 = result_V[plain.op], wanted_VA[plain.op], stem_B[plain.example][:, None]
 
-    # The slot that each slot stands for, where a function without a module stands for its argument.
+    # The slot whose value each slot has: a function without a module has the value of its argument.
     stands = np.append(np.arange(stems + count), NONE)
     idle = np.flatnonzero(result_N == NONE)
     stands[stems + idle] = plain.args[idle, 0]
     while not np.array_equal(further := stands[stands], stands):
         stands = further
-    found = np.concatenate([np.full(stems, NONE), result_N, [NONE]])  # kinds; that of `scene` is none
+    found = np.concatenate([np.full(stems, NONE), result_N, [NONE]])  # the kind of each slot's value; `scene` has none
 
     args_NA = np.full(wanted_NA.shape, NONE)
     args_NA[:, : plain.args.shape[1]] = stands[plain.args]
@@ -90,7 +90,7 @@ def module_graph(
 
 
 def types_of(graph: Graph, roles: Roles, num_programs: int) -> Types | None:
-    """Return the kinds of a graph's values and of its roots: the programs' results, then any attentions."""
+    """Return the kinds of the values of a graph. Its roots are the programs' results, then any attentions."""
     if is_of_maps(roles):
         return None
     others = np.arange(1, _num_kinds(roles))
@@ -117,7 +117,7 @@ def _signature(role: Role) -> Signature:
 
 
 def _is_needed(roots: np.ndarray, args: np.ndarray, count: int) -> np.ndarray:
-    """Return which of `count` nodes the `roots` depend on or are, (N,) bool. Numbers of no node are ignored."""
+    """Return which of `count` nodes are `roots` or inputs of them, (N,) bool. Other numbers than nodes' are ignored."""
     needed = np.zeros(count, dtype=bool)
     new = roots
     while len(new):

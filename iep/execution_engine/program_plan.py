@@ -1,6 +1,6 @@
 """Programs of a minibatch -> the plan of their module calls: graph, schedule and calls.
 
-A plan is made without values of tensors, so that the data loader's workers can make it. `engine.py` runs it.
+Making a plan computes no tensor, so that the workers of the data loader can do it. `engine.py` runs the plan.
 
 Shapes: B programs, L program tokens, N images.
 """
@@ -23,30 +23,30 @@ from iep.execution_engine.program_graph import Roles, module_graph, penalized, t
 
 @dataclass(frozen=True, eq=False)
 class ProgramPlan:
-    """What the engine will run for a minibatch of programs: plain data, cheap to pickle."""
+    """The module calls of a minibatch of programs: plain data, which is cheap to pickle."""
 
     graph: Graph
-    """Its first inputs are stems: one for each image, or, without sharing, for each program. Its first roots are the
-    programs' results, and further roots are attentions."""
+    """The graph of the calls. Its first inputs are stems, one for each image, or for each program without sharing. Its
+    first roots are the programs' results, and further roots are attentions."""
     schedule: Schedule
     plan: Plan
     program_tokens: tuple[str, ...]
     roles: Roles
-    """The engine that runs the plan must have the same program tokens and roles."""
+    """The role of each token. An engine that runs the plan must have the same program tokens and roles."""
     num_images: int
-    """The number of images whose features the plan is for, N."""
+    """The number of images whose features an engine needs to run the plan, N."""
     image_rows: torch.Tensor | None
-    """(num_inputs,) the row of each input's image in the features; None where input n is of image n."""
+    """The row of each input's image in the features, (num_inputs,); None if input n belongs to image n."""
     placement: Placement | None = None
-    """How the engine that runs the plan must be placed; None for one device."""
+    """The placement that an engine that runs the plan must have; None for one device."""
 
     def to(self, device: torch.device) -> "ProgramPlan":
-        """Return the plan for features on `device`; where it is placed, each device's index tensors are there."""
+        """Return the plan for features on `device`; the index tensors of a placed plan are on their own devices."""
         rows = None if self.image_rows is None else self.image_rows.to(device, non_blocking=True)
         return replace(self, plan=self.plan.to(device), image_rows=rows)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ProgramPlan":
-        """Return the plan with `function` of its index tensors."""
+        """Return the plan with `function` applied to its index tensors."""
         rows = None if self.image_rows is None else function(self.image_rows)
         return replace(self, plan=self.plan.map(function), image_rows=rows)
 
@@ -67,19 +67,19 @@ def plan_programs(
     Args:
         programs_BL: indices into `program_tokens`, numpy or torch.
         roles: the role of every token, as `roles_of` returns them.
-        image_rows_B: the row of each program's image in the features, the greatest being N - 1; None where program b
-            is about image b.
+        image_rows_B: the row of each program's image in the features, of which the greatest is N - 1; None if program
+            b is about image b.
         batching: the name of a scheduler in `iep.batching.schedulers.SCHEDULERS`.
-        sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs the
-            stem and all its functions for itself.
-        placement: where every function runs; None for one device.
-        attentions: the engine is to return the sum of the attentions too. An attention that several programs share
-            counts once for each of them.
-        families: by op, the number of its family, as `iep.batching.schedulers.make_schedule` takes them: one call then
-            runs several functions of one architecture.
+        sharing: run each image's stem once, and equal subtrees over one image once; otherwise every program runs its
+            own stem and all its functions.
+        placement: the device of every function; None for one device.
+        attentions: also return the sum of the attentions. An attention that several programs share counts once for each
+            of them.
+        families: the number of the family of each op, as for `iep.batching.schedulers.make_schedule`. One call then
+            runs several functions of the same architecture.
 
     Raises:
-        ValueError: a token is out of range, the scheduler is unknown, the vocabulary lacks `scene`, `image_rows_B` is
+        ValueError: a token is out of range, the scheduler is unknown, the vocabulary has no `scene`, `image_rows_B` is
             not one row number for each program, a function that runs is not placed, or no role has attentions.
     """
     rows = None if image_rows_B is None else _checked_rows(image_rows_B, len(programs_BL))
@@ -102,9 +102,9 @@ def plan_programs(
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:
     rows = torch.as_tensor(image_rows_B).cpu()
     if rows.shape != (count,) or rows.is_floating_point() or rows.dtype == torch.bool or (rows.long() < 0).any():
-        raise ValueError(f"image rows {rows.tolist()} for {count} programs, expected a whole number from 0 on for each")
+        raise ValueError(f"image rows {rows.tolist()} for {count} programs, expected one whole number >= 0 for each")
     return rows.long()
 
 
 Planner = Callable[..., ProgramPlan]
-"""`plan_programs` with all arguments given but (programs_BL, *, image_rows_B)."""
+"""A partial application of `plan_programs` that takes (programs_BL, *, image_rows_B)."""

@@ -1,7 +1,7 @@
-"""What each function of a program reads and returns: its role. Values are of two kinds, encodings and attentions.
+"""Roles of functions: the kinds of values, encodings or attentions, that each reads and returns.
 
-A set of modules defines a role for every token. From the roles alone follow the graph of a minibatch's module calls
-(`program_graph.py`), the walk over one program (`trace.py`), and which functions of a program are not used because
+A set of modules defines a role for every token. The roles determine the graph of a minibatch's module calls
+(`program_graph.py`), the traversal of one program (`trace.py`), and which functions of a program are not used because
 their values are of the wrong kind (this file).
 
 Shapes: G rows of a call, N images, C H W feature maps.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from iep.programs import NOT_USED, ProgramTree, program_tree, without
 
 MAP, ATTENTION = 0, 1
-"""The kinds of values, which are the columns of a plan: (C, H, W), as the stem returns, and (1, H, W)."""
+"""The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output, and (1, H, W)."""
 KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
 
 
@@ -26,39 +26,40 @@ class Role(NamedTuple):
     """The kind of each argument of the function."""
     result: int
     reads_stem: bool = False
-    """The module's first argument is the stem's output; the function's arguments follow."""
+    """The first argument of the module is the stem's output, which the function's arguments follow."""
     is_penalized: bool = False
-    """Its result is one of the attentions that `attention_penalty` counts."""
+    """The result is one of the attentions that `attention_penalty` counts."""
 
 
 class ModuleSet(Protocol):
-    """The modules of an engine, and how they fit together.
+    """A set of modules, which defines the module and the role of every function of an engine.
 
-    A set is created from the engine's settings of its modules, `dim`, `residual`, `norm` and `scene`, and raises
-    ValueError for those that it does not have.
+    It is created from the engine's settings of its modules, `dim`, `residual`, `norm` and `scene`, and raises
+    ValueError for settings that it does not support.
     """
 
     def role(self, token: str) -> Role | None:
         """Return the role of a program token.
 
-        None is for a function without a module. Its value is that of its first argument. A `scene` without a module
-        stands for the whole image in whichever kind is wanted.
+        A function without a module has the role None. Its value is that of its first argument. A `scene` without a
+        module stands for the whole image, in the kind that its reader expects.
 
         Raises:
-            ValueError: the set has no module for such a function.
+            ValueError: the set does not support the function.
         """
 
     def make(self, token: str) -> nn.Module:
         """Return a new module for a token that has a role.
 
-        It maps (G, ...) arguments, as its role says, to (G, ...) results; row g of each belongs to one node.
+        The module maps (G, ...) arguments of the kinds in its role to a (G, ...) result. Row g of each belongs to the
+        same node.
         """
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
-        """Return the value of `scene` in each kind that occurs, the kinds in order.
+        """Return the value of `scene` in each kind that occurs, in the order of the kinds.
 
-        As a map, it is the stem's output, (N, C, H, W). In every other kind it is one value, (1, ...), for all images.
-        It is also used in place of values of the wrong kind.
+        As a map, `scene` is the stem's output, (N, C, H, W). In every other kind it is one value, (1, ...), for all
+        images. `scene` also replaces values of the wrong kind.
         """
 
 
@@ -66,9 +67,9 @@ class Misfit(NamedTuple):
     """A node of a program's tree whose value is of another kind than its reader expects."""
 
     node: int
-    """Its position in the tree's list."""
+    """The position of the node in the tree's list."""
     reader: int | None
-    """The node that it is an argument of; None for the root, whose value the classifier reads."""
+    """The node that reads the value; None for the root, whose value the classifier reads."""
     found: int
     expected: int
 
@@ -97,7 +98,7 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
 
 
 def tree_run(tokens: Sequence[str], modules: ModuleSet) -> ProgramTree:
-    """Return the tree of prefix tokens, with the nodes marked that a set of modules does not use."""
+    """Return the tree of prefix tokens, in which the nodes that a set of modules does not use are marked."""
     tree = program_tree(tokens)
     words = {misfit.node: misfit.words for misfit in misfits(tree, modules)}
     return without(tree, {node: f"{NOT_USED}: {found}, not {expected}" for node, (found, expected) in words.items()})

@@ -1,8 +1,8 @@
 """The modules of Transparency by Design: the set `tbd`.
 
-Mascharka et al. 2018, Transparency by Design: Closing the Gap Between Performance and Interpretability in Visual
-Reasoning, section 3 and table 1. An *attention* has one channel of numbers from 0 to 1, and an *encoding* has as many
-channels as the features, which are the stem's output. As an attention, `scene` is 1 everywhere.
+They are those of Mascharka et al. 2018 (Transparency by Design: Closing the Gap Between Performance and
+Interpretability in Visual Reasoning, section 3 and table 1). An *attention* has one channel of numbers from 0 to 1. An
+*encoding* has as many channels as the features, which are the stem's output. As an attention, `scene` is 1 everywhere.
 
 Shapes: G rows of a call, N images, C H W feature maps.
 """
@@ -19,7 +19,7 @@ from iep.programs import SCENE
 from iep.vocab import SPECIAL_TOKENS
 
 DILATIONS = (1, 2, 4, 8, 1)
-"""The dilations of the convolutions of `RelateModule`, which together see the whole of a 14x14 grid."""
+"""The dilations of the convolutions of `RelateModule`. Their receptive field is a whole 14x14 grid."""
 
 
 def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
@@ -27,7 +27,7 @@ def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
 
 
 class QueryModule(nn.Module):
-    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an encoding: what is in the attended part."""
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an encoding of the attended part."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -40,7 +40,7 @@ class QueryModule(nn.Module):
 
 
 class AttentionModule(QueryModule):
-    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention: where in it red objects are, say."""
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention, for example to the red objects in it."""
 
     def __init__(self, dim: int):
         super().__init__(dim)
@@ -52,9 +52,9 @@ class AttentionModule(QueryModule):
 
 
 class RelateModule(nn.Module):
-    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention: what is to the left of it, for instance.
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention, for example to the region left of it.
 
-    The convolutions are dilated (Yu & Koltun 2016), so that their field of view is large.
+    The convolutions are dilated (Yu & Koltun 2016), so that their receptive field is large.
     """
 
     def __init__(self, dim: int):
@@ -71,10 +71,10 @@ class RelateModule(nn.Module):
 
 
 class SameModule(nn.Module):
-    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention: what is like the attended object.
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention to what is like the attended object.
 
-    The features of every place are multiplied with those of the place where the row's own attention is greatest (the
-    first such place). Other rows of the call do not matter.
+    The features at every position are multiplied by those at the first position where the row's own attention is
+    greatest. Other rows of the call have no influence.
     """
 
     def __init__(self, dim: int):
@@ -90,7 +90,7 @@ class SameModule(nn.Module):
 
 
 class ComparisonModule(nn.Module):
-    """Two encodings (G, C, H, W), in order -> an encoding: whether they are the same, or which number is greater."""
+    """Two encodings (G, C, H, W), in order -> an encoding of their comparison, for example whether they are equal."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -104,7 +104,7 @@ class ComparisonModule(nn.Module):
 
 
 class AndModule(nn.Module):
-    """Two attentions (G, 1, H, W) -> their minimum at every place."""
+    """Two attentions (G, 1, H, W) -> their minimum at every position."""
 
     def forward(self, first_G1HW: Tensor, second_G1HW: Tensor) -> Tensor:
         """Return the minimum."""
@@ -112,7 +112,7 @@ class AndModule(nn.Module):
 
 
 class OrModule(nn.Module):
-    """Two attentions (G, 1, H, W) -> their maximum at every place."""
+    """Two attentions (G, 1, H, W) -> their maximum at every position."""
 
     def forward(self, first_G1HW: Tensor, second_G1HW: Tensor) -> Tensor:
         """Return the maximum."""
@@ -142,10 +142,10 @@ WITHOUT_MODULE = (SCENE, "unique", *SPECIAL_TOKENS)
 
 @dataclass(frozen=True)
 class AttentionModules:
-    """The set `tbd`. The penalty counts the attentions that networks return, not minima and maxima of others.
+    """The set `tbd`. The penalty counts the attentions that networks return, but not minima and maxima of these.
 
     Raises:
-        ValueError: a setting has a value that only the set `iep` has.
+        ValueError: a setting has a value that only the set `iep` supports.
     """
 
     dim: int
@@ -157,7 +157,7 @@ class AttentionModules:
         if not self.residual or self.norm != "none":
             raise ValueError("module_residual and module_norm are settings of the modules iep; tbd has neither")
         if self.scene != "module":
-            raise ValueError(f"scene is {self.scene!r}, a setting of the modules iep; that of tbd is fixed")
+            raise ValueError(f"scene is {self.scene!r}, a setting of the modules iep; the scene of tbd is fixed")
 
     def role(self, token: str) -> Role | None:
         """Return the role of a token; None for `scene`, `unique` and special tokens.

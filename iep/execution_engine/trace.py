@@ -1,7 +1,7 @@
-"""One program about one image -> the value of each of its functions, one module call at a time.
+"""One program about one image -> the value of each of its functions, by one module call at a time.
 
-This is the slow twin of the batched engine, with which tests compare it, and it shows what happens inside the engine:
-`iep/asking/` draws the values. It walks the tree of `iep/programs.py` and uses nothing of `iep/batching/`.
+Tests compare the batched engine with this slow twin, which traverses the tree of `iep/programs.py` and uses nothing of
+`iep/batching/`. `iep/asking/` draws the values, to show how the engine arrives at an answer.
 
 Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 """
@@ -22,18 +22,18 @@ class Trace:
     tree: ProgramTree
     outputs: tuple[Tensor, ...]
     """The value of every node in the tree's order, (1, C, H, W). A function without a module has the value of its first
-    argument, and a `scene` without a module is an attention if the engine has attentions. With autograd on, gradients
-    of `logits` with respect to them can be computed."""
+    argument, and a `scene` without a module is an attention if the engine has attentions. If gradients are enabled,
+    those of `logits` with respect to these values can be computed."""
     logits: Tensor
-    """(1, A)."""
+    """The answer logits, (1, A)."""
 
 
 def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) -> Trace:
-    """Run a program, well-formed or not, and keep the value of every function.
+    """Run a program, well-formed or not, and return the value of every function.
 
     Args:
-        engine: an `ExecutionEngine` on one device; for the answers that it gives elsewhere, in evaluation mode.
-        features_1CHW: the image's features.
+        engine: an `ExecutionEngine` on one device. Its answers are those of the batched engine in evaluation mode.
+        features_1CHW: the features of the image.
         program_L: indices into the engine's program tokens.
     """
     tree = program_tree([engine.program_tokens[token] for token in program_L])
@@ -44,7 +44,7 @@ def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) ->
 def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return the value of every node of a program's tree, and the map that the classifier reads, (1, C, H, W)."""
     scene = engine.module_set.scene_values(stem_1CHW)
-    kinds: list[int | None] = [None] * len(tree.nodes)  # None: any, as the value of `scene`
+    kinds: list[int | None] = [None] * len(tree.nodes)  # None: any kind, such as that of `scene`
     values = [scene[max(scene)]] * len(tree.nodes)
 
     def value(number: int, kind: int) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: N images, C H W features.
 """
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -39,7 +40,7 @@ from iep.runtime.distributed import (
 )
 from iep.runtime.files import os_errors_name, remove_temporaries, row_checksums, sync_directory, write_json
 from iep.runtime.locks import held
-from iep.runtime.reading import parse_json, reading
+from iep.runtime.reading import reading
 from iep.runtime.signals import deferred
 
 _DATASET, _CHECKSUMS = "features", "checksums"
@@ -284,7 +285,7 @@ def _completed_rows(journal: Path, spec: FeaturesSpec) -> int:
         InputError: it is not a journal of this file, or the images of those rows have changed.
     """
     with reading(journal, f"the journal of {spec.shape[0]} rows"):
-        progress = parse_json(journal.read_bytes())
+        progress = json.loads(journal.read_bytes())
         rows = progress["rows"]
         if not 0 <= rows <= spec.shape[0] or progress[IMAGES_DIGEST] != value_digest(spec.images[:rows]):
             raise InputError(f"the images of its {rows} rows have changed")

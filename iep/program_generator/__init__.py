@@ -1,1 +1,1 @@
-"""Question tokens -> program tokens: an LSTM encoder and decoder, greedy, sampled and beam decoding."""
+"""Question tokens -> program tokens by an LSTM encoder and decoder, with greedy, sampled and beam decoding."""

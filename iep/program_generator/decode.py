@@ -1,10 +1,10 @@
-"""Question tokens -> program tokens: greedily, by sampling or by beam search, in whole minibatches.
+"""Question tokens -> program tokens, by greedy decoding, sampling or beam search of whole minibatches.
 
 Every function returns programs that begin with `<START>`, end with `<END>` and are padded with `<NULL>` on the right.
-The matrix is as wide as its longest program. `max_length` counts all tokens, `<START>` and `<END>` included; a program
-that has not ended by then is cut off without `<END>`, except in beam search. Sampling and beam search never choose
-`<NULL>` or `<START>`: the probabilities of the other tokens are scaled to sum to 1. Greedy decoding takes the greatest
-logit, whichever token it is, as the original toolkit does.
+The matrix is as wide as its longest program. `max_length` counts all tokens, including `<START>` and `<END>`. A longer
+program is truncated and has no `<END>`, except in beam search. Sampling and beam search never choose `<NULL>` or
+`<START>`; the probabilities of the other tokens are scaled to sum to 1. Greedy decoding chooses the greatest logit of
+any token, as the original toolkit does.
 
 Shapes: B examples, T question tokens, L program tokens, V program vocabulary, K beams, H hidden units.
 """
@@ -32,7 +32,7 @@ def _program_log_softmax(logits: Tensor) -> Tensor:
 
 
 def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return (B, L) programs in which every next token is `choose(logits_BV)`, until all rows have ended."""
+    """Return (B, L) programs, in which `choose(logits_BV)` is the next token, until all rows have ended."""
     previous_B = encoding_BH.new_full((len(encoding_BH),), START, dtype=torch.long)
     finished_B = torch.zeros_like(previous_B, dtype=torch.bool)
     columns, state = [previous_B], None
@@ -46,7 +46,7 @@ def _unroll(model: Seq2Seq, encoding_BH: Tensor, max_length: int, choose: Callab
 
 @torch.no_grad()
 def greedy(model: Seq2Seq, questions_BT: Tensor, max_length: int) -> Tensor:
-    """Return (B, L) programs: at every step the likeliest token.
+    """Return (B, L) programs that have the most probable token at every step.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -69,9 +69,9 @@ def sample(
     drops different units when it draws and when it scores.
 
     Args:
-        temperature: divides the logits; below 1 it sharpens the distribution, which becomes greedy towards 0.
-        uniform_BL: (B, max_length or more) numbers from 0 to below 1 that decide the draws, column t that of token t;
-            None draws them.
+        temperature: the divisor of the logits. Values below 1 sharpen the distribution; towards 0 it becomes greedy.
+        uniform_BL: (B, max_length or more) numbers in [0, 1) that determine the draws, with column t for token t; None
+            draws them.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats, at the given temperature, of the tokens after
@@ -86,12 +86,12 @@ def sample(
     if uniform_BL is None:
         uniform_BL = torch.rand(len(questions_BT), max_length, device=questions_BT.device)
     if len(uniform_BL) != len(questions_BT) or uniform_BL.shape[1] < max_length:
-        raise ValueError(f"{tuple(uniform_BL.shape)} numbers to draw {len(questions_BT)} programs of {max_length} by")
+        raise ValueError(f"{tuple(uniform_BL.shape)} numbers for drawing {len(questions_BT)} programs of {max_length}")
     columns = iter(uniform_BL.unbind(1))
-    next(columns)  # that of <START>
+    next(columns)  # the column of <START>
 
     def draw(logits_BV: Tensor) -> Tensor:
-        # In float64, where a number below 1 times the sum stays below it: the last token of probability 0 is safe.
+        # In float64, a number below 1 times the sum is below the sum: a last token of probability 0 is not drawn.
         cumulative_BV = _program_log_softmax(logits_BV / temperature).double().exp().cumsum(1)
         drawn_B = next(columns).double() * cumulative_BV[:, -1]
         drawn_B = torch.searchsorted(cumulative_BV, drawn_B.unsqueeze(1), right=True).squeeze(1)
@@ -111,13 +111,13 @@ def sample(
 
 @torch.no_grad()
 def beam(model: Seq2Seq, questions_BT: Tensor, beam_size: int, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return the likeliest programs, found by beam search over the whole minibatch.
+    """Return the most probable programs that beam search over the whole minibatch finds.
 
-    At every step each question keeps the `beam_size` likeliest hypotheses. A hypothesis that reaches `<END>` leaves the
-    beam, and the likeliest of those that have left is the result. Scores are not normalised by length: the search is
-    for the most probable program that ends within `max_length`, where the last token is always `<END>`. It stops as
-    soon as no hypothesis can overtake the ended ones, because scores only decrease. A beam of 1 gives the programs of
-    greedy decoding where those end and contain neither `<NULL>` nor `<START>`.
+    At every step, each question keeps the `beam_size` most probable hypotheses. A hypothesis that reaches `<END>` is
+    complete and leaves the beam, and the most probable complete one is the result. Scores are not normalised by length:
+    the search is for the most probable program that ends within `max_length`, where the last token is always `<END>`.
+    It stops when no hypothesis can exceed the complete ones, because scores only decrease. A beam of 1 has the same
+    result as greedy decoding if that ends and contains neither `<NULL>` nor `<START>`.
 
     Returns:
         (B, L) programs and (B,) log probabilities in nats.

@@ -1,6 +1,6 @@
 """Right-padded token sequences -> one vector each: embeddings, an LSTM, and its state at the last real token.
 
-The program generator and the baselines share this file, which also makes their LSTMs.
+The program generator and the baselines use this file, which also creates their LSTMs.
 
 Shapes: B examples, T question tokens, H hidden units.
 """
@@ -18,7 +18,7 @@ def make_lstm(in_dim: int, hidden_dim: int, num_layers: int, dropout: float) -> 
 
 
 def lengths(tokens_BT: Tensor) -> Tensor:
-    """Return the lengths, (B,): the position after the last token that is not `<NULL>`, or 0."""
+    """Return the length of each sequence, (B,): the position after the last token that is not `<NULL>`, or 0."""
     positions_T = torch.arange(1, tokens_BT.shape[1] + 1, device=tokens_BT.device)
     return (positions_T * (tokens_BT != NULL)).amax(1)
 
@@ -39,8 +39,8 @@ def trim(tokens_BT: Tensor) -> Tensor:
 def encode(embed: nn.Embedding, rnn: nn.LSTM, tokens_BT: Tensor) -> Tensor:
     """Return the states of the top layer at each sequence's last real token, (B, H), from zero initial states.
 
-    The LSTM runs over the padded matrix in one call. Padding comes after the state that is taken, and cannot change it.
-    A sequence of only padding gives the state after one `<NULL>`.
+    The LSTM runs over the padded matrix in one call. Padding follows the returned state and cannot change it. For a
+    sequence of only padding, the state after one `<NULL>` is returned.
     """
     tokens_BT = trim(tokens_BT)
     states_BTH, _ = rnn(embed(tokens_BT))

@@ -1,11 +1,11 @@
-"""The program generator's network: question tokens to logits over program tokens.
+"""The network of the program generator, from question tokens to logits over program tokens.
 
 It has an LSTM encoder and an LSTM decoder (Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and
 supplementary material; Sutskever et al. 2014). The names of the parameters are those of the original toolkit.
 `decode.py` chooses tokens from the logits.
 
-The network computes in the dtype of its weights, whatever autocast says: in bfloat16 it predicts other programs, and it
-takes a small part of the time.
+The network ignores autocast and computes in the dtype of its weights. In bfloat16 it would predict other programs, and
+it takes only a small part of the time.
 
 Legend: B examples, T question tokens, L program tokens, V program vocabulary, H hidden units, E embedding.
 """
@@ -51,17 +51,17 @@ class Seq2Seq(nn.Module):
         self.decoder_linear = nn.Linear(hidden_dim, num_program_tokens)
 
     def encode(self, questions_BT: Tensor) -> Tensor:
-        """Return the encodings, (B, H): the top layer's state at each question's last token that is not `<NULL>`."""
+        """Return the state of the top layer at each question's last token that is not `<NULL>`, (B, H)."""
         with torch.autocast(questions_BT.device.type, enabled=False):
             return encoder.encode(self.encoder_embed, self.encoder_rnn, questions_BT)
 
     def decode(self, encoding_BH: Tensor, programs_BL: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Read program tokens, and predict the next token after each.
+        """Read program tokens and predict the token after each of them.
 
         Args:
             encoding_BH: (B, H) from `encode`.
-            programs_BL: (B, L) tokens that the decoder reads, the first being `<START>` if `state` is None.
-            state: the state that an earlier call returned, to continue from; None is the zero state.
+            programs_BL: (B, L) tokens that the decoder reads, of which the first is `<START>` if `state` is None.
+            state: the state that an earlier call returned, or None for the zero state.
 
         Returns:
             (B, L, V) logits, where entry t predicts the token after token t, and the state after the last token.

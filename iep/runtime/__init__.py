@@ -1,1 +1,1 @@
-"""The machine under a job -> files written whole, locks, answered signals, devices, processes that act as one."""
+"""Files, locks, signals, devices and distributed processes. Nothing here depends on CLEVR."""

@@ -1,7 +1,8 @@
-"""Have the C library keep freed memory, so that large tensors, which PyTorch allocates anew at every step, are cheap.
+"""A setting of the C library under which large tensors, which PyTorch allocates anew at every step, are cheap.
 
-By default glibc maps a large block for itself and returns it to the system when it is freed. The system clears the
-pages of the next one again, one by one, at their first touch: several percent of a step at full size on a CPU.
+By default glibc maps each large block separately and returns it to the system when it is freed. The system then clears
+the pages of the next block one by one, when they are first used. This takes several percent of the time of a full-size
+training step on a CPU.
 """
 
 import ctypes
@@ -12,9 +13,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep up to two gigabytes of freed memory for later allocations.
+    """Make this process keep up to two gigabytes of freed memory for later allocations.
 
-    Does nothing if the user has set one of glibc's MALLOC_ variables, or the C library is not glibc.
+    This has no effect if the user has set one of glibc's MALLOC_ variables, or the C library is not glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return

@@ -1,4 +1,4 @@
-"""The name of a device -> an available torch device, the precision of its computations, and its peak memory."""
+"""Devices by name, the precision in which they compute, their peak memory, and errors about too little memory."""
 
 import resource
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from iep.runtime.distributed import local_rank, local_world_size, world_size
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a name: `auto`, for the first CUDA device or else the CPU, or one of torch's names.
+    """Return the device that has one of torch's names, or for `auto` the first CUDA device or else the CPU.
 
-    If several processes run on this machine, each gets a CUDA device of its own for `auto` and `cuda`.
+    If the job has several processes on this machine, `auto` and `cuda` give each of them a different CUDA device.
 
     Raises:
         InputError: the name is not a device, or this machine has no such device.
@@ -22,7 +22,7 @@ def resolve_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and local_world_size() > 1:
         if name != "cuda":
-            raise InputError(f"device {name!r}: each process of a machine uses a device of its own; give cuda or auto")
+            raise InputError(f"device {name!r}: each process on a machine uses its own device; give cuda or auto")
         name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
@@ -30,9 +30,9 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r}: not available here ({str(error).splitlines()[0]})") from None
     if world_size() > 1 and device.type == "cuda":
-        torch.cuda.set_device(device)  # the current device of this process, which libraries use
+        torch.cuda.set_device(device)  # NCCL and other libraries use the current device of the process
     if device.type == "meta":
-        raise InputError(f"device {name!r}: stores no values, so that nothing can be computed on it")
+        raise InputError(f"device {name!r}: stores no values and cannot be used")
     return device
 
 
@@ -42,14 +42,14 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of tensors on a CUDA device, and otherwise of this process."""
+    """Return the peak memory in bytes of the tensors on a CUDA device, or for other devices that of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out on some device; torch has an exception class for that on GPUs alone."""
+    """Return whether an error says that memory ran out. PyTorch has an exception class for this only on GPUs."""
     words = ("allocate memory", "Storage size calculation overflowed")
     is_cpu = isinstance(error, RuntimeError) and any(each in str(error) for each in words)
     return is_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
@@ -57,10 +57,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def enough_memory(device: torch.device, what: str, setting: str) -> Iterator[None]:
-    """Turn running out of memory in the block into one line.
+    """Report running out of memory in the block in one line.
 
     Raises:
-        InputError: memory ran out for `what`; advises to lower `setting`.
+        InputError: there was not enough memory for `what`; the message advises to lower `setting`.
     """
     try:
         yield

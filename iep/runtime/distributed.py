@@ -1,8 +1,8 @@
-"""The processes of one job: their ranks, what they exchange, and how an error of one ends all, reported once.
+"""The processes of one job: their ranks, the objects that they exchange, and errors that end all of them.
 
-Without torchrun there is one process, of rank 0, and everything here returns at once. With it, commands run inside
-`joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` sums gradients. The
-functions below `Trouble` must be called by every process at the same points; with one process they only raise.
+Without torchrun there is one process, of rank 0, and every function here returns at once. With torchrun, commands run
+inside `joined()` and exchange small objects on the CPU (gloo); `training/parallel.py` sums gradients. All processes
+must call the collective functions, from `barrier` on, at the same points.
 """
 
 import os
@@ -22,14 +22,14 @@ from iep.errors import InputError
 from iep.runtime.signals import end_with_parent, unanswered
 
 PATIENCE_SECONDS = 600
-"""How long the first process waits for the others."""
+"""The time for which the first process waits for the others to connect."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Within it, the processes that torchrun started are one group; gloo on CPUs and NCCL on GPUs.
+    """Connect the processes that torchrun started, by gloo on CPUs and NCCL on GPUs, until the block ends.
 
     Raises:
         InputError: torchrun's environment is incomplete or invalid, or the processes cannot reach each other.
@@ -41,25 +41,25 @@ def joined() -> Iterator[None]:
         yield
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # torchrun itself may be killed: then this process stops and saves
+        end_with_parent(signal.SIGTERM)  # if torchrun itself is killed, this process stops and saves
     try:
-        with unanswered():  # inside it no handler would be heard
+        with unanswered():  # Python cannot run a handler while the C++ code waits for other processes
             _join()
     except (ValueError, RuntimeError) as error:
         what = " ".join(str(error).split())[:300]
-        raise InputError(f"WORLD_SIZE is set, as by torchrun, but the processes cannot meet: {what}") from None
+        raise InputError(f"WORLD_SIZE is set, as by torchrun, but the processes cannot connect: {what}") from None
     try:
         yield
     except InputError:
         if not is_main():
-            time.sleep(3)  # the first process most often reports the same, and torchrun ends this one meanwhile
+            time.sleep(3)  # the first process usually reports the same error, and torchrun ends this one meanwhile
         raise
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
         what = " ".join(str(error).split())[:200]
         raise InputError(
-            f"process {rank()} of {world_size()}: stopped, most likely for another process of the job ended ({what})"
+            f"process {rank()} of {world_size()}: stopped, probably because another process of the job ended ({what})"
         ) from None
     finally:
         dist.destroy_process_group()
@@ -72,16 +72,17 @@ def _join() -> None:
         given = os.environ.get("RANK", "not set")
         raise ValueError(f"RANK is {given}, expected a number below WORLD_SIZE, which is {size}")
     store, number, size = next(dist.rendezvous("env://"))
-    # torchrun may keep its store over restarts, and with it the addresses of processes that are dead.
+    # torchrun may keep its store over restarts, and with it the addresses of processes that have ended.
     store = dist.PrefixStore(_token(store, number, size), store)
     dist.init_process_group(backend, store=store, rank=number, world_size=size)
 
 
 def _token(store: dist.Store, number: int, size: int) -> str:
-    """A name for this meeting of `size` processes, made by the first: what earlier ones left in the store has others.
+    """Return a random prefix on which `size` processes agree, so that keys of earlier processes are not read.
 
-    A process says hello under its number with a word of its own, and waits for the answer to that word. The first
-    answers every hello, those of dead processes too, until all have taken this meeting's name from it.
+    The first process chooses the prefix. Each other process sends a random token under its rank, and waits for the
+    answer to that token. The first answers every token, also those of processes that have ended, until all have
+    acknowledged its prefix.
     """
     mine = uuid.uuid4().hex
     if number:
@@ -97,19 +98,19 @@ def _token(store: dist.Store, number: int, size: int) -> str:
             if store.check([f"taken {mine} {other}"]):
                 waiting.remove(other)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {sorted(waiting)} of {size} have not come in {PATIENCE_SECONDS} seconds")
+            raise RuntimeError(f"processes {sorted(waiting)} of {size} did not connect in {PATIENCE_SECONDS} seconds")
         time.sleep(0.02)
     return mine
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
-    """Did a collective fail because another process is gone?"""
+    """Return whether a collective failed because another process has ended."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket", "NCCL")
     return isinstance(error, dist.DistError) or ("gloo" in str(error) and any(sign in str(error) for sign in signs))
 
 
 def rank() -> int:
-    """Return this process's number in the job, 0 to `world_size()` - 1."""
+    """Return this process's rank in the job, 0 to `world_size()` - 1."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -124,7 +125,7 @@ def is_main() -> bool:
 
 
 def local_rank() -> int:
-    """Return this process's number among those on its machine."""
+    """Return this process's rank among those on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
 
 
@@ -134,7 +135,7 @@ def local_world_size() -> int:
 
 
 def torchrun_identity() -> str | None:
-    """Return an identifier of the torchrun that started this process, the same over its restarts; None without it."""
+    """Return an identifier of the torchrun that started this process, None without one; restarts do not change it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -162,7 +163,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather(value: T) -> list[T] | None:
-    """Return every process's picklable `value` by rank, in rank 0; None in the others."""
+    """Return the picklable values of all processes by rank, in rank 0; None in the others."""
     if world_size() == 1:
         return [value]
     values: list[Any] | None = [None] * world_size() if is_main() else None
@@ -180,17 +181,17 @@ def broadcast(value: T) -> T:
 
 
 Trouble = tuple[int, Exception]
-"""The position in the work at which something failed, and the error."""
+"""The position in the work at which a process failed, and the error."""
 
 
 def first_trouble(trouble: Trouble | None) -> Trouble | None:
-    """Return the earliest trouble of any process, in every process."""
+    """Return the trouble with the lowest position in any process, in every process; None if there is none."""
     troubles = gather(trouble)
     return broadcast(min(filter(None, troubles), key=lambda each: each[0], default=None) if is_main() else None)
 
 
 def end_with(error: Exception) -> None:
-    """End this process: the main one by raising `error`, which is reported there, the others silently.
+    """End this process; only the main process reports `error`.
 
     Raises:
         Exception: `error`, in the main process.
@@ -201,46 +202,40 @@ def end_with(error: Exception) -> None:
     sys.exit(1)
 
 
-def attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `make()` returns, or the `InputError` or `OSError` that it raises."""
-    try:
-        return make(), None
-    except (InputError, OSError) as error:
-        return None, error
-
-
-def raise_any(error: Exception | None) -> None:
-    """End every process where one has an error.
+def attempt(make: Callable[[], T], here: bool = True) -> T | None:
+    """Return what `make()` returns in the processes where `here` is set, and None in the others.
 
     Raises:
-        Exception: that of the first such process, in the main one; the others exit.
-    """
-    if any_rank(error is not None):
-        end_with(first_trouble(None if error is None else (0, error))[1])
-
-
-def main_first(make: Callable[[], T]) -> T:
-    """Return what `make()` returns; the main process calls it first, so that others find its files (a download).
-
-    Raises:
-        InputError: as `make` in any process.
+        InputError: `make` raised it in some process. It is raised in the main process, and the others exit.
         OSError: likewise.
     """
-    made, error = attempt(make) if is_main() else (None, None)
-    raise_any(error)
-    if not is_main():
-        made, error = attempt(make)
-    raise_any(error)
+    made = error = None
+    if here:
+        try:
+            made = make()
+        except (InputError, OSError) as caught:
+            error = caught
+    if any_rank(error is not None):
+        end_with(first_trouble(None if error is None else (0, error))[1])
     return made
 
 
-def by_main(make: Callable[[], T]) -> T:
-    """Return what `make()` returns in the main process, which alone calls it; the result must be picklable.
+def main_first(make: Callable[[], T]) -> T:
+    """Return what `make()` returns; the main process calls it first, so that the others find the files that it wrote.
 
     Raises:
-        InputError: as `make`.
+        InputError: as `attempt`.
         OSError: likewise.
     """
-    made, error = attempt(make) if is_main() else (None, None)
-    raise_any(error)
-    return broadcast(made)
+    by_first, by_others = attempt(make, is_main()), attempt(make, not is_main())
+    return by_first if is_main() else by_others
+
+
+def by_main(make: Callable[[], T]) -> T:
+    """Return what `make()` returns in the main process, the only one that calls it; the result must be picklable.
+
+    Raises:
+        InputError: as `attempt`.
+        OSError: likewise.
+    """
+    return broadcast(attempt(make, is_main()))

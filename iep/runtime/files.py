@@ -1,6 +1,6 @@
-"""Write files whole or not at all, and compute checksums of arrays, by which damage is noticed.
+"""Files that are written completely or not at all, and checksums of arrays, which reveal damage.
 
-Reading the files that a user gives is `reading.py`.
+`reading.py` reads the files that a user gives.
 
 Shapes: N rows.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 @contextmanager
 def os_errors_name(path: Path) -> Iterator[None]:
-    """Name the file `path` in an `OSError` of the block that names no file, as that of a write to an open file."""
+    """Add the name of the file `path` to an `OSError` of the block without one, such as that of a failed write."""
     try:
         yield
     except OSError as error:
@@ -35,14 +35,15 @@ def os_errors_name(path: Path) -> Iterator[None]:
 def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `target`, and rename it to `target` when the block ends without an error.
 
-    The temporary file is removed when the block raises, so `target` holds either its old content or all of the new.
+    The temporary file is removed when the block raises. `target` therefore has either its old content or the complete
+    new content.
 
     Args:
         durable: flush the file to disk before the rename, and the directory after it, so that the new content survives
-            a power cut.
+            a power failure.
 
     Raises:
-        OSError: the block or the rename failed; its `filename` is `target` instead of none or the temporary path.
+        OSError: the block or the rename failed. Its `filename` is `target`, never the temporary path.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names of the files in `directory` to disk, if its file system can flush directories."""
+    """Flush the directory entries of `directory` to disk, if its file system supports this."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -77,20 +78,20 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_temporaries(directory: Path, name: str) -> None:
-    """Remove the temporary files that killed processes left beside targets whose name matches the pattern `name`.
+    """Remove the temporary files that killed processes left for targets whose names match the pattern `name`.
 
-    No other process may be writing these targets.
+    No other process may be writing these targets at the time.
     """
     for left in directory.glob(".*.tmp"):
-        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have one of its own
+        if fnmatch(left.name.lstrip("."), f"{name}.*.tmp"):  # a temporary file may have a temporary file itself
             left.unlink(missing_ok=True)
 
 
 def check_writable(targets: Iterable[Path]) -> None:
-    """Make the directories of `targets`, and check before long work that files with these names can be written.
+    """Create the directories of `targets`, and check that the files can be written, before they are computed.
 
     Raises:
-        OSError: a target cannot be written (names it).
+        OSError: a target cannot be written; the error names it.
     """
     for target in targets:
         try:
@@ -107,13 +108,13 @@ def check_writable(targets: Iterable[Path]) -> None:
 
 
 def write_bytes(target: Path, content: bytes) -> None:
-    """Write `content` to `target`, whole or not at all."""
+    """Write `content` to `target` completely or not at all."""
     with atomic_path(target) as temporary:
         temporary.write_bytes(content)
 
 
 def write_json(target: Path, value: Any, indent: int | None = None) -> None:
-    """Write `value` as JSON to `target`, whole or not at all."""
+    """Write `value` as JSON to `target` completely or not at all."""
     write_bytes(target, (json.dumps(value, indent=indent) + "\n").encode())
 
 

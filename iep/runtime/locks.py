@@ -1,7 +1,7 @@
-"""Locks for what one process at a time may write: the second process is refused, and its error names the first.
+"""Locks that let only one process at a time write a directory or a file. The error of a second one names the first.
 
-A lock is the kernel's, on a small file (`filelock`). It ends with its process, however that ends, and holds against
-other machines where the file system passes locks on.
+The kernel keeps the lock, on a small file (`filelock`). It is released when its process ends for any reason. Processes
+on other machines respect it if the file system supports that.
 """
 
 import errno
@@ -19,20 +19,20 @@ from iep.runtime.files import remove_temporaries
 
 LOCK = ".lock"
 WAIT_SECONDS = 0.25
-"""Workers of a killed process end moments after it, and hold its lock until then."""
+"""The time to wait for a lock: workers of a killed process end a moment after it and hold its lock until then."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def alone_in(directory: Path, *targets: str) -> Iterator[None]:
-    """Hold `directory` against other processes that ask for it.
+    """Lock `directory` for this process until the block ends.
 
-    The directory is made if it is missing, and removed afterwards if nothing was written to it. Temporary files of
-    killed processes beside the `targets` (patterns of file names) are removed.
+    A missing directory is created, and removed at the end if nothing was written to it. The temporary files that killed
+    processes left for `targets` (patterns of file names) are removed.
 
     Raises:
         InputError: as `held`.
-        OSError: the directory or the lock file cannot be made.
+        OSError: the directory or the lock file cannot be created.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
@@ -49,12 +49,12 @@ def alone_in(directory: Path, *targets: str) -> Iterator[None]:
 
 @contextmanager
 def held(path: Path, guarded: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which guards `guarded`, and remove it afterwards.
+    """Lock the file or directory `guarded` by the lock file `path`, which is removed at the end of the block.
 
     Raises:
         InputError: another process holds the lock (the message names the process, its machine and since when), or the
-            file system does not support locks; without them two processes could overwrite each other's files.
-        OSError: the lock file cannot be made.
+            file system does not support locks, so that two processes could overwrite each other's files.
+        OSError: the lock file cannot be created.
     """
     lock = FileLock(path, timeout=WAIT_SECONDS, fallback_to_soft=False)
     try:
@@ -67,10 +67,10 @@ def held(path: Path, guarded: Path) -> Iterator[None]:
             raise
         raise InputError(
             f"{path}: cannot be locked, locks are not supported on its file system ({error.strerror}); choose a "
-            "directory elsewhere, or have it mounted with locks"
+            "directory on another file system, or mount this one with locks"
         ) from None
     try:
-        with suppress(OSError):  # on a full disk, the lock works without the holder's name
+        with suppress(OSError):  # on a full disk, the lock works without the name of its holder
             since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
         yield

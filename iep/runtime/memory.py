@@ -1,20 +1,20 @@
-"""How much memory this process can still allocate. Linux only."""
+"""The memory that this process can still allocate. Linux only."""
 
 from pathlib import Path
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still allocate, within the machine's and its control groups' limits."""
+    """Return the number of bytes that this process can still allocate, given the machine and its control groups."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     return min([machine, *left_in_groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())])
 
 
 def left_in_groups(root: Path, groups: str) -> list[int]:
-    """Return the bytes that each control group with a limit has left; file pages that can be dropped count as free.
+    """Return the number of free bytes of each control group with a limit; cached file pages count as free.
 
     Args:
-        root: where control groups are mounted; both of their versions are read.
+        root: the directory where control groups, of version 1 or 2, are mounted.
         groups: the content of /proc/self/cgroup.
     """
     left = []
@@ -28,7 +28,7 @@ def left_in_groups(root: Path, groups: str) -> list[int]:
             else (root, "memory.max", "memory.current", "inactive_file")
         )
         inner = base / name.lstrip("/")
-        for group in (inner, *inner.parents):  # in a container the group's own root is mounted, not its path
+        for group in (inner, *inner.parents):  # a container mounts only its own group, as the root
             if not group.is_relative_to(base) or not (group / limit).exists() or not (group / usage).exists():
                 continue
             most = (group / limit).read_text().strip()

@@ -1,4 +1,4 @@
-"""A matplotlib figure -> a file, the same bytes from the same figure."""
+"""A matplotlib figure -> a file with the same bytes each time."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ DPI = 150
 
 
 def save(figure: Figure, path: Path, dpi: float = DPI) -> None:
-    """Write `figure` to `path`, whole or not at all, in the format of its suffix (.png, .svg, .pdf)."""
+    """Write `figure` to `path` completely or not at all, in the format of its suffix (.png, .svg, .pdf)."""
     kind = path.suffix.removeprefix(".").lower()
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # For the same bytes from the same figure: identifiers that are not random, and no date. Text remains text.
+    # Fixed identifiers and no date make the bytes reproducible. Text remains text.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "iep", "image.composite_image": False}
     with rc_context(settings), atomic_path(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=dpi, bbox_inches="tight", metadata=dated.get(kind))

@@ -1,7 +1,7 @@
-"""The one boundary for files that a user gives: whatever fails while one is read becomes one line that names the file.
+"""The one boundary for files that a user gives: every failure to read one becomes one line that names the file.
 
-JSON and YAML are parsed here as well. A small file cannot take unlimited time or memory: nesting, long numbers and YAML
-aliases are errors of the same kind.
+JSON and YAML are parsed here as well. Deep nesting, long numbers and YAML aliases, by which a small file could take
+unlimited time or memory, are errors of the same kind.
 """
 
 import json
@@ -18,15 +18,15 @@ from iep.errors import InputError
 
 @contextmanager
 def reading(path: Path | str, what: str) -> Iterator[None]:
-    """Turn every failure of the block, which reads the file `path`, into one line that names the file.
+    """Report every failure of the block, which reads the file `path`, in one line that names the file.
 
     Args:
-        path: the file, which must exist and be a regular one; reading a pipe or a device could wait forever.
-        what: what the file should be, with its article: "a checkpoint".
+        path: the file, which must be a regular one, because reading a pipe or a device could block forever.
+        what: the expected kind of file with its article, such as "a checkpoint".
 
     Raises:
-        InputError: the file is missing, is no regular file, cannot be read, or is not `what`. An `InputError` of the
-            block gets the file's name in front where it does not begin with it.
+        InputError: the file is missing, is not a regular file, cannot be read, or is not `what`. The file's name is
+            added to an `InputError` of the block that does not begin with it.
     """
     path = Path(path)
     try:
@@ -58,31 +58,18 @@ def read_json(path: Path | str, what: str = "a JSON file") -> Any:
     """Return the JSON value in the file `path`.
 
     Raises:
-        InputError: as `reading`, or the file is not UTF-8 or not JSON (names the line and column).
+        InputError: as `reading`. For a file that is not JSON, the message gives the line and column.
     """
     with reading(path, what):
-        return parse_json(Path(path).read_bytes())
-
-
-def parse_json(content: bytes | str) -> Any:
-    """Return the JSON value in `content`.
-
-    Raises:
-        InputError: it is not UTF-8 or not JSON (names the line and column), or holds a number of thousands of digits.
-        RecursionError: it is nested too deeply.
-    """
-    try:
-        return json.loads(content)
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text at byte {error.start}, expected JSON") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
-    except ValueError as error:
-        raise InputError(f"not usable JSON ({str(error).partition(';')[0]})") from None
+        return json.loads(Path(path).read_bytes())
 
 
 def read_yaml(path: Path | str, what: str = "a YAML file") -> Any:
-    """Return the YAML value in the file `path`; errors as `reading` and `parse_yaml`."""
+    """Return the YAML value in the file `path`.
+
+    Raises:
+        InputError: as `reading` and `parse_yaml`.
+    """
     with reading(path, what):
         return parse_yaml(Path(path).read_text(encoding="utf-8"))
 
@@ -91,8 +78,8 @@ def parse_yaml(text: str) -> Any:
     """Return the YAML value in `text`.
 
     Raises:
-        InputError: it is not YAML, a key is repeated, or it uses an alias, with which a short text can stand for
-            billions of items.
+        InputError: the text is not YAML, repeats a key, or uses an alias, by which a short text can expand to billions
+            of items.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -105,7 +92,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases and repeated keys."""
+    """PyYAML's safe loader, for which aliases and repeated keys are errors."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -1,7 +1,7 @@
 """A run's metrics over time: metrics.jsonl with one object per line, and the same numbers as TensorBoard events.
 
-Every row is appended with an `open` of its own: TensorBoard's own writer has a thread, which would meet a full disk
-where nobody can catch the error.
+Every row opens the files anew. TensorBoard's own writer has a thread, in which the error of a full disk could not be
+caught.
 """
 
 import json
@@ -23,9 +23,13 @@ Row = dict[str, float]
 
 
 class Records:
-    """Append rows of numbers to a run directory; a resumed run drops the rows after its checkpoint.
+    """The metrics files of a run directory, to which rows of numbers are appended.
 
-    With `validation_due`, the checkpoint is from before its step's validation, which is dropped as well.
+    Args:
+        out: the run directory.
+        step: the step of the checkpoint from which the run resumes. Later rows are dropped.
+        validation_due: the checkpoint was saved before the validation of its step. The row of this validation is
+            dropped as well.
     """
 
     def __init__(self, out: Path, step: int, validation_due: bool = False):
@@ -38,7 +42,7 @@ class Records:
         write_bytes(self._metrics_path, b"".join(map(_line, kept)))
         (out / BOARD).mkdir(exist_ok=True)
         self._board_path = out / BOARD / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        # The second event makes TensorBoard ignore what an earlier part of this run wrote from that step on.
+        # The second event makes TensorBoard ignore the earlier events of this run from that step on.
         start = SessionLog(status=SessionLog.START)
         self._show(Event(file_version="brain.Event:2"), Event(step=step, session_log=start))
         self._show(*(_event(row) for row in kept if row["step"] == step))
@@ -47,7 +51,7 @@ class Records:
         """Append one row for `step`.
 
         Raises:
-            OSError: the disk is full (names the file).
+            OSError: the row cannot be written; the error names the file.
         """
         row = {"step": step, **row}
         with os_errors_name(self._metrics_path), open(self._metrics_path, "ab") as file:
@@ -71,7 +75,7 @@ def _line(row: Row) -> bytes:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics file; a line that a kill or a full disk cut short is dropped.
+    """Return the rows of a metrics file. Incomplete lines, left by a kill or a full disk, are skipped.
 
     Raises:
         OSError: the file cannot be read.

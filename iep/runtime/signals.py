@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM -> one line and exit code 130 or 143, never in the middle of what must be done whole.
+"""Ctrl-C and SIGTERM -> one line and exit code 130 or 143, without interrupting work that must be completed.
 
 Within `handled()` the first signal raises `Stopped` in the main thread, at whatever point that is. Inside `deferred()`
-it waits for the end of the block, and in `waited_for` for the next item. A second signal ends the process at once, as
-is the system's default. `cli/command.py` prints the line and exits; `training/loop.py` saves a stopped training run.
+the exception is delayed until the end of the block, and in `waited_for` until the next item. A second signal ends the
+process at once, as is the system's default. `cli/command.py` prints the line and exits; `training/loop.py` saves a
+stopped training run.
 """
 
 import ctypes
@@ -10,14 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TypeVar
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PATIENCE = 2.0
-"""Seconds for which an item is still waited for after a signal."""
+"""The number of seconds that `waited_for` waits for an item after a signal."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +29,7 @@ _process: int | None = None
 
 
 class Stopped(BaseException):
-    """A signal asks this process to end. It is not an `Exception`, so that no handler of errors continues after it."""
+    """The request of a signal to end this process. It is not an `Exception`, so that `except Exception` ignores it."""
 
     def __init__(self, number: signal.Signals, outcome: str = ""):
         super().__init__(number, outcome)
@@ -45,7 +46,7 @@ class Stopped(BaseException):
 
 
 def quit_on_signals() -> None:
-    """Have the first signal write its line and end the process, for the time before a command begins."""
+    """Make the first signal write its line and end the process. For the time before a command begins."""
 
     def end(number: int, frame: FrameType | None) -> None:
         stop = Stopped(signal.Signals(number))
@@ -57,32 +58,40 @@ def quit_on_signals() -> None:
 
 
 @contextmanager
-def handled() -> Iterator[None]:
-    """Have a signal raise `Stopped` in the block, and restore the previous handlers afterwards.
+def _installed(handlers: Mapping[int, Callable | signal.Handlers]) -> Iterator[None]:
+    """Install handlers by signal, and restore the previous ones at the end of the block."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    It changes nothing in other threads than the main one, and inside another `handled()`.
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Make a signal raise `Stopped` in the block, and restore the previous handlers at its end.
+
+    This has no effect outside of the main thread and inside another `handled()`.
     """
     global _asked, _process
     if threading.current_thread() is not threading.main_thread() or _process == os.getpid():
         yield
         return
     _process = os.getpid()
-    before = {number: signal.signal(number, _answer) for number in SIGNALS}
-    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _ask_again)
     hook, sys.unraisablehook = sys.unraisablehook, _note_lost
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sys.unraisablehook = hook
-        _process, _asked = None, None
+    with _installed(dict.fromkeys(SIGNALS, _answer) | {signal.SIGALRM: _ask_again}):
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = hook
+            _process, _asked = None, None
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Complete the block, which handles a `Stopped`: no other is raised in it or at its end."""
+    """Run the block, which handles a `Stopped`, without raising another one in it or at its end."""
     global _depth
     _depth += 1
     try:
@@ -93,7 +102,7 @@ def answering() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Complete the block: a signal that arrives in it raises `Stopped` at its end, in nested blocks at the outermost's.
+    """Delay the `Stopped` of a signal in the block until its end; of nested blocks, until the end of the outermost.
 
     Raises:
         Stopped: at the end of the block, unless it raises something else.
@@ -104,24 +113,15 @@ def deferred() -> Iterator[None]:
         raise Stopped(_asked)
 
 
-@contextmanager
-def unanswered() -> Iterator[None]:
-    """Have a signal end the process at once in the block, as is the system's default; only for the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def unanswered() -> AbstractContextManager[None]:
+    """Return a context in which a signal ends the process at once, as is the system's default. Main thread only."""
+    return _installed(dict.fromkeys(SIGNALS, signal.SIG_DFL))
 
 
 def waited_for(items: Iterable[T]) -> Iterator[T]:
     """Yield the items, such as those of worker processes.
 
-    After a signal, the next item is still waited for, up to `PATIENCE`, so that no transfer is cut short.
+    After a signal, wait up to `PATIENCE` seconds for the current item, so that no transfer is interrupted.
 
     Raises:
         Stopped: instead of yielding the next item after a signal.
@@ -144,14 +144,14 @@ def waited_for(items: Iterable[T]) -> Iterator[T]:
 
 
 def asked() -> signal.Signals | None:
-    """Return the signal that has asked this process to stop, if there is one."""
+    """Return the signal that asked this process to stop, or None."""
     return _asked
 
 
 def _answer(number: int, frame: FrameType | None) -> None:
     global _asked
     if os.getpid() != _process:
-        return  # in a child that does not yet have handlers of its own; its parent decides when it ends
+        return  # a child that has no handlers of its own yet; its parent decides when it ends
     if _asked is not None:
         return  # only under torchrun, see below
     _asked = signal.Signals(number)
@@ -166,7 +166,7 @@ def _answer(number: int, frame: FrameType | None) -> None:
 
 
 def _note_lost(lost: "sys.UnraisableHookArgs") -> None:
-    """Ask again if a destructor or a callback raised `Stopped`, since Python drops such exceptions."""
+    """Raise `Stopped` again if a destructor or a callback raised it, since Python drops such exceptions."""
     if isinstance(lost.exc_value, Stopped):
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:
@@ -183,7 +183,7 @@ def _ask_again(number: int, frame: FrameType | None) -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported; libraries that try an import would swallow the exception."""
+    """Return whether a module is being imported; libraries with optional imports would catch the exception."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -192,5 +192,5 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the system send this process the signal `number` when its parent ends for any reason. Linux only."""
+    """Make the system send this process the signal `number` when its parent ends for any reason. Linux only."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

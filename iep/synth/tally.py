@@ -4,13 +4,14 @@ Johnson et al. 2017 (CLEVR, section 4) call this baseline "Q-type mode"; its acc
 `python -m iep.cli.balance QUESTIONS.json ...` prints the table of questions files with answers and programs.
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from iep.errors import InputError
 from iep.programs import QUESTION_TYPES, call_token, question_type
-from iep.runtime.reading import parse_json, reading
+from iep.runtime.reading import reading
 from iep.synth.executor import spelled
 
 
@@ -69,7 +70,7 @@ def tally_file(path: Path) -> Tally:
     """
     tally = Tally()
     with reading(path, "a CLEVR questions file"):
-        for position, question in enumerate(parse_json(path.read_bytes())["questions"]):
+        for position, question in enumerate(json.loads(path.read_bytes())["questions"]):
             if "answer" not in question or not question.get("program"):
                 raise InputError(f"question {position} has no answer or no program")
             tally.add(question["program"], spelled(question["answer"]))

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from iep.errors import InputError
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.norms import ExampleNorm
+from iep.execution_engine.modules import ExampleNorm
 from iep.runtime.distributed import rank, total, world_size
 from iep.training.freezing import is_trained
 

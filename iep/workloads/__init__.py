@@ -1,1 +1,1 @@
-"""Networks whose shape depends on the example, on the core of `iep.batching`: trees, sentences, experts."""
+"""Networks besides CLEVR's that `iep.batching` runs: trees, sentences and mixtures of experts."""

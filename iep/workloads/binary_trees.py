@@ -1,8 +1,8 @@
 """Networks over binary trees with words at the leaves, by vertex functions: Tree-LSTM and Tree-FC.
 
-The Tree-LSTM is that of Tai et al. 2015, as for the sentiment of sentences; the child-sum one, over dependency trees,
-is `child_sum.py`. Tree-FC, one fully connected layer at every inner vertex, is the synthetic benchmark of Looks et al.
-2017 (Deep Learning with Dynamic Computation Graphs, section 3.1) and of Cavs (Xu et al., section 3).
+The Tree-LSTM is that of Tai et al. 2015 for the sentiment of sentences; `child_sum.py` has the one for dependency
+trees. Tree-FC, one fully connected layer at every inner vertex, is the synthetic benchmark of Looks et al. 2017 (Deep
+Learning with Dynamic Computation Graphs, section 3.1) and of Cavs (Xu et al., section 3).
 
 Shapes: B trees, V vertices of one, G vertices of a call, H width, C classes.
 """
@@ -19,9 +19,9 @@ from iep.workloads.trees import Tree
 
 
 class BinaryTreeLSTM(nn.Module):
-    """Words at the leaves, a cell at every inner vertex, a classifier of the root.
+    """A Tree-LSTM with words at the leaves, a cell at every inner vertex, and a classifier of the root.
 
-    Gates are in the order i, o, u at leaves, and i, o, f_left, f_right, u above.
+    Gates are in the order i, o, u at leaves, and i, o, f_left, f_right, u at inner vertices.
     """
 
     def __init__(self, words: int, width: int = 256, classes: int = 5):
@@ -38,16 +38,16 @@ class BinaryTreeLSTM(nn.Module):
         self.network = VertexNetwork([leaf, inner], states={"h": (width,), "c": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return how to run a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
+        """Return the plan of a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
         return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
-        """Return (B, C), the scores of the trees that the plan was made for."""
+        """Return the scores of the trees for which the plan was made, (B, C)."""
         words = self.embedding(plan.rows["word"])
         return self.classifier(self.network(plan, {"word": words}, defer_weight_grads).roots["h"])
 
     def one(self, tree: Tree) -> Tensor:
-        """Return (C,), the scores of one tree, vertex by vertex: the slow reference in plain PyTorch."""
+        """Return the scores of one tree, (C,), vertex by vertex: the slow reference in plain PyTorch."""
         h, c = [], []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
             children = [child for child in children if child >= 0]
@@ -72,7 +72,7 @@ class BinaryTreeLSTM(nn.Module):
 
 
 class TreeFC(nn.Module):
-    """relu(W [left; right] + b) at every inner vertex, vectors of words at the leaves."""
+    """Tree-FC: relu(W [left; right] + b) at every inner vertex, and word vectors at the leaves."""
 
     def __init__(self, words: int, width: int = 512):
         super().__init__()
@@ -83,16 +83,16 @@ class TreeFC(nn.Module):
         self.network = VertexNetwork(functions, states={"h": (width,)})
 
     def plan(self, trees: Sequence[Tree], scheduler: str = "lookahead", sharing: bool = False) -> VertexPlan:
-        """Return how to run a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
+        """Return the plan of a minibatch of trees; arguments and errors are those of `VertexNetwork.plan`."""
         return self.network.plan(leaves_and_inner(trees), scheduler, sharing)
 
     def forward(self, plan: VertexPlan, defer_weight_grads: bool = True) -> Tensor:
-        """Return (B, H), the roots' states of the trees that the plan was made for."""
+        """Return the states of the roots of the trees for which the plan was made, (B, H)."""
         words = self.embedding(plan.rows["word"])
         return self.network(plan, {"word": words}, defer_weight_grads).roots["h"]
 
     def one(self, tree: Tree) -> Tensor:
-        """Return (H,), the root's state of one tree, vertex by vertex: the slow reference in plain PyTorch."""
+        """Return the state of the root of one tree, (H,), vertex by vertex: the slow reference in plain PyTorch."""
         h: list[Tensor] = []
         for children, word in zip(tree.children.tolist(), tree.words.tolist(), strict=True):
             of_children = [h[child] for child in children if child >= 0]

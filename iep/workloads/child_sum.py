@@ -1,4 +1,4 @@
-"""Child-sum Tree-LSTM over dependency trees, and the similarity of two sentences (Tai et al. 2015, sections 3.1, 4.2).
+"""The child-sum Tree-LSTM over dependency trees, and the similarity of two sentences (Tai et al. 2015, 3.1 and 4.2).
 
 The code is written for one pair of trees; `forward` runs it for a minibatch within a lazy scope. Every vertex has a
 word and any number of children.
@@ -16,7 +16,7 @@ from iep.workloads.trees import Tree, TreePair
 
 
 class ChildSumCell(nn.Module):
-    """One vertex: its word and its children's states -> its own state, h and c (Tai et al. 2015, equations 2 to 8)."""
+    """A cell, a vertex's word and its children's states -> its state h and c (Tai et al. 2015, equations 2 to 8)."""
 
     def __init__(self, word_width: int = 300, width: int = 150):
         super().__init__()
@@ -26,7 +26,7 @@ class ChildSumCell(nn.Module):
         self.child_forget = nn.Linear(width, width, bias=False)
 
     def forward(self, word_D: Tensor, children: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return h and c, (H,) each, of a vertex, from those of its children."""
+        """Return h and c of a vertex, (H,) each, given those of its children."""
         gates = self.word_gates(word_D)
         if children:
             h_NH, c_NH = map(torch.stack, zip(*children, strict=True))
@@ -40,7 +40,7 @@ class ChildSumCell(nn.Module):
 
 
 class Similarity(nn.Module):
-    """Two sentences' h -> scores of ratings 1 to K (Tai et al. 2015, equation 15)."""
+    """A layer from h of two sentences to the scores of ratings 1 to K (Tai et al. 2015, equation 15)."""
 
     def __init__(self, width: int = 150, hidden: int = 50, ratings: int = 5):
         super().__init__()
@@ -48,13 +48,13 @@ class Similarity(nn.Module):
         self.scores = nn.Linear(hidden, ratings)
 
     def forward(self, left_H: Tensor, right_H: Tensor) -> Tensor:
-        """Return (K,), the scores."""
+        """Return the scores, (K,)."""
         hidden = torch.sigmoid(self.product(left_H * right_H) + self.distance((left_H - right_H).abs()))
         return self.scores(hidden)
 
 
 class ChildSumTreeLSTM(nn.Module):
-    """The relatedness of two sentences. Word vectors are not trained, as in Tai et al. 2015, section 5.3."""
+    """A network for the relatedness of two sentences, with fixed word vectors as in Tai et al. 2015, section 5.3."""
 
     def __init__(self, words: int, word_width: int = 300, width: int = 150, ratings: int = 5):
         super().__init__()
@@ -63,7 +63,7 @@ class ChildSumTreeLSTM(nn.Module):
         self.similarity = Similarity(width, ratings=ratings)
 
     def sentence(self, tree: Tree) -> Tensor:
-        """Return (H,), h of the root of one tree."""
+        """Return h of the root of one tree, (H,)."""
         words_VD = self.embedding(torch.from_numpy(tree.words)).unbind()
         states: list[tuple[Tensor, Tensor]] = []
         for word_D, children in zip(words_VD, tree.children.tolist(), strict=True):
@@ -71,14 +71,14 @@ class ChildSumTreeLSTM(nn.Module):
         return states[-1][0]
 
     def one(self, pair: TreePair) -> Tensor:
-        """Return (K,), the scores of one pair, one vertex at a time."""
+        """Return the scores of one pair, (K,), one vertex at a time."""
         return self.similarity(self.sentence(pair.left), self.sentence(pair.right))
 
     def forward(self, pairs: Sequence[TreePair], **options: object) -> Tensor:
-        """Return (P, K), the scores of a minibatch, by the same code within a scope.
+        """Return the scores of a minibatch, (P, K), by running `one` within a scope.
 
         Args:
-            options: those of `iep.dynamic.scope`.
+            options: the options of `iep.dynamic.scope`.
         """
         if not pairs:
             return self.similarity.scores.weight.new_empty(0, self.similarity.scores.out_features)

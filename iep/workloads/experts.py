@@ -1,8 +1,8 @@
-"""Tokens, the experts that they go to, and gates -> gated sums of the experts' outputs.
+"""Tokens, the experts chosen for them, and gates -> gated sums of the experts' outputs.
 
-All experts that a minibatch calls are known at once, so batching them is the degenerate case of a topological sort
+All experts that a minibatch calls are known at once, so that batching them is the degenerate case of a topological sort
 (Suarez & Zhu, section 3.2): sort the tokens by expert, run each layer of all experts once as a family of linear layers,
-put the rows back and add them up. `moe.py` chooses the experts.
+restore the order of the rows and add them up. `moe.py` chooses the experts.
 
 Shapes: T tokens, K experts each, R = T K rows sorted by expert, D inputs, H hidden, O outputs, E experts.
 """
@@ -17,19 +17,19 @@ from iep.errors import InputError
 
 
 class Experts(nn.Module):
-    """E networks of one hidden layer each, relu(x W_hidden) W_output, without biases as in Shazeer et al. 2017.
+    """A layer of E experts with one hidden layer each, relu(x W_hidden) W_output (Shazeer et al. 2017, without biases).
 
-    The weights of a layer of all experts are one parameter. Experts that a minibatch does not call have gradients of
+    The weights of one layer of all experts are one parameter. Experts that a minibatch does not call have gradients of
     zero. Gradients cannot be differentiated again.
 
     Attributes:
         hidden_weights: (E, D, H).
         output_weights: (E, H, O).
         execution: `grouped` for PyTorch's grouped matrix product, `loop` for one product for each expert that has
-            tokens, or `auto` for `grouped` where `grouped_refusal` returns None, else `loop`.
+            tokens, or `auto` for `grouped` if `grouped_refusal` returns None, and `loop` otherwise.
 
     Raises:
-        InputError: a size is less than 1, or there is no such execution.
+        InputError: a size is less than 1, or the execution is unknown.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, experts: int, execution: str = "auto"):
@@ -41,20 +41,20 @@ class Experts(nn.Module):
         self.execution = execution
         self.hidden_weights = nn.Parameter(torch.empty(experts, inputs, hidden))
         self.output_weights = nn.Parameter(torch.empty(experts, hidden, outputs))
-        for weights in (self.hidden_weights, self.output_weights):  # as PyTorch initialises linear layers
+        for weights in (self.hidden_weights, self.output_weights):  # the initialisation of PyTorch's linear layers
             nn.init.uniform_(weights, -(weights.shape[1] ** -0.5), weights.shape[1] ** -0.5)
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        """Return (T, O): for each token the sum over its experts of gate times expert's output.
+        """Return the sum of each token's expert outputs, weighted by their gates, (T, O).
 
-        Under autocast all products are computed in autocast's dtype.
+        Under autocast, all products are computed in the dtype of autocast.
 
         Args:
-            experts_TK: int64, the experts of each token.
-            gates_TK: the factor of each of them.
+            experts_TK: the experts of each token, int64.
+            gates_TK: the gate of each of these experts.
 
         Raises:
-            InputError: a shape or dtype does not fit, or an expert's number is out of range (checked on CPUs; on GPUs
+            InputError: a shape or dtype is wrong, or the number of an expert is out of range (checked on CPUs; on GPUs
                 it is a device-side assertion).
             ValueError: the execution is `grouped` and PyTorch has no such product here.
         """
@@ -72,7 +72,7 @@ class Experts(nn.Module):
             return self._sums(x_TD.to(dtype), experts_TK, gates_TK.to(dtype), dtype)
 
     def one(self, x_D: Tensor, experts_K: Sequence[int], gates_K: Tensor) -> Tensor:
-        """Return (O,), the layer's output for one token: the slow reference in plain PyTorch."""
+        """Return the layer's output for one token, (O,): the slow reference in plain PyTorch."""
         hidden, output = (weights.to(x_D.dtype) for weights in (self.hidden_weights, self.output_weights))
         results = [(x_D @ hidden[expert]).relu() @ output[expert] for expert in experts_K]
         return sum(gate * result for gate, result in zip(gates_K, results, strict=True))

@@ -1,7 +1,7 @@
 """Gates of LSTM cells with any number of children -> their states h and c.
 
-A cell of a sequence has one child, an inner vertex of a binary tree two, a leaf none. The linear layer that computes
-the gates is the caller's; what follows it is one step of autograd with few passes over memory.
+A cell of a sequence has one child, an inner vertex of a binary tree has two, and a leaf has none. The caller computes
+the gates by a linear layer. The rest is one autograd function with few passes over memory.
 
 Shapes: G cells, A children, H width.
 """
@@ -15,19 +15,19 @@ from torch.autograd.function import once_differentiable
 
 
 def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return h and c, (G, H) each, of cells with a forget gate for each child (Tai et al. 2015, equations 9 to 14).
+    """Return h and c of cells with a forget gate for each child, (G, H) each (Tai et al. 2015, equations 9 to 14).
 
     Gradients cannot be differentiated again.
 
     Args:
-        gates: (G, (3 + A) H) before their nonlinearities, in the order i, o, f of each child, u. They are overwritten.
+        gates: (G, (3 + A) H) before the nonlinearities, in the order i, o, f of each child, u. They are overwritten.
         bias: ((3 + A) H,) or (G, (3 + A) H), added to the gates, which is faster than a linear layer's bias; or None.
         c_children: (G, A, H); None for cells without children.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: the shapes do not match.
     """
-    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small one itself.
+    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small operation.
     with torch._C.DisableTorchFunction():
         if c_children is None:
             c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
@@ -50,7 +50,7 @@ class _State(Function):
     @staticmethod
     def forward(ctx: Any, gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and c."""
-        gates = gates.detach()  # autograd need not follow that its views are overwritten
+        gates = gates.detach()  # autograd need not track that views of the gates are overwritten
         h, c, tanh_c = _states(gates, bias, c_children)
         ctx.save_for_backward(gates, tanh_c, c_children)
         ctx.bias_dims = 0 if bias is None else bias.dim()
@@ -75,7 +75,7 @@ class _State(Function):
         for f, c, of_f, of_child in zip(forget, c_children.unbind(1), of_forget, of_children.unbind(1), strict=True):
             torch.mul(of_c, c, out=of_f)
             torch.mul(of_c, f, out=of_child)
-        # Through the nonlinearities: of all gates as if they were sigmoids, then of u.
+        # Through the nonlinearities, first as if all gates were sigmoids, then for u.
         torch.ops.aten.sigmoid_backward.grad_input(of_gates, gates, grad_input=of_gates)
         torch.ops.aten.tanh_backward.grad_input(of_c * i, u, grad_input=of_u)
         of_bias = None if not ctx.bias_dims else of_gates if ctx.bias_dims == 2 else of_gates.sum(0)
@@ -83,7 +83,7 @@ class _State(Function):
 
 
 def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return h, c and tanh c; the gates are overwritten with what their nonlinearities return."""
+    """Return h, c and tanh c; the gates are overwritten with the results of their nonlinearities."""
     if bias is not None:
         gates.add_(bias)
     i, o, *forget, u = _by_gate(gates, c_children)
@@ -98,16 +98,16 @@ def _states(gates: Tensor, bias: Tensor | None, c_children: Tensor) -> tuple[Ten
 
 
 def _by_gate(gates: Tensor, c_children: Tensor) -> tuple[Tensor, ...]:
-    """Return views (G, H) of each gate."""
+    """Return a view of each gate, (G, H)."""
     count, children, width = c_children.shape
     return gates.view(count, 3 + children, width).unbind(1)
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """Return tanh x, computed as 2 sigmoid(2 x) - 1 where that is faster and as precise.
+    """Return tanh x, computed as 2 sigmoid(2 x) - 1 if this is faster and as precise.
 
-    On CPUs PyTorch's sigmoid takes an eighth of the time of its tanh, which outweighs the additional calls for more
-    than 4096 numbers. In low precision the difference would lose what is near zero.
+    On CPUs, PyTorch's sigmoid takes an eighth of the time of its tanh, which outweighs the additional calls for more
+    than 4096 elements. In low precision, the difference would lose values near zero.
     """
     if x.is_cpu and x.numel() > 4096 and x.dtype in (torch.float32, torch.float64):
         return (x * 2).sigmoid_().mul_(2).sub_(1)

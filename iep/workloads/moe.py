@@ -1,7 +1,7 @@
-"""Inputs -> a sparsely gated mixture of experts' outputs and the losses of its gating (Shazeer et al. 2017,
-Outrageously Large Neural Networks, sections 2.1 and 4, appendix A).
+"""A sparsely gated mixture of experts, with the losses of its gating (Shazeer et al. 2017, Outrageously Large Neural
+Networks, sections 2.1 and 4, appendix A).
 
-The gating is here; `experts.py` computes what the experts return.
+This file has the gating; `experts.py` computes the outputs of the experts.
 
 Shapes: T tokens, D inputs, O outputs, E experts, K of them for each token.
 """
@@ -17,7 +17,7 @@ from iep.workloads.experts import Experts
 
 
 class MixtureOfExperts(nn.Module):
-    """y = sum over a token's k experts of G(x)_i E_i(x) (eq. 1), every expert a network of one hidden layer.
+    """A mixture of experts, y = sum over a token's k experts of G(x)_i E_i(x) (eq. 1), with one hidden layer each.
 
         outputs_TO, gates = layer(x_TD)
         loss = task_loss + w_importance * gates.importance_loss + w_load * gates.load_loss     # both 0.1 in the paper
@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(inputs, hidden, outputs, experts)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, "Gates"]:
-        """Return (T, O), the outputs, and what the gating decided.
+        """Return the outputs, (T, O), and the result of the gating.
 
         Raises:
             InputError: x is not (T, inputs).
@@ -41,17 +41,17 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x_TD, gates.experts_TK, gates.gates_TK), gates
 
     def one(self, x_D: Tensor) -> Tensor:
-        """Return (O,), the layer's output for one token: the slow reference in plain PyTorch."""
+        """Return the layer's output for one token, (O,): the slow reference in plain PyTorch."""
         gates = self.gating(x_D[None])
         return self.experts.one(x_D, gates.experts_TK[0].tolist(), gates.gates_TK[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Gates:
-    """What the gating decided about a minibatch."""
+    """The result of the gating for a minibatch."""
 
     experts_TK: Tensor
-    """int64, each token's experts, the one with the greatest gate first."""
+    """The experts of each token, int64, the one with the greatest gate first."""
     gates_TK: Tensor
     """The gates of these experts, which add up to 1."""
     importance_E: Tensor
@@ -61,20 +61,20 @@ class Gates:
 
     @property
     def importance_loss(self) -> Tensor:
-        """Squared coefficient of variation of the importance (eq. 7), to be weighted and added to the model's loss."""
+        """The squared coefficient of variation of the importance (eq. 7), to be weighted and added to the loss."""
         return squared_variation(self.importance_E)
 
     @property
     def load_loss(self) -> Tensor:
-        """Squared coefficient of variation of the load (eq. 11); without noise it has no gradient."""
+        """The squared coefficient of variation of the load (eq. 11), which has no gradient without noise."""
         return squared_variation(self.load_E)
 
 
 class NoisyTopKGating(nn.Module):
-    """G(x) = softmax(keep_top_k(H(x))), H(x) = x W_g + N(0, 1) softplus(x W_noise) (eqs. 3 to 5).
+    """The gating G(x) = softmax(keep_top_k(H(x))), H(x) = x W_g + N(0, 1) softplus(x W_noise) (eqs. 3 to 5).
 
-    The noise is added in training only. Both matrices are initialised with zeros, so that at first the noise alone
-    decides and all experts get about the same number of tokens (appendix A).
+    The noise is added in training only. Both matrices are initialised with zeros, so that at first only the noise
+    decides, and all experts receive about the same number of tokens (appendix A).
 
     Raises:
         InputError: k is less than 1 or greater than the number of experts.
@@ -97,7 +97,7 @@ class NoisyTopKGating(nn.Module):
         inputs, experts = self.gate_weight.shape
         if x_TD.dim() != 2 or x_TD.shape[1] != inputs:
             raise InputError(f"gating got {tuple(x_TD.shape)}, expected (tokens, {inputs})")
-        # Sums over tokens need more bits than a minibatch in low precision has.
+        # Sums over tokens need more bits than a low-precision dtype has.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         clean_TE = (x_TD @ self.gate_weight).to(wide)
         deviation_TE = functional.softplus((x_TD @ self.noise_weight).to(wide)) if self.training else None
@@ -110,14 +110,14 @@ class NoisyTopKGating(nn.Module):
         else:
             greatest = noisy_TE.topk(self.k + 1, dim=1).values
             kth_T1, next_T1 = greatest[:, -2:-1], greatest[:, -1:]
-            # Among the other experts the kth greatest is the k+1st of all where this one is among the first k.
+            # If this expert is among the first k, the kth greatest of the other experts is the k+1st of all.
             threshold_TE = torch.where(noisy_TE > next_T1, next_T1, kth_T1)
-            # The probability of each expert to be chosen if only its own noise is drawn again (eqs. 8 and 9).
+            # The probability that each expert is chosen if only its own noise is drawn again (eqs. 8 and 9).
             load_E = torch.special.ndtr((clean_TE - threshold_TE) / deviation_TE).sum(dim=0)
         return Gates(experts_TK, gates_TK.to(x_TD.dtype), importance_E, load_E)
 
 
 def squared_variation(values_E: Tensor) -> Tensor:
-    """Return variance over squared mean, 0 where all values are 0."""
+    """Return the variance divided by the squared mean, or 0 if all values are 0."""
     mean = values_E.mean()
     return values_E.var(correction=0) / (mean * mean + torch.finfo(values_E.dtype).tiny)

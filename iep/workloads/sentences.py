@@ -1,8 +1,8 @@
 """Sentences with a tag for every word: files of WikiNER, or synthetic ones with the lengths of its English part.
 
-Words that occur fewer than five times have no embedding of their own: for a tagger without characters they are all the
-same unknown word, a tagger with characters spells them (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic
-Computation Graphs, section 5; Qiao & Taura 2019, section 4.1).
+Words that occur fewer than five times have no embedding of their own. For a tagger without characters, they are all
+the same unknown word; a tagger with characters spells them (Neubig et al. 2017, On-the-fly Operation Batching in
+Dynamic Computation Graphs, section 5; Qiao & Taura 2019, section 4.1).
 
 Shapes: T words of a sentence, L letters of a word.
 """
@@ -22,7 +22,7 @@ UNKNOWN_WORD = 0
 MIN_COUNT = 5
 """A word that occurs less often is rare."""
 WORDS, LETTERS = (24.5, 11.0), (8.0, 2.5)
-"""Words of a sentence of WikiNER's English part, and letters of a rare word: mean and standard deviation."""
+"""The mean and standard deviation of the lengths of sentences in WikiNER's English part, and of rare words."""
 RARE_SHARE = 0.08
 """The share of rare words in a text of 3.5 million words that follow Zipf's law."""
 
@@ -32,14 +32,14 @@ class Sentence:
     """One sentence of T > 0 words."""
 
     words: np.ndarray
-    """(T,) index of each word; `UNKNOWN_WORD` for rare words."""
+    """The index of each word, (T,); `UNKNOWN_WORD` for rare words."""
     tags: np.ndarray
-    """(T,) index of each word's tag."""
+    """The index of the tag of each word, (T,)."""
     characters: tuple[np.ndarray, ...] | None = None
-    """(L,) indices of the letters of each rare word, empty for the others; None where no word is spelled."""
+    """The indices of the letters of each rare word, (L,), empty for other words; None if no word is spelled."""
 
     def __len__(self) -> int:
-        """T."""
+        """Return the number of words, T."""
         return len(self.words)
 
 
@@ -48,7 +48,7 @@ class Vocabularies:
     """The indices of the words, letters and tags of sentences."""
 
     words: dict[str, int]
-    """From 1; 0 is `UNKNOWN_WORD`."""
+    """The index of each word, from 1; 0 is `UNKNOWN_WORD`."""
     characters: dict[str, int]
     tags: dict[str, int]
 
@@ -59,7 +59,7 @@ def read_wikiner(path: Path) -> tuple[list[Sentence], Vocabularies]:
     The word is the text before the first `|` and the tag the text after the last; rare words are spelled.
 
     Raises:
-        InputError: the file cannot be read or has no sentence, or a token is not of that form (names line and token).
+        InputError: the file cannot be read or has no sentence, or a token is not of that form; names line and token.
     """
     tagged = [_tokens(line, f"{path}, line {n}") for n, line in enumerate(read_lines(path), start=1) if line.strip()]
     if not tagged:

@@ -1,8 +1,8 @@
 """Taggers of words: a bidirectional LSTM over each sentence, by vertex functions; rare words may be spelled.
 
-Words have vectors of their own, and rare ones, where the tagger spells, the states of a smaller bidirectional LSTM over
-their letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation Graphs, section 5; Qiao & Taura
-2019, section 4.1). Each direction is a chain of vertices; all sentences run side by side.
+Words have vectors of their own. A tagger that spells represents a rare word by the states of a smaller bidirectional
+LSTM over its letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation Graphs, section 5; Qiao
+& Taura 2019, section 4.1). Each direction is a chain of vertices, and all sentences run side by side.
 
 Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, L letters and S spelled
 words of a minibatch, H width, E embedding.
@@ -26,11 +26,11 @@ DIRECTIONS = FORWARD, BACKWARD = range(2)
 
 @dataclass(frozen=True, eq=False)
 class BiLSTMPlan:
-    """How to run a bidirectional LSTM on a minibatch: integers only."""
+    """The plan by which a bidirectional LSTM runs on a minibatch, which consists of integers."""
 
     chains: VertexPlan
     states: Tensor
-    """(2 W,) for each item the rows of its forward and its backward state among those that the chains push."""
+    """The rows of the forward and the backward state of each item among those that the chains push, (2 W,)."""
 
     def to(self, device: torch.device | str) -> "BiLSTMPlan":
         """Return the plan with its tensors on `device`."""
@@ -38,9 +38,9 @@ class BiLSTMPlan:
 
 
 class BiLSTM(nn.Module):
-    """An LSTM in each direction over sequences of vectors. Gates are in the order i, o, f, u.
+    """A bidirectional LSTM over sequences of vectors. Gates are in the order i, o, f, u.
 
-    The products of all items with the input weights are computed at once; each step adds the recurrent product.
+    The products of all items and the input weights are computed at once; each step adds the recurrent product.
     """
 
     def __init__(self, inputs: int, width: int):
@@ -57,31 +57,31 @@ class BiLSTM(nn.Module):
         self.network = VertexNetwork(functions, states={"h": (width,), "c": (width,)})
 
     def plan(self, sequences: Sequence[np.ndarray], scheduler: str = "lookahead", sharing: bool = False) -> BiLSTMPlan:
-        """Return how to run sequences of at least one item; see `VertexNetwork.plan` for the other arguments.
+        """Return the plan of sequences of at least one item; see `VertexNetwork.plan` for the other arguments.
 
         Args:
-            sequences: (T,) each, the rows of its items among all vectors.
+            sequences: the rows of the items of each sequence among all vectors, (T,) each.
         """
         lengths = np.array([len(rows) for rows in sequences], dtype=np.int64)
-        # The longest sequences come first, so that those with an item at a step are adjacent.
+        # The longest sequences are first, so that those with an item at a step are adjacent.
         order = np.argsort(-lengths, kind="stable")
         first = np.empty_like(lengths)
         first[order] = np.cumsum(lengths[order]) - lengths[order]
         step_W = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        # A sequence's forward states come first, then its backward states, from its last item to the first.
+        # The forward states of a sequence are first, then its backward states, from its last item to the first.
         states = [np.repeat(2 * first, lengths) + step_W, np.repeat(2 * (first + lengths) - 1, lengths) - step_W]
         chains = self.network.plan([_chains(sequences[index]) for index in order], scheduler, sharing)
         return BiLSTMPlan(chains, torch.from_numpy(np.stack(states, axis=1).ravel()))
 
     def forward(self, plan: BiLSTMPlan, x_RE: Tensor, defer_weight_grads: bool = True) -> Tensor:
-        """Return (W, 2, H), the forward and backward states of all items, sequence by sequence, from all vectors."""
+        """Return the forward and backward states of all items, (W, 2, H), sequence by sequence."""
         items = {name: x_RE.index_select(0, rows) for name, rows in plan.chains.rows.items()}
         gates = {f"gates{way}": self.inputs[way](items[f"gates{way}"]) for way in DIRECTIONS}
         h = self.network(plan.chains, gates, defer_weight_grads).pushed["h"]
         return h.index_select(0, plan.states).view(-1, 2, self.width)
 
     def one(self, x_TE: Tensor) -> Tensor:
-        """Return (T, 2, H), the states of one sequence: the slow reference in plain PyTorch."""
+        """Return the states of one sequence, (T, 2, H): the slow reference in plain PyTorch."""
         return torch.stack([self._run(FORWARD, x_TE), self._run(BACKWARD, x_TE.flip(0)).flip(0)], dim=1)
 
     def _run(self, way: int, x_TE: Tensor) -> Tensor:
@@ -114,20 +114,20 @@ def _chains(rows_T: np.ndarray) -> Edges:
 
 @dataclass(frozen=True, eq=False)
 class TaggerPlan:
-    """How to tag a minibatch: integers only."""
+    """The plan by which a minibatch is tagged, which consists of integers."""
 
     words: BiLSTMPlan
     vocabulary: Tensor
     """The words whose vectors are the first rows of x."""
     letters: Tensor | None = None
-    """The letters of all spelled words, whose vectors are the last rows of x; None without spelled words."""
+    """The letters of all spelled words, whose vectors are the last rows of x; None if no word is spelled."""
     spelling: BiLSTMPlan | None = None
     ends: Tensor | None = None
-    """(2 S,) for each spelled word the last letter's forward and the first letter's backward state."""
+    """The rows of the last letter's forward and the first letter's backward state of each spelled word, (2 S,)."""
 
     @property
     def schedule(self) -> Schedule:
-        """All calls, those of the letters first."""
+        """The schedule of all calls, of which those of the letters are first."""
         return (self.spelling.chains.schedule if self.spelling else ()) + self.words.chains.schedule
 
     def to(self, device: torch.device | str) -> "TaggerPlan":
@@ -136,7 +136,7 @@ class TaggerPlan:
 
 
 class Tagger(nn.Module):
-    """Word vectors, a BiLSTM, a hidden layer with tanh, a score for every tag. Default sizes: Qiao & Taura 2019, 4.1.
+    """A tagger of word vectors, a BiLSTM, a tanh layer and tag scores. Default sizes: Qiao & Taura 2019, section 4.1.
 
     Args:
         characters: the number of letters; None for a tagger that does not spell.
@@ -163,14 +163,14 @@ class Tagger(nn.Module):
             self.spelling = BiLSTM(character_embedding, embedding // 2)
 
     def plan(self, sentences: Sequence[Sentence], scheduler: str = "lookahead", sharing: bool = False) -> TaggerPlan:
-        """Return how to tag a minibatch of sentences.
+        """Return the plan of a minibatch of sentences.
 
         Args:
             sharing: compute a word's product with the input weights once, and the states after equal beginnings and
-                ends.
+                before equal ends.
 
         Raises:
-            ValueError: there is no sentence, one has no words, or there is no such scheduler.
+            ValueError: there is no sentence, one has no words, or the scheduler is unknown.
         """
         empty = next((index for index, sentence in enumerate(sentences) if not len(sentence)), None)
         if empty is not None or not sentences:
@@ -196,7 +196,7 @@ class Tagger(nn.Module):
         return replace(plan, letters=torch.from_numpy(letters), spelling=spelling, ends=torch.from_numpy(ends))
 
     def forward(self, plan: TaggerPlan, defer_weight_grads: bool = True) -> Tensor:
-        """Return (W, tags), the scores of each word, sentence by sentence."""
+        """Return the scores of each word, (W, tags), sentence by sentence."""
         x_RE = self.embedding(plan.vocabulary)
         if plan.spelling is not None:
             h_L2H = self.spelling(plan.spelling, self.letters(plan.letters), defer_weight_grads)
@@ -204,7 +204,7 @@ class Tagger(nn.Module):
         return self._scores(self.lstm(plan.words, x_RE, defer_weight_grads))
 
     def one(self, sentence: Sentence) -> Tensor:
-        """Return (T, tags), the scores of one sentence, word by word: the slow reference in plain PyTorch."""
+        """Return the scores of one sentence, (T, tags), word by word: the slow reference in plain PyTorch."""
         vectors = list(self.embedding(torch.from_numpy(sentence.words)))
         for index, word in self._spelled([sentence]).items():
             h = self.spelling.one(self.letters(torch.from_numpy(word)))
@@ -215,7 +215,7 @@ class Tagger(nn.Module):
         return self.tags(self.hidden(h_W2H.flatten(1)).tanh())
 
     def _spelled(self, sentences: Sequence[Sentence]) -> dict[int, np.ndarray]:
-        """Return the letters of each word to spell, by its index among all words."""
+        """Return the letters of each spelled word, by its index among all words."""
         if self.characters is None:
             return {}
         words = (word for sentence in sentences for word in sentence.characters or [()] * len(sentence))

@@ -18,14 +18,14 @@ from iep.workloads.trees import SENTIMENTS, Tree, TreePair, tree_from_parents
 
 UNKNOWN = "<unk>"
 SST_TOKEN = re.compile(r"[()]|[^() ]+")
-"""Only spaces separate words: those of the treebank may contain other white space."""
+"""The tokens of a line. Only spaces separate words, because words of the treebank may contain other white space."""
 WORD = re.compile(r"[^ ]+")
 SICK_PARENT = re.compile(r"-?[0-9]+")
 RELATEDNESS = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 file. Line feeds end lines, and no other character does.
+    """Return the lines of a UTF-8 file. Only line feeds end lines.
 
     Raises:
         InputError: as `reading`, or the file is not UTF-8.
@@ -35,7 +35,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def index_words(words: Iterable[str]) -> dict[str, int]:
-    """Return the index of every distinct word in alphabetical order, from 1; 0 is the index of `UNKNOWN`."""
+    """Return the indices of the distinct words in alphabetical order, from 1; 0 is the index of `UNKNOWN`."""
     return {UNKNOWN: 0} | {word: n for n, word in enumerate(sorted(set(words) - {UNKNOWN}), start=1)}
 
 
@@ -43,14 +43,14 @@ def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[
     """Read a file of bracketed trees, one for each line, such as `(3 (2 It) (4 works))`; empty lines are skipped.
 
     Args:
-        path: such as `train.txt` of the treebank's `trees` directory.
+        path: a file such as `train.txt` in the treebank's `trees` directory.
         word_to_idx: the index of each known word, and of `UNKNOWN` for all others; None to number the file's words.
 
     Returns:
-        Binary trees with the `labels` of all vertices, and the words' indices.
+        Binary trees with the `labels` of all vertices, and the indices of the words.
 
     Raises:
-        InputError: the file cannot be read, or a line is no such tree (names line and token).
+        InputError: the file cannot be read, or a line is not such a tree; the message names line and token.
     """
     parsed = [_parse_sst(line, f"{path}, line {n}") for n, line in enumerate(read_lines(path), start=1) if line.strip()]
     if not parsed:
@@ -65,7 +65,7 @@ def read_sst(path: Path, word_to_idx: Mapping[str, int] | None = None) -> tuple[
 
 
 def _parse_sst(line: str, where: str) -> tuple[list[tuple[int, int]], list[str | None], list[int]]:
-    """Return children, word and label of every vertex, children first."""
+    """Return the children, the word and the label of every vertex, children first."""
     children, words, labels = [], [], []
     opened: list[list[int | str]] = []  # for each open vertex its label, then its word or its children's numbers
     for number, token in enumerate(SST_TOKEN.findall(line), start=1):
@@ -101,16 +101,16 @@ def read_sick(
     """Read pairs of dependency trees from a directory with `a.toks`, `a.parents`, `b.toks`, `b.parents`, `sim.txt`.
 
     Line n of every file belongs to pair n: words separated by spaces; for each word the position of its parent, from 1,
-    0 for the root and -1 for words that are in no tree; and the relatedness, a number. Every vertex has a word. A
-    vertex's children are in the order of the sentence.
+    0 for the root and -1 for words outside of the tree; and the relatedness, a number. Every vertex has a word. The
+    children of a vertex are in the order of the sentence.
 
     Args:
-        directory: such as `train` of the data that Tree-LSTM implementations preprocess.
+        directory: a directory such as `train` of the data that Tree-LSTM implementations preprocess.
         word_to_idx: as for `read_sst`.
 
     Raises:
-        InputError: a file cannot be read, files have different numbers of lines, a line is empty, or its parents are no
-            tree (names file, line and word).
+        InputError: a file cannot be read, files have different numbers of lines, a line is empty, or its parents do not
+            form a tree; the message names file, line and word.
     """
     parts = [directory / name for name in ("a.toks", "a.parents", "b.toks", "b.parents", "sim.txt")]
     lines = [read_lines(part) for part in parts]

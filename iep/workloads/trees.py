@@ -1,4 +1,4 @@
-"""Trees that networks are built after, and synthetic ones of the shapes of published data.
+"""Trees that determine the structure of networks, and synthetic trees of the shapes of published data.
 
 There are three kinds: constituency trees as in the Stanford Sentiment Treebank, dependency trees as in SICK, and
 complete trees. `tree_files.py` reads published ones.
@@ -13,30 +13,30 @@ from functools import cached_property
 import numpy as np
 
 SENTIMENTS = 5
-"""Labels of the Stanford Sentiment Treebank: 0, very negative, to 4, very positive."""
+"""The number of labels of the Stanford Sentiment Treebank: 0, very negative, to 4, very positive."""
 SST_LEAVES, SICK_WORDS = (19.1, 9.3), (9.6, 3.2)
-"""Words of a sentence of the Stanford Sentiment Treebank and of SICK: mean and standard deviation."""
+"""The mean and standard deviation of the words of a sentence in the Stanford Sentiment Treebank and in SICK."""
 SICK_CHILDREN = 9
-"""The most children that a vertex of SICK's dependency trees has (Zha et al. 2019, Just-in-Time Dynamic-Batching)."""
+"""The greatest number of children in SICK's dependency trees (Zha et al. 2019, Just-in-Time Dynamic-Batching)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """One tree, its vertices numbered children first and the root last.
+    """One tree, whose vertices are numbered with children first and the root last.
 
     Raises:
-        ValueError: the arrays' lengths differ, there is no vertex, a vertex is the child of none or of several, or it
-            comes before one of its own children.
+        ValueError: the lengths of the arrays differ, there is no vertex, a vertex other than the root is not the child
+            of exactly one vertex, or a vertex is before one of its children.
     """
 
     children: np.ndarray
-    """(V, A) the children of each vertex, in order, -1 after the last."""
+    """The children of each vertex, (V, A), in order, -1 after the last."""
     words: np.ndarray
-    """(V,) index of each vertex's word, -1 where it has none."""
+    """The index of each vertex's word, (V,), or -1."""
     label: int | float = 0
     """The label of the root."""
     labels: np.ndarray | None = None
-    """(V,) the label of every vertex, where the data have them."""
+    """The label of every vertex, (V,), if the data have them."""
 
     def __post_init__(self) -> None:
         count = len(self.words)
@@ -48,7 +48,7 @@ class Tree:
             raise ValueError("every vertex of a tree but the last is the child of one, later vertex")
 
     def __len__(self) -> int:
-        """V."""
+        """Return the number of vertices, V."""
         return len(self.words)
 
     @cached_property
@@ -65,7 +65,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreePair:
-    """Two trees and how related their sentences are, 1 to 5."""
+    """Two trees and the relatedness of their sentences, 1 to 5."""
 
     left: Tree
     right: Tree
@@ -73,7 +73,7 @@ class TreePair:
 
 
 def tree_from_parents(parents: np.ndarray, words: np.ndarray, label: int | float = 0) -> Tree:
-    """Return the tree in which vertex n's parent is `parents[n]`, -1 for the root; vertices are numbered in post-order.
+    """Return the tree in which `parents[n]` is the parent of vertex n, -1 for the root; its vertices are in post-order.
 
     Raises:
         ValueError: the parents have a cycle.
@@ -111,7 +111,7 @@ def sst_like(count: int, words: int, rng: np.random.Generator) -> list[Tree]:
 def sick_like(count: int, words: int, rng: np.random.Generator) -> list[TreePair]:
     """Return pairs of dependency trees, with a word and 0 to 9 children at every vertex; SICK has 4,500 for training.
 
-    Each word is attached to a random one that is in the tree already.
+    Each word is attached to a random word that is already in the tree.
     """
     sizes = lengths(2 * count, *SICK_WORDS, 2, 32, rng).tolist()
     trees = [tree_from_parents(_attach(size, rng), zipf(size, words, rng)) for size in sizes]
@@ -122,20 +122,20 @@ def sick_like(count: int, words: int, rng: np.random.Generator) -> list[TreePair
 def complete_trees(count: int, leaves: int, words: int, rng: np.random.Generator) -> list[Tree]:
     """Return complete binary trees, as for Tree-FC (`binary_trees.py`).
 
-    Where `leaves` is no power of two, the two halves of every split differ by one leaf at most.
+    If `leaves` is not a power of two, the halves of every split differ by at most one leaf.
     """
     children = _binary_tree(leaves, lambda size: (size + 1) // 2)
     return [Tree(children, _words_of_leaves(children, words, rng)) for _ in range(count)]
 
 
 def zipf(count: int, words: int, rng: np.random.Generator) -> np.ndarray:
-    """Return (count,) indices below `words`, the n-th most frequent with a probability proportional to 1 / n."""
+    """Return (count,) indices below `words`; the probability of the n-th most frequent is proportional to 1 / n."""
     share = np.cumsum(1 / np.arange(1, words + 1))
     return np.searchsorted(share, rng.random(count) * share[-1], side="right")
 
 
 def lengths(count: int, mean: float, deviation: float, least: int, most: int, rng: np.random.Generator) -> np.ndarray:
-    """Return (count,) gamma-distributed lengths from `least` to `most`."""
+    """Return gamma-distributed lengths from `least` to `most`, (count,)."""
     shape = (mean / deviation) ** 2
     return np.clip(np.rint(rng.gamma(shape, mean / shape, count)), least, most).astype(np.int64)
 
@@ -158,12 +158,12 @@ def _binary_tree(leaves: int, split: Callable[[int], int]) -> np.ndarray:
 
 
 def _words_of_leaves(children: np.ndarray, words: int, rng: np.random.Generator) -> np.ndarray:
-    """Return (V,), a word for each leaf and -1 for the other vertices."""
+    """Return a word for each leaf and -1 for the other vertices, (V,)."""
     return np.where(children[:, 0] < 0, zipf(len(children), words, rng), -1)
 
 
 def _attach(size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return (size,), the parent of each vertex, -1 for the root."""
+    """Return the parent of each vertex, (size,), -1 for the root."""
     parents, children = np.full(size, -1), np.zeros(size, dtype=np.int64)
     order = rng.permutation(size)
     for n in range(1, size):

@@ -1,9 +1,9 @@
 "use strict";
 
-// What the report needs a browser for: sorting its tables, filtering, ordering and paging its questions, moving between
-// cells of the confusion by arrow keys, and reading values off the curves. All that it shows is in the page already.
+// Sorts the report's tables, filters, orders and pages its questions, moves between cells of the confusion matrix by
+// arrow keys, and shows values of the curves. All that it shows is in the page already.
 const STEP = 25;
-const ORDERS_DOWN = ["probability", "length"]; // the first click on these sorts downwards
+const ORDERS_DOWN = ["probability", "length"]; // the first click on these sorts in descending order
 const PICTURES = JSON.parse(byId("pictures").textContent);
 
 function byId(id) {
@@ -18,32 +18,31 @@ function whole(number) {
   return number.toLocaleString("en-US");
 }
 
-// The order of two texts, as numbers where both are; an empty one is last in either direction.
+// Compare two texts, as numbers where both are; an empty one is last in either direction.
 function compare(one, other, isDown) {
   if (!one || !other) return !one - !other;
   const order = isNaN(one) || isNaN(other) ? one.localeCompare(other, "en", { numeric: true }) : one - other;
   return isDown ? -order : order;
 }
 
-// Tables: a heading sorts one way, the other way, and at the third click as it was.
+// Tables: a heading sorts one way, numbers downwards first, then the other way, and at the third click as it was.
 for (const table of all("table.statistics")) {
   const rows = [...table.tBodies[0].rows];
   const headings = [...table.tHead.rows[0].cells];
   for (const [column, heading] of headings.entries()) {
-    const first = heading.dataset.first;
-    const second = first === "ascending" ? "descending" : "ascending";
+    const key = (row) => row.cells[column].dataset.key;
+    const orders = ["ascending", "descending"];
+    const [first, second] = rows.some((row) => isNaN(key(row) ?? 0)) ? orders : orders.reverse();
     heading.querySelector("button").addEventListener("click", () => {
       const next = { none: first, [first]: second, [second]: "none" }[heading.getAttribute("aria-sort")];
       for (const other of headings) other.setAttribute("aria-sort", other === heading ? next : "none");
-      const key = (row) => row.cells[column].dataset.key;
       const sorted = [...rows].sort((one, other) => compare(key(one), key(other), next === "descending"));
-      table.classList.toggle("sorted", next !== "none");
       table.tBodies[0].append(...(next === "none" ? rows : sorted));
     });
   }
 }
 
-// Confusion: the tab key reaches one cell, the arrow keys the others.
+// Confusion matrix: the tab key reaches one cell, the arrow keys reach the others.
 const cells = all("button.cell");
 for (const [at, cell] of cells.entries()) {
   cell.tabIndex = at === 0 ? 0 : -1;
@@ -58,7 +57,7 @@ for (const [at, cell] of cells.entries()) {
   });
 }
 
-// Questions: those that the filters let through, in an order, some at a time.
+// Questions: those that match the filters, in the chosen order, some at a time.
 const cards = all("article");
 const texts = new Map(cards.map((card) => [card, searchable(card)]));
 const total = Number(byId("found").dataset.total);
@@ -84,7 +83,7 @@ function key(card) {
   return order.name === "text" ? card.querySelector("h3").textContent : card.dataset[order.name];
 }
 
-// List the questions that some filters let through; an empty one lets all through.
+// List the questions that match the filters; an empty filter matches all.
 function list(wanted) {
   filters = Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== ""));
   for (const control of all("[id^=filter-]")) control.value = filters[control.id.slice("filter-".length)] ?? "";
@@ -107,7 +106,7 @@ function refresh() {
   showMore();
 }
 
-// How many of all evaluated questions the filters let through, where the page lists a part and can tell.
+// The number of all evaluated questions that match the filters, where the page lists a part and knows it.
 function evaluated() {
   if (cards.length === total) return undefined;
   const names = Object.keys(filters);
@@ -164,7 +163,7 @@ byId("open-programs").addEventListener("change", (event) => {
 });
 refresh();
 
-// Curves: the values under the pointer or, with the arrow keys, at a step.
+// Curves: show the values under the pointer or, with the arrow keys, at a step.
 for (const chart of all("figure.chart")) {
   const svg = chart.querySelector("svg");
   const cursor = chart.querySelector(".cursor");

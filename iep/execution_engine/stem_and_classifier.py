@@ -1,0 +1,118 @@
+"""The two ends of an engine: the stem, image features -> maps, and the classifier, a program's result -> answer logits.
+
+Johnson et al. 2017, Inferring and Executing Programs, section 3.2 and the supplementary material. The classifier's
+options are those of the original toolkit; the stem of pixels is ours.
+
+Shapes: B examples or images, C H W feature maps, A answers.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from iep.execution_engine.choices import STEMS, check_choice
+
+
+def make_stem(
+    kind: str, feature_dim: int, widths: Sequence[int], out_dim: int, stride: int, norm: bool, bias: bool, pixels: int
+) -> nn.Sequential:
+    """Return a stem: (B, feature_dim, H, W) features -> (B, out_dim, H / stride, W / stride).
+
+    A stem 'conv' has 3x3 convolutions to `widths` and then `out_dim` channels. Each is followed by batch norm, if
+    `norm` is set, and ReLU; the last one has the stride. A stem 'pixels' is for patches of P x P pixels, which have
+    3 * P * P channels. It reassembles the picture, with small patches of `pixels` x `pixels` pixels as channels. Its
+    last convolutions halve the picture until it has the size of the grid. With `pixels` above 1, the first convolution
+    is 1x1 and embeds the small patches (Dosovitskiy et al. 2021, ViT, section 3.1). A stem 'none' has no layers: the
+    features are used as maps.
+
+    Args:
+        widths: the channels of the convolutions before the last.
+        bias: convolutions have biases even before batch norm.
+
+    Raises:
+        ValueError: the kind is unknown. For 'pixels', `feature_dim` is not 3 * P * P, `pixels` does not divide P,
+            P * stride / `pixels` is not a power of two, or there are too few convolutions. For 'none', the features do
+            not have `out_dim` channels, or the stride is not 1.
+    """
+    check_choice("stem", kind, STEMS)
+    if kind == "none":
+        if feature_dim != out_dim:
+            raise ValueError(f"features of {feature_dim} channels for modules of {out_dim}, but stem is none")
+        if stride != 1:
+            raise ValueError(f"stem_stride is {stride}, and there is no stem")
+        return nn.Sequential()
+    layers: list[nn.Module] = []
+    channels, first_side, strides = feature_dim, 3, [1] * len(widths) + [stride]
+    if kind == "pixels":
+        patch = round((feature_dim / 3) ** 0.5)
+        if 3 * patch * patch != feature_dim:
+            raise ValueError(f"features have {feature_dim} channels, expected 3 * P * P for patches of P x P pixels")
+        if patch % pixels:
+            raise ValueError(f"stem_pixels is {pixels}, expected a divisor of the patches' {patch} pixels")
+        shrink = patch // pixels * stride
+        halvings = shrink.bit_length() - 1
+        if shrink != 2**halvings:
+            raise ValueError(f"patches of {patch} pixels and a stride of {stride} are not a power of two together")
+        if len(widths) + 1 < halvings:
+            raise ValueError(
+                f"stem widths {list(widths)} and the module width make {len(widths) + 1} convolutions, expected "
+                f"at least {halvings} to halve patches of {patch} pixels to a stride of {stride}"
+            )
+        layers.append(nn.PixelShuffle(patch // pixels))
+        channels, first_side = 3 * pixels * pixels, 1 if pixels > 1 else 3
+        strides = [1] * (len(widths) + 1 - halvings) + [2] * halvings
+    sides = [first_side, *[3] * len(widths)]
+    for (before, after), side, step in zip(pairwise([channels, *widths, out_dim]), sides, strides, strict=True):
+        biased = bias or not norm
+        layers.append(nn.Conv2d(before, after, kernel_size=side, padding=side // 2, stride=step, bias=biased))
+        layers += [nn.BatchNorm2d(after)] * norm
+        layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers)
+
+
+def make_classifier(
+    map_shape: tuple[int, int, int],
+    projection: int,
+    hidden: Sequence[int],
+    num_answers: int,
+    pool: int,
+    pool_rest: bool,
+    norm: bool,
+    dropout: float,
+) -> nn.Sequential:
+    """Return a classifier, (B, C, H, W) -> (B, A) logits: 1x1 convolution, ReLU, max pooling, linear layers with ReLUs.
+
+    Args:
+        map_shape: (C, H, W).
+        projection: the channels of the 1x1 convolution; 0 omits it and its ReLU.
+        hidden: the widths of the linear layers before the last.
+        pool: the side of the pooling window; 1 omits pooling.
+        pool_rest: if `pool` does not divide the grid, the last windows are smaller; otherwise they are omitted.
+        norm: batch norm after the convolution and every linear layer but the last.
+        dropout: the probability of dropping a unit after every linear layer but the last.
+
+    Raises:
+        ValueError: nothing of the grid is left after pooling.
+    """
+    channels, height, width = map_shape
+    layers: list[nn.Module] = []
+    if projection:
+        layers.append(nn.Conv2d(channels, projection, kernel_size=1))
+        layers += [nn.BatchNorm2d(projection)] * norm
+        layers.append(nn.ReLU())
+        channels = projection
+    if pool > 1:
+        layers.append(nn.MaxPool2d(pool, ceil_mode=pool_rest))
+        height, width = (-(-side // pool) if pool_rest else side // pool for side in (height, width))
+    if not height * width:
+        raise ValueError(f"a pooling window of {pool} leaves nothing of a grid of {map_shape[1]}x{map_shape[2]}")
+    layers.append(nn.Flatten())
+    dim = channels * height * width
+    for hidden_dim in hidden:
+        layers.append(nn.Linear(dim, hidden_dim))
+        layers += [nn.BatchNorm1d(hidden_dim)] * norm
+        layers.append(nn.ReLU())
+        layers += [nn.Dropout(dropout)] * (dropout > 0)
+        dim = hidden_dim
+    return nn.Sequential(*layers, nn.Linear(dim, num_answers))

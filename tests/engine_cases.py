@@ -1,0 +1,110 @@
+"""Small engines of either family of modules, programs for them, well-formed and not, and devices to place them on."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import matrix, token_matrices
+from torch import nn
+
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import Placement, round_robin
+from iep.models.build import build, place_parts
+from iep.vocab import END, NULL, START, UNK, index_tokens
+
+UNARY = ("count", "exist", "filter_color[red]", "query_size", "relate[left]", "same_shape", "unique")
+BINARY = ("equal_integer", "greater_than", "intersect", "union")
+TOKENS = index_tokens([*UNARY, *BINARY, "scene"])
+INDEX = {token: index for index, token in enumerate(TOKENS)}
+
+ENGINES = {"iep": {}, "iep with scene as the stem": {"scene": "stem"}, "tbd": {"modules": "tbd"}}
+"""Settings of engines by name."""
+FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
+"""The shape of the features of ResNet-101."""
+
+
+def small_engine(dtype=torch.float64, **kwargs) -> ExecutionEngine:
+    torch.manual_seed(0)
+    sizes = {"feature_dim": 5, "feature_height": 3, "feature_width": 4, "module_dim": 3, "stem_widths": (4,)}
+    sizes |= {"classifier_projection": 6, "classifier_hidden": (7,), "program_tokens": TOKENS, "num_answers": 4}
+    return build("engine", sizes | kwargs).to(dtype)
+
+
+def draw_norms(network: nn.Module) -> None:
+    """Draw weights, biases and running statistics of batch norms, which would begin as ones and zeros."""
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.normal_(layer.bias, std=0.2)
+            layer.running_mean.normal_(0.0, 0.3)
+            layer.running_var.uniform_(0.5, 2.0)
+
+
+def features(count, dtype=torch.float64):
+    return torch.randn(count, 5, 3, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def programs(*texts):
+    """Return prefix programs as a matrix of tokens."""
+    return matrix([[START, *(INDEX[token] for token in text.split()), END] for text in texts], pad=NULL)
+
+
+PROGRAMS_BL = programs(
+    "count filter_color[red] scene",
+    "greater_than count scene count filter_color[red] relate[left] scene",
+    "count union filter_color[red] scene relate[left] scene",
+    "scene",
+)
+
+MANY_BL = programs(
+    "query_size unique filter_color[red] scene",
+    "count union filter_color[red] scene relate[left] unique filter_color[red] scene",
+    "exist same_shape unique intersect relate[left] scene filter_color[red] scene",
+    "greater_than count filter_color[red] scene count same_shape unique filter_color[red] scene",
+    "equal_integer count scene count filter_color[red] scene",
+    "count intersect filter_color[red] scene filter_color[red] scene",
+    # These are ill-formed, for one of the families or both.
+    "scene",
+    "unique unique scene",
+    "filter_color[red] count scene",
+    "<END> filter_color[red] <UNK> scene",
+    "union count filter_color[red] scene equal_integer scene filter_color[red] scene",
+    "equal_integer filter_color[red] scene count unique",
+    "union scene scene",
+    "same_shape query_size scene",
+    "count",
+    "count <UNK> intersect same_shape scene <END> exist",
+)
+"""Many have subtrees in common, so that there is something to share."""
+
+any_programs = token_matrices(
+    len(TOKENS),
+    inner=[START, END, UNK, *(INDEX[token] for token in (*UNARY, *BINARY))],
+    unary=[INDEX[token] for token in UNARY],
+    binary=[INDEX[token] for token in BINARY],
+    max_batch=6,
+    wide=10,
+)
+
+ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICE_LISTS = [
+    ("cpu", "cpu"),
+    ("cpu", "cpu", "cpu"),
+    pytest.param(("cpu", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cpu"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cuda:0"), marks=ONE_GPU),
+    pytest.param(("cuda:0", "cuda:1"), marks=TWO_GPUS),
+]
+
+
+def placed_copy(engine: ExecutionEngine, devices: tuple[str, ...], seed: int | None = None) -> ExecutionEngine:
+    """Return a copy of the engine with its parts on the devices in turn, or at random, unless there is only one."""
+    if len(devices) == 1:
+        return copy.deepcopy(engine)
+    placement = round_robin(engine.parts, devices)
+    if seed is not None:
+        positions = np.random.default_rng(seed).integers(0, len(devices), len(engine.parts)).tolist()
+        placement = Placement(devices, dict(zip(engine.parts, positions, strict=True)))
+    return place_parts(copy.deepcopy(engine), placement, "channels-first")
