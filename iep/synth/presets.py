@@ -24,6 +24,7 @@ class Options:
     emphasis: Mapping[str, float] = field(default_factory=dict)
     """How many times more likely the families of a group are than others; see `question_generator.ask`."""
     seed: int = 0
+    annotations: bool = False
 
     def __post_init__(self) -> None:
         assert self.emphasis.keys() <= set(GROUPS), self.emphasis
@@ -40,13 +41,13 @@ PRESETS = {
         questions_per_image=20,
         width=128,
         height=128,
-        rules=SceneRules(2, 3, spread=1.5, distance=0.5),
+        rules=SceneRules(2, 3, spread=1.5, distance=0.5, whole=True),
         emphasis={"zero_hop": 8.0, "one_hop": 3.0, "same_relate": 2.0, "single_or": 2.0},
     ),
 }
 
 
-def resolve(preset: str, scene: dict, **given: int | None) -> Options:
+def resolve(preset: str, scene: dict, **given: int | bool | None) -> Options:
     """Return a preset's options, replaced by those that are given (not None); `scene` holds those of the rules."""
     base = PRESETS[preset]
     options = replace(base, **{name: value for name, value in given.items() if value is not None})
