@@ -203,5 +203,5 @@ def test_objects_are_read_with_the_farthest_first(clevr: Path):
         order = sorted(scene["objects"], key=lambda thing: -thing["pixel_coords"][2])
         assert len(there) == len(order)
         for numbers, thing in zip(there, order, strict=True):
-            assert numbers[:2] == pytest.approx([thing["pixel_coords"][k] / 128 for k in range(2)])
+            assert numbers[:2] == pytest.approx([thing["pixel_coords"][0] / 240, thing["pixel_coords"][1] / 160])
             assert len(numbers) == 2 + len(ATTRIBUTES)

@@ -94,7 +94,7 @@ def image_features(
     return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float()
 
 
-def _extractor(backbone: Patches | ResNet, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _extractor(backbone: Backbone, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function of pixels of `backbone`, which reports in one line that memory ran out."""
     extract = backbone.extractor(device)
 

@@ -23,6 +23,8 @@ from iep.runtime.memory import available_memory
 from iep.runtime.reading import read_json, reading
 from iep.synth.world import VALUES
 
+BELOW_1 = 1 - 2**-20
+
 
 class SceneImages:
     """The images of a split as uint8 pixels, decoded on demand; it is read like `iep.data.features.Features`.
@@ -133,12 +135,12 @@ def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) ->
         place = thing.get("pixel_coords")
         if not isinstance(place, list) or len(place) < 2 or not all(isinstance(x, (int, float)) for x in place):
             raise InputError(f"{what}: pixel_coords is {place!r}, expected [x, y, depth]")
-        if not all(0 <= x < most for x, most in zip(place[:2], width_height, strict=True)):
+        if not all(0 <= x <= most for x, most in zip(place[:2], width_height, strict=True)):
             raise InputError(
                 f"{what}: pixel_coords is {place!r}, outside its image of {width_height[0]}x{width_height[1]}"
             )
         values = [_index(thing, attribute, what) for attribute in ATTRIBUTES]
-        point = [x / most for x, most in zip(place[:2], width_height, strict=True)]
+        point = [min(x / most, BELOW_1) for x, most in zip(place[:2], width_height, strict=True)]  # pixels are rounded
         found.append((place[2] if len(place) > 2 else 0.0, [*point, *values]))
     return [numbers for _, numbers in sorted(found, key=lambda each: -each[0])]
 

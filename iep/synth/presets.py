@@ -32,16 +32,16 @@ class Options:
 
 PRESETS = {
     "clevr": Options("clevr", 70_000, 15_000, 15_000, 10, 480, 320, SceneRules()),
-    # A world that a small network learns in minutes: few objects near the camera, and more short questions.
+    # A world that a small network learns in minutes: few objects, small pictures, and more short questions.
     "mini": Options(
         "mini",
         train=10_000,
         val=500,
         test=0,
         questions_per_image=20,
-        width=128,
-        height=128,
-        rules=SceneRules(2, 3, spread=1.5, distance=0.5, whole=True),
+        width=240,
+        height=160,
+        rules=SceneRules(2, 3, spread=2.0),
         emphasis={"zero_hop": 8.0, "one_hop": 3.0, "same_relate": 2.0, "single_or": 2.0},
     ),
 }

@@ -29,18 +29,15 @@ DIGITS = 6  # of every number in the scenes file
 class SceneRules:
     """Parameters of random scenes.
 
-    `spread` is half the side of the square of positions; `distance` scales the distance of CLEVR's camera from the
-    origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320); `aspect` is the image's width over
-    its height. With `whole`, the outline of every object lies inside the picture; otherwise only its centre does.
+    `spread` is half the side of the square of positions; `min_visible` is a share of the image's pixels (CLEVR: 200 of
+    480 x 320); `aspect` is the image's width over its height.
     """
 
     min_objects: int = 3
     max_objects: int = 10
     spread: float = 3.0
-    distance: float = 1.0
     min_visible: float = 200 / (480 * 320)
     aspect: float = 1.5
-    whole: bool = False
     cogent: str | None = None
 
 
@@ -101,10 +98,10 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
-        camera = _sample_camera(rng, rules)
+        camera = _sample_camera(rng)
         lamps = tuple(replace(lamp, position=_jittered(rng, lamp.position, LAMP_JITTER)) for lamp in LAMPS)
         scene = Scene(camera, _place_things(rng, rules, camera, count), lamps)
-        if _in_picture(scene, rules) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
+        if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
             return scene
     raise InputError(
         f"no picture of {rules.aspect:.2f}:1 found that shows {count} objects; use fewer objects or another image size"
@@ -174,8 +171,8 @@ def _jittered(rng: Random, position: Vector, jitter: float) -> Vector:
     return x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter), z + rng.uniform(-jitter, jitter)
 
 
-def _sample_camera(rng: Random, rules: SceneRules) -> Camera:
-    x, y, z = (rules.distance * c for c in _jittered(rng, CAMERA, CAMERA_JITTER))
+def _sample_camera(rng: Random) -> Camera:
+    x, y, z = _jittered(rng, CAMERA, CAMERA_JITTER)
     length = math.sqrt(x * x + y * y + z * z)
     forward = (-x / length, -y / length, -z / length)
     flat = math.hypot(forward[0], forward[1])
@@ -225,15 +222,12 @@ def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
     return all(abs(x * axis[0] + y * axis[1]) >= MARGIN for axis in axes)
 
 
-def _in_picture(scene: Scene, rules: SceneRules) -> bool:
-    """Return whether every thing's centre lies inside the picture, or the whole sphere around it."""
-    height = 1 / rules.aspect
+def _in_picture(scene: Scene, aspect: float) -> bool:
+    """Return whether every thing's centre lies inside a picture of this width / height."""
+    height = 1 / aspect
     for thing in scene.things:
-        column, row, depth = scene.camera.project(thing.center, 1, 1)
-        row += (height - 1) / 2
-        radius = thing.extent * (math.sqrt(2) if thing.shape == "cube" else 1) if rules.whole else 0.0
-        reach = FOCAL * radius / depth
-        if not (reach < column < 1 - reach and reach < row < height - reach):
+        column, row, _ = scene.camera.project(thing.center, 1, 1)
+        if not (0 < column < 1 and 0 < row + (height - 1) / 2 < height):
             return False
     return True
 
