@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_cases import iep_train, weights
+from train_cases import iep_train, rows, weights
 
 from iep.backbone.augment import augmented
 from iep.backbone.network import ABSENT, ATTRIBUTES, SIZES, SceneNetwork, label_cells, named, scene_loss
@@ -160,6 +160,17 @@ def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: P
         assert result.exit_code == 0, result.output
     for name, value in weights(run / "step-4.pt", "backbone").items():
         assert torch.equal(weights(tmp_path / "run" / "step-4.pt", "backbone")[name], value), name
+
+
+def test_training_in_bfloat16_finds_nearly_the_same_loss(clevr: Path, tmp_path: Path):
+    settings = ["iterations=1", "log_every=1", *SMALL]
+    losses = []
+    for precision in ("float32", "bfloat16"):
+        out = tmp_path / precision
+        options = [*settings, f"precision={precision}"]
+        assert iep_train("--model", "backbone", "--data", clevr, "--out", out, *options).exit_code == 0
+        losses.append(next(row["loss"] for row in rows(out) if "loss" in row))
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_a_trained_backbone_makes_features(clevr: Path, run: Path):

@@ -230,7 +230,8 @@ class BackboneTask(Task):
     def _run(self, batch: Batch, augment: bool) -> tuple[Tensor, Tensor]:
         pixels_BCHW, objects_BMF = batch.features[batch.image_rows], batch.answers
         if augment:
-            pixels_BCHW, objects_BMF = augmented(pixels_BCHW, objects_BMF)
+            with torch.autocast(pixels_BCHW.device.type, enabled=False):  # pixels need more digits than bfloat16 has
+                pixels_BCHW, objects_BMF = augmented(pixels_BCHW, objects_BMF)
         return self.networks["backbone"](pixels_BCHW), objects_BMF
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
