@@ -41,7 +41,7 @@ PRESETS = {
         questions_per_image=20,
         width=240,
         height=160,
-        rules=SceneRules(2, 3, spread=2.0),
+        rules=SceneRules(2, 3),
         emphasis={"zero_hop": 8.0, "one_hop": 3.0, "same_relate": 2.0, "single_or": 2.0},
     ),
 }
