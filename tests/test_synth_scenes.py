@@ -1,13 +1,16 @@
 """Scenes keep CLEVR's rules, and the ray caster shows what the scene says."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 from iep.errors import InputError
-from iep.synth.renderer import render, visible_share
+from iep.synth.lights import shadow
+from iep.synth.rays import frame_of, intersect, nearest_hits
+from iep.synth.renderer import normals, render, things_and_depth, visible_share
 from iep.synth.scenes import (
     CAMERA,
     GAP,
@@ -17,12 +20,11 @@ from iep.synth.scenes import (
     SceneRules,
     Thing,
     directions,
-    extent,
     relationships,
     sample_scene,
     scene_json,
 )
-from iep.synth.world import COLORS_OF_SHAPE, RADIUS, RELATIONS, RGB
+from iep.synth.world import COLORS_OF_SHAPE, LAMPS, RADIUS, RELATIONS, RGB, Lamp
 
 WIDTH, HEIGHT = 240, 160
 
@@ -41,11 +43,11 @@ def camera() -> Camera:
 
 def thing(x: float, y: float, **given: str) -> Thing:
     values = {"size": "large", "color": "red", "material": "rubber", "shape": "sphere", **given}
-    return Thing(**values, center=(x, y, extent(values["size"], values["shape"])), rotation=20.0)
+    return Thing(**values, center=(x, y, RADIUS[values["size"]]), rotation=20.0)
 
 
-def picture(*things: Thing) -> np.ndarray:
-    return render(Scene(camera(), things, 0.0), WIDTH, HEIGHT).astype(int)
+def picture(*things: Thing, lamps: tuple[Lamp, ...] = LAMPS) -> np.ndarray:
+    return render(Scene(camera(), things, lamps), WIDTH, HEIGHT).astype(int)
 
 
 def pixel_of(what: Thing) -> tuple[int, int]:
@@ -73,10 +75,10 @@ def test_relationships_are_the_order_of_the_picture() -> None:
             assert not set(related["left"][i]) & set(related["right"][i])
             assert all(i in related["behind"][j] for j in related["front"][i])
     row, column = zip(pixel_of(thing(-2, 2)), pixel_of(thing(2, -2)), strict=True)
-    scene = Scene(camera(), (thing(-2, 2), thing(2, -2)), 0.0)
+    scene = Scene(camera(), (thing(-2, 2), thing(2, -2)))
     assert relationships(scene)["behind"] == [[], [0]]
     assert row[0] < row[1]
-    sideways = Scene(camera(), (thing(-2, -2), thing(2, 2)), 0.0)
+    sideways = Scene(camera(), (thing(-2, -2), thing(2, 2)))
     assert relationships(sideways)["left"] == [[], [0]]
     assert pixel_of(thing(-2, -2))[1] < pixel_of(thing(2, 2))[1]
     assert column[0] != column[1]
@@ -116,9 +118,9 @@ def test_more_things_than_there_is_room_for_are_an_input_error(rules: dict[str, 
 def test_a_thing_in_front_hides_one_behind() -> None:
     away = camera().forward
     back, front = thing(0, 0, size="small", color="blue"), thing(-away[0] * 2.5, -away[1] * 2.5)
-    alone = visible_share(Scene(camera(), (back,), 0.0), 1.5)[0]
+    alone = visible_share(Scene(camera(), (back,)), 1.5)[0]
     for order in ((back, front), (front, back)):
-        scene = Scene(camera(), order, 0.0)
+        scene = Scene(camera(), order)
         assert visible_share(scene, 1.5)[order.index(back)] <= alone / 2
     assert picture(back)[pixel_of(back)].argmax() == 2
     assert picture(back, front)[pixel_of(front)].argmax() == 0
@@ -126,31 +128,83 @@ def test_a_thing_in_front_hides_one_behind() -> None:
 
 def test_shadows_darken_the_ground_and_the_things_they_fall_on() -> None:
     empty, one = picture(), picture(thing(0, 0))
-    x, y, _ = camera().project((0.25, 1.2, 0.0), WIDTH, HEIGHT)
+    x, y, _ = camera().project((-1.0, 0.45, 0.0), WIDTH, HEIGHT)  # behind the thing, as the key lamp sees it
     ground = round(y), round(x)
-    assert one[ground].sum() < 0.8 * empty[ground].sum()
-    lit = thing(0.3, 1.6, size="small")
-    near_lamp = thing(0.08, 0.47, shape="cylinder")
-    assert picture(lit, near_lamp)[pixel_of(lit)].sum() < 0.8 * picture(lit)[pixel_of(lit)].sum()
+    assert one[ground].sum() < 0.85 * empty[ground].sum()
+    lit, near_lamp = thing(0.8, 0.7, size="small"), thing(-0.1, -0.1, shape="cylinder")
+    lamps = (replace(LAMPS[0], position=LAMPS[1].position),)  # from the left, where the camera sees the lit side
+    seen = things_and_depth(Scene(camera(), (lit, near_lamp)), WIDTH, HEIGHT)[0] == 0
+    share = picture(lit, near_lamp, lamps=lamps)[seen].sum(1) / picture(lit, lamps=lamps)[seen].sum(1)
+    assert seen.sum() > 50
+    assert (share < 0.85).mean() > 0.1
+    assert (share > 0.95).mean() > 0.1
+
+
+def test_a_larger_lamp_makes_softer_shadows() -> None:
+    what = thing(0, 0)
+    widths = []
+    for radius in (0.1, 0.8):
+        key = replace(LAMPS[0], radius=radius)
+        edge = shadow(what, key, *(np.linspace(at, 12 * at, 500) for at in (-0.45, 0.2)), np.float32(0))
+        assert edge[0] == 1
+        assert edge[-1] == 0
+        widths.append(((edge > 0) & (edge < 1)).sum())
+    assert widths[1] > 3 * widths[0]
 
 
 @pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
-def test_metal_shines_where_rubber_does_not(shape: str) -> None:
-    matte, shiny = (picture(thing(0, 0, shape=shape, color="red", material=m)) for m in ("rubber", "metal"))
-    on_it = (matte[:, :, 0] - matte[:, :, 2] > 25) & (shiny[:, :, 0] - shiny[:, :, 2] > 25)
-    assert on_it.sum() > 500
-    assert np.abs(matte - shiny).sum(2)[on_it].mean() > 30
-    brightest = [np.percentile(image.sum(2)[on_it], 99) for image in (matte, shiny)]
-    assert brightest[1] > brightest[0] + 60
+def test_a_shadow_has_the_outline_that_rays_to_the_lamp_find(shape: str) -> None:
+    rng = np.random.default_rng(0)
+    lamp = replace(LAMPS[1], radius=0.0)
+    what = thing(0.3, -0.4, shape=shape)
+    x, y = rng.uniform(-3, 5, (2, 2000))
+    beside = np.hypot(x - 0.3, y + 0.4) > 1.0
+    x, y = x[beside], y[beside]
+    point = np.stack([x, y, np.zeros_like(x)])
+    from_point, to_lamp = point - np.array(what.center)[:, None], np.array(lamp.position)[:, None] - point
+    frame = frame_of(what)
+    hit = intersect(what, frame @ from_point, frame @ to_lamp) < 1
+    hidden = shadow(what, lamp, *point)
+    sure = (hidden == 0) | (hidden == 1)
+    assert sure.mean() > 0.9
+    assert ((hidden == 1) == hit)[sure].mean() > 0.98  # edges are round
+
+
+@pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
+def test_metal_mirrors_other_things_and_lamps_where_rubber_does_not(shape: str) -> None:
+    right = directions(camera())["right"]
+    front = directions(camera())["front"]
+    neighbour = thing(*(1.2 * right[k] + 0.9 * front[k] for k in range(2)), color="yellow", size="small")
+    changed, brightest = {}, {}
+    for material in ("rubber", "metal"):
+        what = Thing("large", "red", material, shape, (0.0, 0.0, RADIUS["large"]), 60.0)
+        alone, beside = picture(what), picture(what, neighbour)
+        on_it = things_and_depth(Scene(camera(), (what, neighbour)), WIDTH, HEIGHT)[0] == 0
+        changed[material] = (np.abs(alone - beside)[on_it].max(1) > 25).sum()
+        brightest[material] = np.percentile(alone.max(2)[on_it] / np.median(alone.max(2)[on_it]), 99.5)
+    assert changed["metal"] > changed["rubber"] + 10
+    assert brightest["metal"] > brightest["rubber"]
 
 
 @pytest.mark.parametrize("color", RGB)
 def test_every_colour_looks_most_like_itself(color: str) -> None:
     for material in ("rubber", "metal"):
         what = thing(0, 0, color=color, material=material, shape="cylinder")
-        shown = picture(what)[pixel_of(what)].astype(float)
+        shown = (picture(what)[pixel_of(what)] / 255) ** 2.2  # RGB are shares of linear light
         angle = {name: float(shown @ rgb / np.linalg.norm(shown) / np.linalg.norm(rgb)) for name, rgb in RGB.items()}
         assert max(angle, key=angle.get) == color
+
+
+def test_edges_of_cubes_and_cylinders_are_round() -> None:
+    for shape in ("cube", "cylinder"):
+        what = thing(0, 0, shape=shape)
+        hits = nearest_hits(Scene(camera(), (what,)), 960, 640, 1)
+        rows, columns = np.nonzero(hits.thing_HW == 0)
+        ray = np.stack([np.array(axis) for axis in (camera().forward, camera().right, camera().up)], 1)
+        slopes = np.stack([np.ones(len(rows)), hits.u_W[columns], hits.v_H[rows]])
+        point = np.array(camera().position)[:, None] + hits.depth_HW[rows, columns] * (ray @ slopes)
+        turns = np.diff(normals(what, point.astype(np.float32))[2])
+        assert np.abs(turns)[np.diff(rows) == 0].max() < 0.6  # sharp edges would turn by 1
 
 
 def test_pixel_coords_and_sizes_are_those_of_the_picture() -> None:

@@ -40,7 +40,7 @@ PRESETS = {
         questions_per_image=20,
         width=128,
         height=128,
-        rules=SceneRules(2, 3, spread=1.5, distance=0.5),
+        rules=SceneRules(2, 3, spread=1.5, distance=0.5, whole=True),
         emphasis={"zero_hop": 8.0, "one_hop": 3.0, "same_relate": 2.0, "single_or": 2.0},
     ),
 }

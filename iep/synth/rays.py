@@ -1,16 +1,24 @@
 """Rays of a picture -> the thing that each hits first, and its depth: spheres, cubes and upright cylinders.
 
 Rays go through the points of a grid; each thing is intersected only inside the box of rows and columns that contains
-it. The ground is not intersected: its depth is infinite. Shape suffixes: H W rows and columns of the grid or of a box.
+it. The ground is not intersected: its depth is infinite. The edges of cubes and cylinders are rounded: a ray that hits
+the sharp shape near an edge is followed to the round one.
+
+Shape suffixes: H W rows and columns of the grid or of a box, P points.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from iep.synth.scenes import FOCAL, Camera, Scene, Thing, Vector
+from iep.synth.scenes import FOCAL, Camera, Scene, Thing
+from iep.synth.world import Vector
 
 Grid = np.ndarray
+
+BEVEL = {"cube": 0.18, "cylinder": 0.06, "sphere": 1.0}  # radius of the edges over the thing's extent
+ROUNDING_STEPS = 4
+NEAR = 0.1  # the smallest depth at which points are projected
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ def nearest_hits(scene: Scene, width: int, height: int, samples: int) -> Hits:
     for index, (thing, box) in enumerate(zip(scene.things, boxes, strict=True)):
         if box is None:
             continue
-        found_HW = _intersect(thing, scene.camera, u_W[box[1]], v_H[box[0]])
+        found_HW = _first_hit(thing, scene.camera, u_W[box[1]], v_H[box[0]])
         nearer_HW = found_HW < depth_HW[box]
         np.copyto(depth_HW[box], found_HW, where=nearer_HW)
         thing_HW[box][nearer_HW] = index
@@ -60,6 +68,8 @@ def plane(constant: float, along_W: Grid, down_H: Grid) -> Grid:
 def box_around(points: list[Vector], camera: Camera, width: int, height: int) -> tuple[slice, slice] | None:
     """Return the rows and columns of the picture that contain points of the world, and a pixel around them, or None."""
     seen = [camera.project(point, width, height) for point in points]
+    if min(depth for _, _, depth in seen) < NEAR:
+        return slice(0, height), slice(0, width)
     columns, rows = [point[0] for point in seen], [point[1] for point in seen]
     box = (
         slice(max(int(min(rows)) - 1, 0), min(int(max(rows)) + 2, height)),
@@ -85,26 +95,64 @@ def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) ->
     return box and tuple(slice(part.start * samples, part.stop * samples) for part in box)
 
 
-def _intersect(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
-    """Return the depth at which each ray hits the thing, inf if it misses."""
+def _first_hit(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
+    """Return the depth at which each ray from the camera hits the thing, inf if it misses."""
     frame = frame_of(thing)
-    origin = frame @ (np.array(camera.position) - np.array(thing.center))
+    origin = (frame @ (np.array(camera.position) - np.array(thing.center))).astype(np.float32)
     to_forward, to_right, to_up = (frame @ np.array(axis) for axis in (camera.forward, camera.right, camera.up))
     ray = [plane(to_forward[k], to_right[k] * u_W, to_up[k] * v_H) for k in range(3)]
-    origin = origin.astype(np.float32)
+    depth_HW = intersect(thing, origin, ray)
+    if thing.shape == "sphere":
+        return depth_HW
+    rows_P, columns_P = np.nonzero(depth_HW < np.inf)
+    ray_3P = np.stack([axis_HW[rows_P, columns_P] for axis_HW in ray])
+    depth_P = depth_HW[rows_P, columns_P]
+    beyond_x_P, beyond_y_P, beyond_z_P = beyond_core(thing, origin[:, None] + depth_P * ray_3P) != 0
+    upright_P = beyond_x_P & beyond_y_P if thing.shape == "cube" else False
+    near_edge_P = np.nonzero(upright_P | beyond_z_P & (beyond_x_P | beyond_y_P))[0]
+    depth_P, ray_3P = depth_P[near_edge_P], ray_3P[:, near_edge_P]
+    radius = np.float32(BEVEL[thing.shape] * thing.extent)
+    for _ in range(ROUNDING_STEPS):  # of Newton's method; the distance to the core is convex along the ray
+        edge_3P = beyond_core(thing, origin[:, None] + depth_P * ray_3P)
+        far_P = np.sqrt(dot(edge_3P, edge_3P))
+        depth_P += (far_P - radius) / np.maximum(-dot(edge_3P, ray_3P) / far_P, np.float32(0.01))
+    edge_3P = beyond_core(thing, origin[:, None] + depth_P * ray_3P)
+    depth_P[dot(edge_3P, edge_3P) > np.float32(1.05) * radius * radius] = np.inf
+    depth_HW[rows_P[near_edge_P], columns_P[near_edge_P]] = depth_P
+    return depth_HW
+
+
+def beyond_core(thing: Thing, local_3P: Grid) -> Grid:
+    """Return the vectors from the thing's core to points outside it, all in the thing's own axes.
+
+    The core is the cube or cylinder that the centres of the rounded edges enclose; a sphere's is its centre. The
+    surface is at a constant distance from the core, and its normals are these vectors.
+    """
+    core = np.float32(thing.extent * (1 - BEVEL[thing.shape]))
+    if thing.shape != "cylinder":
+        return local_3P - np.clip(local_3P, -core, core)
+    radius_P = np.sqrt(local_3P[0] ** 2 + local_3P[1] ** 2)
+    outside_P = 1 - np.minimum(core / radius_P, 1)
+    return np.stack([local_3P[0] * outside_P, local_3P[1] * outside_P, local_3P[2] - np.clip(local_3P[2], -core, core)])
+
+
+def intersect(thing: Thing, origin: Grid, ray: Grid | list[Grid]) -> Grid:
+    """Return the depth at which rays in the thing's own axes enter its shape with sharp edges, inf if they miss."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if thing.shape == "sphere":
-            return _hit_quadratic(origin, ray, 3, thing.extent)
-        if thing.shape == "cylinder":
-            return _hit_cylinder(origin, ray, np.float32(thing.extent))
-        return _hit_box(origin, ray, np.float32(thing.extent))
+            depth = _hit_quadratic(origin, ray, 3, thing.extent)
+        elif thing.shape == "cylinder":
+            depth = _hit_cylinder(origin, ray, np.float32(thing.extent))
+        else:
+            depth = _hit_box(origin, ray, np.float32(thing.extent))
+    return np.where(depth > 0, depth, np.float32(np.inf))
 
 
 def _hit_quadratic(origin: Grid, ray: list[Grid], axes: int, radius: float) -> Grid:
     """Return the nearest depth on a sphere (3 axes) or an infinite upright cylinder (2 axes) around the origin."""
     a = sum(ray[k] * ray[k] for k in range(axes))
     b = sum(origin[k] * ray[k] for k in range(axes))
-    c = np.float32(sum(origin[k] ** 2 for k in range(axes)) - radius**2)
+    c = sum(origin[k] * origin[k] for k in range(axes)) - np.float32(radius**2)
     depth = -(b + np.sqrt(b * b - a * c)) / a
     return np.where(np.isnan(depth), np.float32(np.inf), depth)
 
@@ -136,3 +184,13 @@ def frame_of(thing: Thing) -> Grid:
         return np.eye(3)
     turn = np.radians(thing.rotation)
     return np.array([[np.cos(turn), np.sin(turn), 0], [-np.sin(turn), np.cos(turn), 0], [0, 0, 1]])
+
+
+def dot(a_3: Grid, b_3P: Grid) -> Grid:
+    """Return dot products, written out so that the bits do not depend on the linear algebra library and its threads."""
+    return a_3[0] * b_3P[0] + a_3[1] * b_3P[1] + a_3[2] * b_3P[2]
+
+
+def turn(frame_33: Grid, vector_3P: Grid) -> Grid:
+    """Return vectors in the axes that are the rows of a matrix."""
+    return np.stack([dot(row_3, vector_3P) for row_3 in frame_33.astype(np.float32)])

@@ -2,28 +2,27 @@
 
 Follows the public description of CLEVR (Johnson et al. 2017, section 3.1 and supplement A): positions are uniform in a
 square; objects keep a gap, and a margin along the direction of every relation, so that none is ambiguous; every object
-has a minimum of visible pixels; the camera's position is jittered. Drawing the picture is `renderer.py`.
+has a minimum of visible pixels; the positions of camera and lamps are jittered. Drawing the picture is `renderer.py`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from iep.errors import InputError
-from iep.synth.world import COLORS_OF_SHAPE, CUBE_HALF_SIDE, RADIUS, RELATIONS, VALUES
+from iep.synth.world import COLORS_OF_SHAPE, LAMPS, RADIUS, RELATIONS, VALUES, Lamp, Vector
 
 FOCAL = 35 / 32  # focal length over the image's width: Blender's standard camera
-CAMERA = (7.48, -6.51, 5.34)
-CAMERA_JITTER = 0.5
+CAMERA = (7.48, -6.51, 5.34)  # looks at the origin
+CAMERA_JITTER = 0.5  # in every coordinate
+LAMP_JITTER = 1.0
 GAP = 0.25
 MARGIN = 0.4
 PLACE_TRIES = 50
 PLACE_ROUNDS = 2000
 SCENE_TRIES = 100
 DIGITS = 6  # of every number in the scenes file
-
-Vector = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class SceneRules:
 
     `spread` is half the side of the square of positions; `distance` scales the distance of CLEVR's camera from the
     origin; `min_visible` is a share of the image's pixels (CLEVR: 200 of 480 x 320); `aspect` is the image's width over
-    its height.
+    its height. With `whole`, the outline of every object lies inside the picture; otherwise only its centre does.
     """
 
     min_objects: int = 3
@@ -41,6 +40,7 @@ class SceneRules:
     distance: float = 1.0
     min_visible: float = 200 / (480 * 320)
     aspect: float = 1.5
+    whole: bool = False
     cogent: str | None = None
 
 
@@ -79,21 +79,16 @@ class Thing:
     @property
     def extent(self) -> float:
         """Half the object's height: a sphere's or cylinder's radius, half a cube's side."""
-        return extent(self.size, self.shape)
+        return RADIUS[self.size]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A camera and the things in front of it; `light_turn` rotates all lights about the vertical axis (radians)."""
+    """A camera, the things in front of it, and the lamps that light them."""
 
     camera: Camera
     things: tuple[Thing, ...]
-    light_turn: float
-
-
-def extent(size: str, shape: str) -> float:
-    """Return half the height of an object of this size and shape."""
-    return RADIUS[size] * (CUBE_HALF_SIDE if shape == "cube" else 1.0)
+    lamps: tuple[Lamp, ...] = LAMPS
 
 
 def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene, float], list[float]]) -> Scene:
@@ -107,8 +102,9 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
         camera = _sample_camera(rng, rules)
-        scene = Scene(camera, _place_things(rng, rules, camera, count), math.radians(rng.uniform(-12, 12)))
-        if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
+        lamps = tuple(replace(lamp, position=_jittered(rng, lamp.position, LAMP_JITTER)) for lamp in LAMPS)
+        scene = Scene(camera, _place_things(rng, rules, camera, count), lamps)
+        if _in_picture(scene, rules) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
             return scene
     raise InputError(
         f"no picture of {rules.aspect:.2f}:1 found that shows {count} objects; use fewer objects or another image size"
@@ -173,8 +169,13 @@ def _thing_json(thing: Thing, camera: Camera, width: int, height: int) -> dict:
     }
 
 
+def _jittered(rng: Random, position: Vector, jitter: float) -> Vector:
+    x, y, z = position
+    return x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter), z + rng.uniform(-jitter, jitter)
+
+
 def _sample_camera(rng: Random, rules: SceneRules) -> Camera:
-    x, y, z = (rules.distance * (c + rng.uniform(-CAMERA_JITTER, CAMERA_JITTER)) for c in CAMERA)
+    x, y, z = (rules.distance * c for c in _jittered(rng, CAMERA, CAMERA_JITTER))
     length = math.sqrt(x * x + y * y + z * z)
     forward = (-x / length, -y / length, -z / length)
     flat = math.hypot(forward[0], forward[1])
@@ -210,7 +211,7 @@ def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[
     rotation = 360.0 * rng.random()
     for _ in range(PLACE_TRIES):
         x, y = rng.uniform(-rules.spread, rules.spread), rng.uniform(-rules.spread, rules.spread)
-        thing = Thing(size, color, material, shape, (x, y, extent(size, shape)), rotation)
+        thing = Thing(size, color, material, shape, (x, y, RADIUS[size]), rotation)
         if all(_clear_of(thing, other, axes) for other in things):
             return thing
     return None
@@ -219,25 +220,22 @@ def _place_one(rng: Random, rules: SceneRules, things: list[Thing], axes: tuple[
 def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
     """Return whether two things are `GAP` apart and differ by `MARGIN` along both axes of the relations."""
     x, y = thing.center[0] - other.center[0], thing.center[1] - other.center[1]
-    if math.hypot(x, y) < _footprint(thing) + _footprint(other) + GAP:
+    if math.hypot(x, y) < RADIUS[thing.size] + RADIUS[other.size] + GAP:
         return False
     return all(abs(x * axis[0] + y * axis[1]) >= MARGIN for axis in axes)
 
 
-def _in_picture(scene: Scene, aspect: float) -> bool:
-    """Return whether every thing's outline (that of a sphere around it) lies inside the picture."""
+def _in_picture(scene: Scene, rules: SceneRules) -> bool:
+    """Return whether every thing's centre lies inside the picture, or the whole sphere around it."""
+    height = 1 / rules.aspect
     for thing in scene.things:
         column, row, depth = scene.camera.project(thing.center, 1, 1)
-        reach, height = FOCAL * _footprint(thing) / depth, 1 / aspect
         row += (height - 1) / 2
-        if not (reach <= column <= 1 - reach and reach <= row <= height - reach):
+        radius = thing.extent * (math.sqrt(2) if thing.shape == "cube" else 1) if rules.whole else 0.0
+        reach = FOCAL * radius / depth
+        if not (reach < column < 1 - reach and reach < row < height - reach):
             return False
     return True
-
-
-def _footprint(thing: Thing) -> float:
-    """Return the radius of the circle on the ground that contains the thing, however it is rotated."""
-    return thing.extent * math.sqrt(2) if thing.shape == "cube" else thing.extent
 
 
 def _rounded(vector: Vector) -> list[float]:
