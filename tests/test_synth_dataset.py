@@ -10,12 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
 from iep.cli.balance import main as balance_main
 from iep.cli.synth import main
 from iep.runtime.reading import read_json
+from iep.synth.annotations import bounding_box, run_lengths
+
+try:
+    from pycocotools import mask as coco
+except ImportError:
+    coco = None
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "sample"
@@ -156,6 +165,63 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, limit: int,
     assert_one_error(result, named, "file size limit reached")
     assert not list((tmp_path / "out").rglob("*.tmp"))
     assert not (tmp_path / "out" / "questions" / "CLEVR_train_questions.json").exists()
+
+
+def decoded(mask: dict) -> np.ndarray:
+    """A mask of COCO as booleans, read one character at a time as its format is described."""
+    lengths, number, bits = [], 0, 0
+    for character in mask["counts"].encode():
+        group = character - 48
+        number |= (group & 31) << bits
+        bits += 5
+        if not group & 32:
+            number -= (group & 16) and 1 << bits
+            lengths.append(number + (lengths[-2] if len(lengths) > 2 else 0))
+            number, bits = 0, 0
+    pixels = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+    return pixels.reshape(mask["size"], order="F")
+
+
+@given(arrays(bool, st.tuples(st.integers(1, 40), st.integers(1, 40))), st.integers(1, 30))
+def test_any_mask_is_decoded_to_itself_by_pycocotools_too(pixels: np.ndarray, scale: int) -> None:
+    mask_HW = np.kron(pixels, np.ones((scale, scale), bool))
+    mask = {"size": list(mask_HW.shape), "counts": run_lengths(mask_HW)}
+    assert (decoded(mask) == mask_HW).all()
+    if coco is not None:
+        assert (coco.decode(mask) == mask_HW).all()
+        assert coco.toBbox(mask).tolist() == bounding_box(mask_HW) or not mask_HW.any()
+
+
+def test_annotations_are_of_the_visible_pixels_and_change_nothing_else(made: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [out, *SMALL, "--train", "3", "--val", "2", "--test", "1", "--annotations"]
+    synth(*arguments)
+    full, plain = digests(out), digests(made)
+    depths = {f"depth/{split}/CLEVR_{split}_{i:06d}.png" for split, n in (("train", 3), ("val", 2)) for i in range(n)}
+    assert {name for name in full if name.startswith("depth")} == depths
+    assert all(full[name] == plain[name] for name in full if name.startswith("images"))
+    for entry in read_json(out / "scenes/CLEVR_train_scenes.json")["scenes"]:
+        depth_HW = np.asarray(Image.open(out / "depth/train" / entry["image_filename"]))
+        assert (depth_HW.dtype, depth_HW.shape) == (np.uint16, (40, 60))
+        covered = np.zeros((40, 60), int)
+        for thing in entry["objects"]:
+            assert set(thing) == OBJECT_KEYS | {"bbox", "mask"}
+            mask_HW = decoded(thing["mask"])
+            covered += mask_HW
+            rows, columns = np.nonzero(mask_HW)
+            x, y, width, height = thing["bbox"]
+            assert (x, y, x + width - 1, y + height - 1) == (columns.min(), rows.min(), columns.max(), rows.max())
+            radius = 0.7 if thing["size"] == "large" else 0.35
+            assert np.abs(depth_HW[mask_HW] / 1000 - thing["pixel_coords"][2]).max() < 2 * radius
+        assert covered.max() == 1
+        assert (np.diff(depth_HW[covered.sum(1) == 0].astype(int), axis=0) < 0).all()  # the ground comes nearer
+    cut = out / sorted(depths)[0]
+    cut.write_bytes(cut.read_bytes()[:-20])
+    synth(*arguments)
+    assert digests(out) == full
+    assert_one_error(iep_synth(*arguments[:-1]), "made with other options")
+    synth(*arguments[:-1], "--force")
+    assert not (out / "depth").exists()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ COUNT = click.IntRange(min=0)
 @click.option("--min-objects", type=click.IntRange(1, 10), help="Smallest number of objects in a scene.")
 @click.option("--max-objects", type=click.IntRange(1, 10), help="Largest number of objects in a scene.")
 @click.option("--cogent", type=click.Choice(["A", "B"]), help="Colours by shape as in this condition of CLEVR-CoGenT.")
+@click.option("--annotations", is_flag=True, help="Add boxes, masks and maps of depths of train and val.")
 @click.option("--seed", type=COUNT, default=0, show_default=True, help="The same seed and options give the same bytes.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Number of worker processes.")
 @click.option("--force", is_flag=True, help="Replace a data set that was made with other options.")
@@ -48,14 +49,14 @@ def main(
     workers: int,
     force: bool,
     dry_run: bool,
-    **numbers: int | None,
+    **given: int | bool | None,
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
 
     Run the same command again to resume an interrupted run.
     """
     scene = {"min_objects": min_objects, "max_objects": max_objects, "cogent": cogent}
-    options = resolve(preset, scene, **numbers)
+    options = resolve(preset, scene, **given)
     if options.rules.min_objects > options.rules.max_objects:
         raise click.UsageError(
             f"--min-objects {options.rules.min_objects} is more than --max-objects {options.rules.max_objects}"

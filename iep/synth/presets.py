@@ -24,6 +24,7 @@ class Options:
     emphasis: Mapping[str, float] = field(default_factory=dict)
     """How many times more likely the families of a group are than others; see `question_generator.ask`."""
     seed: int = 0
+    annotations: bool = False
 
     def __post_init__(self) -> None:
         assert self.emphasis.keys() <= set(GROUPS), self.emphasis
@@ -46,7 +47,7 @@ PRESETS = {
 }
 
 
-def resolve(preset: str, scene: dict, **given: int | None) -> Options:
+def resolve(preset: str, scene: dict, **given: int | bool | None) -> Options:
     """Return a preset's options, replaced by those that are given (not None); `scene` holds those of the rules."""
     base = PRESETS[preset]
     options = replace(base, **{name: value for name, value in given.items() if value is not None})

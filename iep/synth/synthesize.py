@@ -2,8 +2,8 @@
 
 Images are made in fixed blocks. A block is a pure function of the options and its position, so the bytes of the files
 do not depend on the number of workers. Within a block, the answers of every family are balanced. An interrupted run is
-resumed where it stopped, and keeps the images that are complete. The world is drawn by `scenes.py` and `renderer.py`;
-questions come from `question_generator.py`.
+resumed where it stopped, and keeps the images that are complete. The world is drawn by `scenes.py` and `renderer.py`,
+and annotated by `annotations.py`; questions come from `question_generator.py`.
 """
 
 import io
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
+import numpy as np
 from PIL import Image
 
 from iep.errors import InputError
@@ -27,6 +28,7 @@ from iep.runtime.files import atomic_path, os_errors_name, write_json
 from iep.runtime.locks import LOCK
 from iep.runtime.reading import read_json, reading
 from iep.runtime.signals import end_with_parent
+from iep.synth.annotations import annotate
 from iep.synth.executor import facts_of
 from iep.synth.presets import SPLITS, Options
 from iep.synth.question_generator import Question, ask
@@ -85,7 +87,7 @@ def synthesize(
             count = getattr(options, split)
             if count == 0:
                 continue
-            if _is_finished(out, split, count):
+            if _is_finished(out, options, split):
                 tallies[split] = None
                 progress(split, count)
                 continue
@@ -128,6 +130,11 @@ class _Maker:
         scenes, questions = [], []
         for index in range(block.start, block.stop):
             scene, entry, asked = make_image(self.options, block.split, index, balance)
+            paths = _picture_paths(self.out, self.options, block.split, index)
+            _write_png(paths[0], lambda scene=scene: render(scene, self.options.width, self.options.height))
+            if len(paths) == 2:
+                depth_HW = annotate(scene, entry["objects"], self.options.width, self.options.height)
+                _write_png(paths[1], lambda depth_HW=depth_HW: depth_HW)
             scenes.append(json.dumps(entry))
             for position, question in enumerate(asked):
                 number = index * self.options.questions_per_image + position
@@ -139,6 +146,13 @@ class _Maker:
                     image = Image.fromarray(render(scene, self.options.width, self.options.height))
                     image.save(temporary, "PNG", compress_level=1)
         return Made(", ".join(scenes), ", ".join(questions), tally)
+
+
+def _write_png(path: Path, draw: Callable[[], np.ndarray]) -> None:
+    """Draw a picture and write it, unless an earlier run did."""
+    if not is_whole_png(path):
+        with atomic_path(path, durable=False) as temporary:  # flushing would cost more than drawing
+            Image.fromarray(draw()).save(temporary, "PNG", compress_level=1)
 
 
 def question_json(question: Question, split: str, image: int, number: int) -> dict:
@@ -182,11 +196,18 @@ def _json_paths(out: Path, split: str) -> tuple[Path, Path | None]:
     return out / "questions" / f"CLEVR_{split}_questions.json", scenes
 
 
-def _is_finished(out: Path, split: str, count: int) -> bool:
+def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[Path]:
+    """Return the paths of an image and of its map of depths, if it has one; the test split has no annotations."""
+    folders = ("images", "depth") if options.annotations and split != "test" else ("images",)
+    return [out / folder / split / image_filename(split, index) for folder in folders]
+
+
+def _is_finished(out: Path, options: Options, split: str) -> bool:
     """Return whether an earlier run with the same options finished the split, whose JSON files appear last."""
     if not all(path is None or path.exists() for path in _json_paths(out, split)):
         return False
-    return all(is_whole_png(out / "images" / split / image_filename(split, index)) for index in range(count))
+    indices = range(getattr(options, split))
+    return all(is_whole_png(path) for index in indices for path in _picture_paths(out, options, split, index))
 
 
 @contextmanager
@@ -228,7 +249,7 @@ def _claim(out: Path, options: Options, force: bool) -> None:
             return
         if not force:
             raise InputError(f"{out}: made with other options (see {RECORD}); choose a new directory or give --force")
-        for part in ("images", "questions", "scenes"):
+        for part in ("images", "depth", "questions", "scenes"):
             if (out / part).exists():
                 shutil.rmtree(out / part)
     write_json(path, record, indent=2)
