@@ -19,11 +19,11 @@ TINY = np.float32(1e-9)
 SHARPEST = 0.03  # half the width of a shadow's edge where the thing touches the point
 
 
-def irradiance(lamp: Lamp, x: Grid, y: Grid, z: Grid, normal: Grid) -> Grid:
-    """Return the light that arrives from a lamp of strength 1 at points with these normals, without shadows."""
+def irradiance(lamp: Lamp, x: Grid, y: Grid, z: Grid, normal: Grid | None = None) -> Grid:
+    """Return the unhidden light from a lamp of strength 1 at points with these normals (None: straight up)."""
     to_x, to_y, to_z = (np.float32(at_lamp) - at for at_lamp, at in zip(lamp.position, (x, y, z), strict=True))
     square = to_x * to_x + to_y * to_y + to_z * to_z
-    facing = np.maximum(dot(normal, (to_x, to_y, to_z)), 0)
+    facing = to_z if normal is None else np.maximum(dot(normal, (to_x, to_y, to_z)), 0)
     away = math.hypot(*lamp.position)
     axis = [np.float32(value / away) for value in lamp.position]
     return facing * np.maximum(dot(axis, (to_x, to_y, to_z)), 0) / (square * square)

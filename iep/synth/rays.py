@@ -107,8 +107,9 @@ def _first_hit(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
     rows_P, columns_P = np.nonzero(depth_HW < np.inf)
     ray_3P = np.stack([axis_HW[rows_P, columns_P] for axis_HW in ray])
     depth_P = depth_HW[rows_P, columns_P]
-    edge_3P = beyond_core(thing, origin[:, None] + depth_P * ray_3P)
-    near_edge_P = np.nonzero((edge_3P != 0).sum(0) > 1)[0]
+    beyond_x_P, beyond_y_P, beyond_z_P = beyond_core(thing, origin[:, None] + depth_P * ray_3P) != 0
+    upright_P = beyond_x_P & beyond_y_P if thing.shape == "cube" else False
+    near_edge_P = np.nonzero(upright_P | beyond_z_P & (beyond_x_P | beyond_y_P))[0]
     depth_P, ray_3P = depth_P[near_edge_P], ray_3P[:, near_edge_P]
     radius = np.float32(BEVEL[thing.shape] * thing.extent)
     for _ in range(ROUNDING_STEPS):  # of Newton's method; the distance to the core is convex along the ray

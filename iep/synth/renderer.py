@@ -1,7 +1,7 @@
 """A scene -> an RGB picture, or which thing and what depth is seen at each pixel, by a small ray caster in numpy.
 
-Casts one ray through each of 2 x 2 points of every pixel near a thing. Each thing and the ground is shaded once per
-pixel, and they are mixed by how many of the points show them. Rays are intersected in `rays.py`; lamps and shadows are
+Casts one ray through each of 2 x 2 points of every pixel near a thing. Things and ground are shaded separately, and are
+mixed in a pixel by how many of its points show them. Rays are intersected in `rays.py`; lamps and shadows are
 in `lights.py`, and materials here.
 
 Light is counted in linear shares of white, and shown in sRGB. Rubber is matte. Metal mirrors the ground, as far as the
@@ -29,7 +29,7 @@ HAZE, RIM = 0.004, 0.055  # white light that rubber reflects, from everywhere an
 SKY = 0.018  # light from above the horizon
 BACKDROP = 0.085  # more light from above the horizon, away from the camera
 MIRROR = 0.94  # share of light that a white metal mirrors
-LOBES = ((0.10, 0.12, 0.20), (0.08, 0.04, 0.04))  # of metal's highlights: strength, roughness around the axis, across
+LOBES = ((0.10, 0.12, 0.20), (0.14, 0.04, 0.04))  # of metal's highlights: strength, roughness around the axis, across
 HORIZON = 0.15  # half the height of the blurred horizon in mirrored directions
 LEVELS = 4096
 
@@ -42,7 +42,8 @@ def render(scene: Scene, width: int, height: int) -> np.ndarray:
     for index in range(len(scene.things)):
         _paint(image_3HW, index, scene, ground_3HW, hits)
     _soften(image_3HW)
-    return SRGB[(np.clip(image_3HW, 0, 1) * (LEVELS - 1) + np.float32(0.5)).astype(np.int32)].transpose(1, 2, 0)
+    levels_3HW = (image_3HW * (LEVELS - 1) + np.float32(0.5)).astype(np.int32)
+    return SRGB.take(levels_3HW, mode="clip").transpose(1, 2, 0)
 
 
 def visible_share(scene: Scene, aspect: float) -> list[float]:
@@ -70,7 +71,7 @@ def ground(scene: Scene, width: int, height: int) -> Grid:
     )
     light_3HW = np.full((3, height, width), GROUND_AMBIENT, np.float32)
     for lamp in scene.lamps:
-        light_HW = irradiance(lamp, x_HW, y_HW, np.float32(0), (0, 0, 1))
+        light_HW = irradiance(lamp, x_HW, y_HW, np.float32(0))
         for thing in scene.things:
             box = shadow_box(thing, lamp, camera, width, height)
             if box is not None:
@@ -90,8 +91,9 @@ def _paint(image_3HW: Grid, index: int, scene: Scene, ground_3HW: Grid, hits: Hi
     box = hits.boxes[index]
     if box is None:
         return
-    # Rubber is shaded once per pixel, and metal, whose edges have narrow highlights, at every point.
-    step = 1 if scene.things[index].material == "metal" else SUPERSAMPLING
+    # Edges of metal have narrow highlights, and are shaded at every point; other things are shaded once per pixel.
+    thing = scene.things[index]
+    step = 1 if thing.material == "metal" and thing.shape != "sphere" else SUPERSAMPLING
     shows = hits.thing_HW[box] == index
     count_HW = _sum_blocks(shows.astype(np.float32), step)
     rows_P, columns_P = np.nonzero(count_HW)
