@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the main job on a generated data set: generate images and questions, preprocess them, train the program generator,
-# the execution engine and both jointly, evaluate them beside two baselines, and print accuracies by question type.
+# The main job on a generated data set: make images and questions, preprocess them, train the program generator and the
+# execution engine, then both jointly, beside two baselines, and print accuracies by question type.
 #
 #   scripts/demo.sh [OUT]        (default: runs/demo)
 #
@@ -11,33 +11,42 @@ OUT=${1:-runs/demo}
 DATA=$OUT/data
 START=$SECONDS
 
+say() { printf '\n[%02d:%02d] %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$*"; }
+
 step() {
-    printf '\n[%02d:%02d] %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$*"
+    say "$@"
     "$@"
 }
 
+train() { # NAME OPTIONS...: configs/mini/NAME.yaml
+    step iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume "${@:2}"
+}
+
 step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
-step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
-# Two small networks, which do not benefit from a second core, are trained side by side.
+step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
+
+# These networks are too small to gain from a second core: the engine on one, the others in turn on another.
 export OMP_NUM_THREADS=1
-iep-train --config configs/mini/lstm.yaml --data "$DATA" --out "$OUT/lstm" --resume >"$OUT/lstm.log" 2>&1 &
-LSTM=$!
-step iep-train --config configs/mini/pg.yaml --data "$DATA" --out "$OUT/pg" --resume
-wait $LSTM || {
-    tail -n 5 "$OUT/lstm.log" >&2
+(train pg && train lstm && train cnn-lstm) >"$OUT/others.log" 2>&1 &
+OTHERS=$!
+train tbd
+say "pg, lstm and cnn-lstm, beside it: $OUT/others.log"
+wait $OTHERS || {
+    tail -n 5 "$OUT/others.log" >&2
     exit 1
 }
 unset OMP_NUM_THREADS
-step iep-train --config configs/mini/ee.yaml --data "$DATA" --out "$OUT/ee" --resume
-step iep-train --config configs/mini/joint.yaml --data "$DATA" --pg "$OUT/pg" --ee "$OUT/ee" --out "$OUT/joint" --resume
+train joint --pg "$OUT/pg" --ee "$OUT/tbd"
 
-step iep-eval --baseline "$OUT/lstm" --data "$DATA" --out "$OUT/eval/lstm" --name lstm
-step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs ground-truth \
-    --out "$OUT/eval/true_programs" --name "true programs"
-step iep-eval --pg "$OUT/pg" --ee "$OUT/ee" --data "$DATA" --programs predicted \
-    --out "$OUT/eval/end_to_end" --name "end to end"
-step iep-eval --pg "$OUT/joint" --ee "$OUT/joint" --data "$DATA" --programs predicted \
-    --against lstm "$OUT/eval/lstm" --against "true programs" "$OUT/eval/true_programs" \
-    --against "end to end" "$OUT/eval/end_to_end" --out "$OUT/eval/joint" --name joint \
-    --report "$OUT/eval/joint" --images "$OUT/clevr"
-printf '\nDone in %d:%02d. Checkpoints, metrics and reports: %s\n' $(((SECONDS - START) / 60)) $(((SECONDS - START) % 60)) "$OUT"
+evaluate() { # NAME OPTIONS...
+    step iep-eval --data "$DATA" --out "$OUT/eval/$1" --name "${1//_/ }" "${@:2}"
+}
+
+evaluate lstm --baseline "$OUT/lstm" >/dev/null
+evaluate cnn-lstm --baseline "$OUT/cnn-lstm" >/dev/null
+evaluate true_programs --pg "$OUT/pg" --ee "$OUT/tbd" --programs ground-truth >/dev/null
+evaluate end_to_end --pg "$OUT/pg" --ee "$OUT/tbd" >/dev/null
+evaluate joint --pg "$OUT/joint" --ee "$OUT/joint" --against lstm "$OUT/eval/lstm" \
+    --against cnn-lstm "$OUT/eval/cnn-lstm" --against "true programs" "$OUT/eval/true_programs" \
+    --against "end to end" "$OUT/eval/end_to_end" --report "$OUT/eval/joint" --images "$OUT/clevr"
+say "Done. Checkpoints, metrics and reports: $OUT"
