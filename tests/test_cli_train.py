@@ -153,7 +153,10 @@ def test_a_run_is_resumed_in_another_directory_and_with_moved_data(tmp_path: Pat
     assert step(tmp_path / "run") == 3
 
 
-def test_a_checkpoint_of_another_model_among_a_runs_own_is_refused(runs: dict[str, Path], run: Path):
+def test_a_run_is_not_resumed_as_another_model(runs: dict[str, Path], run: Path):
+    for model in ("ee", "joint"):
+        result = iep_train("--resume", "--out", run, "--model", model)
+        assert_one_error(result, f"{newest(run)}: holds a run of model lstm, cannot resume it as {model}")
     content = load_checkpoint(newest(runs["ee"]))
     save_checkpoint(run / "step-9.pt", content | {"step": 9})
     result = iep_train("--resume", "--out", run, "iterations=10")
