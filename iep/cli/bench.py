@@ -23,6 +23,7 @@ from iep.cli.options import (
 )
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
+from iep.execution_engine.choices import SCENES
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 SIZE = click.IntRange(1, 10**9)
@@ -163,7 +164,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option(
     "--scene",
-    type=click.Choice(["module", "stem"]),
+    type=click.Choice(SCENES),
     default=EngineConfig.scene,
     help="What computes the scene: a module, or the stem.",
 )

@@ -169,6 +169,8 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
         said = [(name, value) for _, name, value in before]
         given = [each for each in given if each[0] != str(file) or each[1:] not in said]
     config = absolute(overridden(base, given))
+    if start is not None:  # before `check_used`, which would name settings that belong to the run's own model
+        changes(start, config)
     check_used(config, {name for _, name, _ in given})
     return config, start
 

@@ -26,7 +26,7 @@ from iep.runtime.memory import available_memory
 from iep.runtime.reading import reading
 
 LOAD_BYTES = 2**25
-"""How many bytes `Features.in_memory` reads at once."""
+"""The number of bytes that `Features.in_memory` reads at a time."""
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
@@ -68,7 +68,7 @@ class Features:
             self.recipe = plain if "backbone" in attributes else {}
             self._offset = _offset_of_plain_rows(dataset)
             self._checksums_N = _read_checksums(file, len(dataset))
-        # In memory that forked processes share; mmap refuses a length of 0.
+        # In memory that forked processes share; a length of 0 is an error of mmap.
         self._is_sound_N = np.frombuffer(mmap.mmap(-1, max(1, len(self))), dtype=bool)
         self._memory: BinaryIO | None = None
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches
 from iep.data.loader import Loading, on_device
 from iep.errors import InputError
+from iep.execution_engine.choices import DEFAULT_SCHEDULER
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.program_plan import DEFAULT_SCHEDULER
 from iep.program_generator.decode import beam, greedy
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.runtime.devices import autocast

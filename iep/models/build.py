@@ -161,7 +161,7 @@ class _Unfilled(TorchFunctionMode):
 def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any], path: Path | str) -> nn.Module:
     """Return a network with weights, which are compared with its settings before a network of that size is allocated.
 
-    Weights and running statistics that are not finite are refused: every answer would be NaN or the first answer.
+    Weights and running statistics that are not finite are an error: every answer would be NaN or the first answer.
     """
     what = DESCRIPTIONS[name]
     for key, value in weights.items():

@@ -43,7 +43,6 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 """The number that torch pickled at the beginning of a file until version 1.6, which made its files zip archives."""
 _SAFE_PROTOCOLS = (2, 3)
 """The pickle protocols that torch loads without executing anything; it writes the first by default."""
-WHAT = "a whole checkpoint file"
 _NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -101,7 +100,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
         if not found:
             raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
         return _load_first(found, parts, "to use it, name {good}").content
-    with reading(path, WHAT):
+    with reading(path, "a whole checkpoint file"):
         content = _read(path)
         if is_original(content):
             if "step" in (parts or {}):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from iep.data.question_file import split_files
 from iep.errors import InputError
 from iep.preprocess.backbones import Backbone
 from iep.preprocess.images import image_batches, read_image
@@ -59,7 +60,7 @@ def preprocess_features(
         OSError: a file cannot be written (names it).
     """
     recipe = main_first(lambda: {**backbone.recipe(), "dtype": dtype})
-    files = {out / f"{split}_features.h5": paths for split, paths in images.items()}
+    files = {split_files(out, split)[1]: paths for split, paths in images.items()}
     todo = by_main(lambda: _undone(files, recipe, overwrite, verify))
     for path in files:
         if path not in todo:

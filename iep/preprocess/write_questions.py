@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from iep.data.hdf5 import open_hdf5, read_attributes
-from iep.data.question_file import CONTENT_DIGEST
+from iep.data.question_file import CONTENT_DIGEST, split_files
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
 from iep.preprocess.encode_questions import (
@@ -92,13 +92,13 @@ def preprocess_questions(
     def check_vocab() -> None:
         check_same(vocab_path, {"tokens": Vocab.load(vocab_path).digest}, {"tokens": vocab.digest})
 
-    vocab_path, targets = out / "vocab.json", {split: out / f"{split}_questions.h5" for split in files}
+    vocab_path, targets = out / "vocab.json", {split: split_files(out, split)[0] for split in files}
     todo = [s for s, path in targets.items() if not is_current(path, partial(check, path, recipes[s]), overwrite)]
     vocab_is_done = is_current(vocab_path, check_vocab, overwrite)
 
     arrays = {}
     for split in todo:
-        count = num_images.get(split) or _num_features(out / f"{split}_features.h5")
+        count = num_images.get(split) or _num_features(split_files(out, split)[1])
         if count is not None:
             check_images(load(split), count)
         arrays[split] = encode(load(split), vocab, source, options.encode_unk)
@@ -147,7 +147,7 @@ def _vocabulary(
 
 def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
     """Return the vocabulary in `out` if it was made by the recipe `made_from` and `split` was encoded with it."""
-    found = _recorded_if_sound(out / f"{split}_questions.h5")
+    found = _recorded_if_sound(split_files(out, split)[0])
     if found.get("vocab_from") != made_from:
         return None
     try:
