@@ -15,7 +15,7 @@ from train_cases import iep_train, rows, weights
 from iep.backbone.augment import augmented
 from iep.backbone.network import ABSENT, ATTRIBUTES, SIZES, SceneNetwork, label_cells, named, scene_loss
 from iep.cli.synth import main as synth_main
-from iep.evaluation.objects import NEAR, count_matches
+from iep.evaluation.objects import NEAR, count_matches, peaks
 from iep.preprocess.backbones import Scenes
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.labelled_scenes import open_scenes, scenes_path
@@ -216,3 +216,8 @@ def test_objects_are_read_with_the_farthest_first(clevr: Path):
         for numbers, thing in zip(there, order, strict=True):
             assert numbers[:2] == pytest.approx([thing["pixel_coords"][0] / 240, thing["pixel_coords"][1] / 160])
             assert len(numbers) == 2 + len(ATTRIBUTES)
+
+
+def test_a_peak_is_likelier_than_the_four_cells_around_it():
+    presence = torch.tensor([[3.0, 1.0, -2.0], [2.0, 4.0, -1.0], [-3.0, -1.0, 0.5]])
+    assert peaks(presence[None, None]).nonzero()[:, 1:].tolist() == [[0, 0], [1, 1], [2, 2]]

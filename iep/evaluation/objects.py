@@ -22,9 +22,13 @@ NEAR = 1.5
 
 
 def peaks(scores_BKHW: Tensor) -> Tensor:
-    """Return the (B, H, W) cells in which an object is found: likelier than not, and no neighbour likelier."""
+    """Return the (B, H, W) cells in which an object is found: its presence has a logit above 0, and none of the four
+    neighbours a greater one. (Without diagonal ones, since objects often lie in cells that touch at a corner.)"""
     presence_BHW = scores_BKHW[:, 0]
-    return (presence_BHW > 0) & (presence_BHW == F.max_pool2d(presence_BHW[:, None], 3, 1, 1)[:, 0])
+    across_BHW, down_BHW = (
+        F.max_pool2d(presence_BHW[:, None], (3 - 2 * k, 1 + 2 * k), 1, (1 - k, k))[:, 0] for k in (0, 1)
+    )
+    return (presence_BHW > 0) & (presence_BHW == torch.maximum(across_BHW, down_BHW))
 
 
 def count_matches(peaks_HW: Tensor, objects_MF: Tensor) -> int:
