@@ -9,8 +9,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-runs/backbone}
-iep-synth "$OUT/clevr" --preset clevr --train 10000 --val 500 --test 0 --questions-per-image 1 \
-    --workers "$(getconf _NPROCESSORS_ONLN)"
+iep-synth "$OUT/clevr" --preset clevr --width 336 --height 224 --min-objects 2 --train 10000 --val 500 --test 0 \
+    --questions-per-image 1 --workers "$(getconf _NPROCESSORS_ONLN)"
 iep-train --config synth/backbone --data "$OUT/clevr" --out "$OUT/run" --resume "${@:2}"
 python scripts/export_backbone.py "$OUT/run" "$OUT/synth.safetensors"
 iep-eval --backbone "$OUT/synth.safetensors" --scenes "$OUT/clevr" --split val
