@@ -19,10 +19,10 @@ def run(command: str, *arguments: str) -> str:
 def test_a_seed_becomes_a_trained_and_evaluated_model(tmp_path: Path):
     clevr, data, runs = (str(tmp_path / name) for name in ("clevr", "data", "runs"))
     run("synth", clevr, "--preset", "mini", "--train", "40", "--val", "3", "--test", "1")
-    run("preprocess", clevr, "--out", data, "--backbone", "patches", "--dtype", "float16")
-    for model in ("pg", "lstm", "ee"):
+    run("preprocess", clevr, "--out", data, "--dtype", "float16")
+    for model in ("pg", "lstm", "tbd"):
         run("train", "--config", f"configs/mini/{model}.yaml", "--data", data, "--out", f"{runs}/{model}", *SMALL)
-    parts = ("--pg", f"{runs}/pg", "--ee", f"{runs}/ee")
+    parts = ("--pg", f"{runs}/pg", "--ee", f"{runs}/tbd")
     run("train", "--config", "configs/mini/joint.yaml", "--data", data, *parts, "--out", f"{runs}/joint", *SMALL)
     joint = ("--pg", f"{runs}/joint", "--ee", f"{runs}/joint", "--data", data)
     run("evaluate", "--baseline", f"{runs}/lstm", "--data", data, "--out", f"{runs}/eval/lstm")
