@@ -28,7 +28,7 @@ from iep.workloads.tagger import Tagger
 
 try:
     from iep.models.build import build
-    from iep.runtime.allocator import keep_freed_memory
+    from iep.runtime.memory import keep_freed_memory
 except ModuleNotFoundError:  # a checkout from before iep/runtime
     from iep.allocator import keep_freed_memory
     from iep.networks import build

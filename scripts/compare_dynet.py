@@ -26,7 +26,7 @@ from iep.bench.measure_networks import (
 from iep.bench.strategy import PHASES, parse_strategies
 from iep.bench.tables import Benchmark, result_files, run_benchmark
 from iep.cli.options import CommaList
-from iep.runtime.allocator import keep_freed_memory
+from iep.runtime.memory import keep_freed_memory
 from iep.workloads import sentences, trees
 
 try:

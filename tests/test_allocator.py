@@ -8,7 +8,7 @@ import pytest
 
 PAGE_FAULTS = """
 import resource
-from iep.runtime.allocator import keep_freed_memory
+from iep.runtime.memory import keep_freed_memory
 if {keep}: keep_freed_memory()
 import numpy as np
 for _ in range(5): [np.ones(6_000_000) for _ in range(4)]

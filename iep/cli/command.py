@@ -10,7 +10,7 @@ import click
 
 import iep
 from iep.errors import InputError
-from iep.runtime.allocator import keep_freed_memory
+from iep.runtime.memory import keep_freed_memory
 from iep.runtime.signals import Stopped, handled
 
 FULL_DISK = {
