@@ -47,9 +47,9 @@ def keep_freed_memory() -> None:
     """Make this process keep up to two gigabytes of freed memory for later allocations.
 
     By default glibc maps each large block separately and returns it to the system when it is freed. The system then
-    clears the pages of the next block one by one, when they are first used. For the large tensors that PyTorch allocates
-    anew at every step, this takes several percent of the time of a full-size training step on a CPU. The function has
-    no effect if the user has set one of glibc's MALLOC_ variables, or the C library is not glibc.
+    clears the pages of the next block one by one, when they are first used. For the large tensors that PyTorch
+    allocates anew at every step, this takes several percent of the time of a full-size training step on a CPU. The
+    function has no effect if the user has set one of glibc's MALLOC_ variables, or the C library is not glibc.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
