@@ -40,7 +40,7 @@ evaluate() { # NAME OPTIONS...
 }
 
 iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
-iep-preprocess "$OUT/clevr" --out "$DATA" --backbone patches --dtype float16
+iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
 export OMP_NUM_THREADS=1
 side_by_side lstm pg
 side_by_side cnn-lstm cnn-lstm-sa
