@@ -433,7 +433,7 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
 @pytest.mark.parametrize(
     ("arguments", "problem", "code"),
     [
-        ("--baseline {lstm}", "Missing option '--data'", 2),
+        ("--baseline {lstm}", "give --data DIR", 2),
         ("--data {data}", "nothing to evaluate: give --pg CKPT, --ee CKPT, both, or --baseline CKPT", 1),
         ("--data {data} --baseline {lstm} --ee {ee}", "--baseline answers alone", 1),
         ("--data {data} --baseline {lstm} --programs ground-truth", "--baseline answers alone", 1),

@@ -87,8 +87,7 @@ def test_a_clevr_directory_must_be_preprocessed_first(tmp_path: Path):
     for name in ("questions", "images"):
         (tmp_path / name).mkdir()
     result = iep_train("--data", tmp_path, "--out", tmp_path / "run")
-    assert result.exit_code == 2
-    assert f"run iep-preprocess {tmp_path} --out DIR" in result.output
+    assert_one_error(result, f"{tmp_path}: not preprocessed yet; run iep-preprocess {tmp_path} --out DIR")
 
 
 # Resuming

@@ -89,7 +89,10 @@ def test_assignments_are_read_as_the_type_of_their_key(assignment: str, key: str
         ("engine.stem_widths=[a]", "engine.stem_widths is 'a', expected a whole number"),
         ("curriculum=[[0, 4, 5]]", "curriculum is [0, 4, 5], expected (a whole number, a whole number)"),
         ("data=3", "data is 3, expected text"),
-        ("model=eee", "model is 'eee', expected one of pg, ee, joint, lstm, cnn-lstm, cnn-lstm-sa; did you mean 'ee'?"),
+        (
+            "model=eee",
+            "model is 'eee', expected one of pg, ee, joint, lstm, cnn-lstm, cnn-lstm-sa, backbone; did you mean 'ee'?",
+        ),
         ("engine=3", "engine is 3, expected a mapping of settings"),
         ("learning_rate=inf", "expected a finite number"),
         ("learning_rate=" + "9" * 400, "expected a finite number"),

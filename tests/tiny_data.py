@@ -48,6 +48,9 @@ SIZES = (
     "cnn_lstm.cnn_res_block_dim=4",
     "cnn_lstm.cnn_projection=4",
     "cnn_lstm_sa.attention_dim=5",
+    "backbone.widths=[4,4,8]",
+    "backbone.depths=[0,0,1]",
+    "backbone.image_size=32",
 )
 
 _COLORS = ("red", "green", "blue")

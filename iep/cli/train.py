@@ -44,10 +44,14 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     type=click.Choice(MODELS),
-    help="Model to train: the program generator, the execution engine, both jointly, or a baseline without programs.  "
-    f"[default: {Config.model}]",
+    help="Model to train: the program generator, the execution engine, both jointly, a baseline without programs, "
+    f"or a backbone.  [default: {Config.model}]",
 )
-@click.option("--data", type=PATH, help="Directory written by iep-preprocess.")
+@click.option(
+    "--data",
+    type=PATH,
+    help="Directory written by iep-preprocess; for a backbone, a directory in CLEVR's layout with images and scenes.",
+)
 @click.option("--out", type=DirectoryPath(), required=True, help="Run directory for settings, checkpoints and metrics.")
 @click.option(
     "--config",
@@ -85,7 +89,7 @@ if TYPE_CHECKING:
     metavar="PART[,PART...]",
     help="Parts of the model that training does not change. joint: generator, engine; pg: encoder, decoder; ee: stem, "
     "modules, classifier; lstm: rnn, classifier; cnn-lstm: rnn, cnn, classifier; cnn-lstm-sa: rnn, cnn, attention, "
-    "classifier.",
+    "classifier; backbone: trunk, head.",
 )
 @click.option(
     "--keep",
@@ -108,7 +112,7 @@ def main(
     settings: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Train a model on preprocessed CLEVR.
+    """Train a model on preprocessed CLEVR, or a backbone on images with scenes.
 
     Settings are taken from the defaults, from --config, from KEY=VALUE arguments (with a dot for nested settings:
     engine.module_dim=64), and from options; each of these overrides those before it. --dry-run prints the result.
