@@ -140,11 +140,6 @@ class _Maker:
                 number = index * self.options.questions_per_image + position
                 questions.append(json.dumps(question_json(question, block.split, index, number)))
                 tally.add(question.program, question.answer)
-            path = self.out / "images" / block.split / entry["image_filename"]
-            if not is_whole_png(path):
-                with atomic_path(path, durable=False) as temporary:  # flushing would cost more than drawing
-                    image = Image.fromarray(render(scene, self.options.width, self.options.height))
-                    image.save(temporary, "PNG", compress_level=1)
         return Made(", ".join(scenes), ", ".join(questions), tally)
 
 
