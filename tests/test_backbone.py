@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from evaluate_cases import iep_eval
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tiny_data import assert_one_error
 from train_cases import iep_train, rows, weights
 
 from iep.backbone.augment import augmented
@@ -180,29 +183,55 @@ def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
     torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
 
 
-def damage(scenes: dict, **changes: object) -> None:
-    scenes["scenes"][1]["objects"][0] |= changes
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("keys", "value", "words"),
     [
-        ({"pixel_coords": None}, "scene 1, object 0: pixel_coords is None, expected [x, y, depth]"),
-        ({"pixel_coords": [500, 3, 9.0]}, "scene 1, object 0: pixel_coords is [500, 3, 9.0], outside its image of"),
-        ({"color": "blu"}, "scene 1, object 0: color is 'blu', expected one of gray, red, blue"),
-        ({"shape": 3}, "scene 1, object 0: shape is 3, expected text"),
+        (("objects", 0, "pixel_coords"), None, "scene 1, object 0: pixel_coords is None, expected [x, y, depth]"),
+        (("objects", 0, "pixel_coords"), [500, 3, 9.0], "pixel_coords is [500, 3, 9.0], outside its image of 240x160"),
+        (("objects", 0, "color"), "blu", "scene 1, object 0: color is 'blu', expected one of gray, red, blue"),
+        (("objects", 0, "shape"), 3, "scene 1, object 0: shape is 3, expected text"),
+        (("objects", 0), 3, "scene 1: expected a list of objects under the key 'objects'"),
+        (("objects",), None, "scene 1: expected a list of objects under the key 'objects'"),
+        (("image_filename",), None, "scene 1: image_filename is None, expected text"),
+        (("image_filename",), "7.png", "images/train/7.png: no such file, expected an image"),
     ],
 )
-def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, change: dict, words: str):
+def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tuple, value: object, words: str):
     (tmp_path / "images").symlink_to(clevr / "images")
     (tmp_path / "scenes").mkdir()
     scenes = json.loads(scenes_path(clevr, "train").read_text())
-    damage(scenes, **change)
+    holder = scenes["scenes"][1]
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = value
     scenes_path(tmp_path, "train").write_text(json.dumps(scenes))
     result = iep_train("--model", "backbone", "--data", tmp_path, "--out", tmp_path / "run", *SMALL)
-    assert result.exit_code != 0
-    assert f"{scenes_path(tmp_path, 'train')}: {words}" in result.output
-    assert "\n" not in result.output.strip()
+    assert_one_error(result, words)
+    assert str(tmp_path) in result.output
+
+
+def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
+    (tmp_path / "images").symlink_to(clevr / "images")
+    (tmp_path / "scenes").mkdir()
+    scenes = json.loads(scenes_path(clevr, "val").read_text())
+    for scene in scenes["scenes"]:
+        scene["objects"] = []
+    scenes_path(tmp_path, "val").write_text(json.dumps(scenes))
+    assert_one_error(iep_eval("--backbone", "synth", "--scenes", tmp_path), "none of the 4 scenes has an object")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (None, "holds the weights of something else, expected those of a backbone"),
+        ({"kwargs": "[1]"}, "not a safetensors file of a backbone"),
+        ({"kwargs": '{"image_size": 0}'}, "image_size is 0, expected a"),
+        ({"kwargs": '{"image_size": 32}'}, "the weights do not fit"),
+    ],
+)
+def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, metadata: dict | None, words: str):
+    save_file({"weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
+    assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)
 
 
 def test_objects_are_read_with_the_farthest_first(clevr: Path):

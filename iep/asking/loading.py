@@ -47,7 +47,7 @@ def make_asker(
         pg: the checkpoint or run of a program generator; None to run only given programs.
         baseline: the checkpoint or run of a baseline.
         backbone: the backbone to use if the checkpoint does not record one; None for the likeliest one.
-        weights: a file with a ResNet's weights, if the recorded backbone needs one.
+        weights: a file with the weights of the recorded backbone, if it needs one.
         options: the options of `backbone` that were given, besides `--weights`.
 
     Raises:

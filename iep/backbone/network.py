@@ -51,7 +51,7 @@ class SceneNetwork(nn.Module):
         super().__init__()
         if len(widths) != 3 or len(depths) != 3:
             raise ValueError(f"widths {tuple(widths)} and depths {tuple(depths)}, expected three numbers each")
-        if image_size % STRIDE:
+        if image_size < STRIDE or image_size % STRIDE:
             raise ValueError(f"image_size is {image_size}, expected a multiple of {STRIDE}")
         self.image_size = image_size
         stages, before = [], 3

@@ -157,6 +157,12 @@ def main(
 
 
 def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[str, Any]) -> None:
+    """Print the scores of a backbone.
+
+    Raises:
+        click.UsageError: an option is missing, or does not apply to backbones.
+        InputError: as `evaluate_backbone`.
+    """
     context, used = click.get_current_context(), {"backbone", "scenes", "split", "num_samples", "device"}
     for name in context.params:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in used:
@@ -166,10 +172,17 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
     from iep.evaluation.objects import evaluate_backbone
     from iep.preprocess.backbones import Scenes
     from iep.runtime.devices import resolve_device
+    from iep.runtime.distributed import by_main, is_main, joined
 
-    split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
-    weights = Scenes("default" if backbone == "synth" else backbone)
-    click.echo(evaluate_backbone(weights, scenes, split, options["num_samples"], device))
+    def scores() -> str:
+        split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
+        weights = Scenes("default" if backbone == "synth" else backbone)
+        return evaluate_backbone(weights, scenes, split, options["num_samples"], device)
+
+    with joined():
+        text = by_main(scores)
+        if is_main():
+            click.echo(text)
 
 
 if __name__ == "__main__":

@@ -138,9 +138,7 @@ def main(
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
         config, start = _resolve(out, resume or was_restarted(out), given, file)
         if resume and config.data is None and not (out / CONFIG).exists():
-            raise InputError(
-                f"{out}: holds no run to resume; to start one, give --data DIR, a directory written by iep-preprocess"
-            )
+            raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         file_settings = {name: value for source, name, value in given if source == str(file)}
         trainer = train_from(start, config, out, {name for _, name, _ in given}, file and file_settings)
         if is_main() and trainer is not None:

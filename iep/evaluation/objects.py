@@ -19,6 +19,7 @@ from iep.preprocess.labelled_scenes import open_scenes
 
 NEAR = 1.5
 """Greatest distance, in cells, from an object's centre to the middle of the cell in which it is found."""
+BATCH_SIZE = 64
 
 
 def peaks(scores_BKHW: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def count_matches(peaks_HW: Tensor, objects_MF: Tensor) -> int:
 
 
 def evaluate_backbone(
-    backbone: Scenes, clevr_dir: Path, split: str, num_samples: int | None, device: torch.device, batch_size: int = 64
+    backbone: Scenes, clevr_dir: Path, split: str, num_samples: int | None, device: torch.device
 ) -> str:
     """Return a text with the scores of a backbone's network on a split of a CLEVR directory with scenes.
 
@@ -55,7 +56,7 @@ def evaluate_backbone(
     """
     network = deepcopy(backbone.network).to(device)
     found = open_scenes(clevr_dir, split, network.image_size, num_samples)
-    batches = sequential_batches(ClevrDataset(found.questions, found.features), batch_size)
+    batches = sequential_batches(ClevrDataset(found.questions, found.features), BATCH_SIZE)
     scores = score_objects(network, on_device(batches, device))
     head = f"{clevr_dir}, {split}: {found.total:,} images, {scores.pop('objects'):,} objects"
     return "\n".join([head, *(f"{name:9}  {100 * share:5.1f}%" for name, share in scores.items())])
@@ -64,7 +65,8 @@ def evaluate_backbone(
 @torch.no_grad()
 def score_objects(network: SceneNetwork, batches: Iterable[Batch]) -> dict[str, float]:
     """Return the number of `objects`, the `precision` and `recall` with which they are found, and for each attribute
-    the share of all objects whose value is named right at the cell of their centre, from 0 to 1."""
+    the share of objects whose value is named right at the cell of their centre, from 0 to 1. Of objects that share a
+    cell, only the nearest to the camera counts for attributes."""
     objects = found = matches = 0
     right = torch.zeros(len(ATTRIBUTES), dtype=torch.long)
     named_count = 0

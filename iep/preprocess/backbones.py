@@ -91,7 +91,8 @@ class Scenes:
     refine: int = 1
 
     def recipe(self) -> Recipe:
-        """
+        """Return the recipe, in which a digest stands for the weights.
+
         Raises:
             InputError: there is no such file.
         """
@@ -112,7 +113,10 @@ class Scenes:
         if self._path.suffix == ".pt":
             return unpack(load_checkpoint(self._path, PARTS_OF_A_MODEL), "backbone", self._path).eval()
         with reading(self._path, "a safetensors file of a backbone"), safe_open(self._path, "pt") as file:
-            kwargs = json.loads((file.metadata() or {})["kwargs"])
+            metadata = file.metadata() or {}
+            if "kwargs" not in metadata:
+                raise InputError("holds the weights of something else, expected those of a backbone (metadata kwargs)")
+            kwargs = dict(json.loads(metadata["kwargs"]))
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return network_of("backbone", kwargs, weights, self._path).eval()
 
@@ -121,7 +125,7 @@ class Scenes:
         return self.network.image_size
 
     def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """(B, 3, H, W) uint8 -> (B, C, grid, grid) float32.
+        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, grid, grid) float32.
 
         Raises:
             InputError: as `network`.
@@ -220,8 +224,8 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
 
     Args:
         recipe: the recipe that a features file or a checkpoint records.
-        weights: a file with a ResNet's weights, which is needed if the recipe names a file by its digest, and otherwise
-            replaces torchvision's weights.
+        weights: a file with the weights of a ResNet or a scene network. It is needed if the recipe names another file
+            than the package's by its digest, and it otherwise replaces torchvision's weights.
 
     Raises:
         InputError: the recipe is not that of a backbone, needs a file of weights, or was made with another file.

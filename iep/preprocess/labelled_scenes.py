@@ -83,7 +83,15 @@ class SceneImages:
         return other
 
 
-def open_scenes(clevr_dir: Path, split: str, size: int, num_samples: int | None = None, skip: int = 0) -> Split:
+def open_scenes(
+    clevr_dir: Path,
+    split: str,
+    size: int,
+    num_samples: int | None = None,
+    skip: int = 0,
+    in_memory: bool = False,
+    workers: int = 0,
+) -> Split:
     """Open the images of a split and what their scenes hold.
 
     The `answers` of the split's questions, one for each image, are (N, M, F) float32 objects, the farthest first: x and
@@ -93,10 +101,13 @@ def open_scenes(clevr_dir: Path, split: str, size: int, num_samples: int | None 
         size: pixels to a side, to which images are resized.
         num_samples: use at most this many images; None for all.
         skip: leave out the first images.
+        in_memory: decode all images now.
+        workers: the number of processes that decode them.
 
     Raises:
-        InputError: a file is missing or damaged, or a scene has an object without a place in the image, with an unknown
-            attribute or without one (names the scene and the object).
+        InputError: a file is missing or damaged, a scene has an object without a place in the image, with an unknown
+            attribute or without one (names the scene and the object), no scene has an object, or the images do not fit
+            into memory.
     """
     path, directory = scenes_path(clevr_dir, split), clevr_dir / "images" / split
     scenes = read_json(path, "a CLEVR scenes file")
@@ -114,12 +125,16 @@ def open_scenes(clevr_dir: Path, split: str, size: int, num_samples: int | None 
             width_height = opened.size
         with reading(path, "a CLEVR scenes file"):
             objects.append(_objects(scene, width_height, f"scene {number}"))
-    answers_NMF = np.full((len(objects), max(1, *map(len, objects)), 2 + len(ATTRIBUTES)), ABSENT, np.float32)
+    most = max(map(len, objects))
+    if most == 0:
+        raise InputError(f"{path}: none of the {len(scenes):,} scenes has an object")
+    answers_NMF = np.full((len(objects), most, 2 + len(ATTRIBUTES)), ABSENT, np.float32)
     for row_MF, found in zip(answers_NMF, objects, strict=True):
         row_MF[: len(found)] = np.array(found, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
     questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
-    return Split(questions, SceneImages(directory, images, size), len(scenes))
+    pixels = SceneImages(directory, images, size)
+    return Split(questions, pixels.in_memory(workers) if in_memory else pixels, len(scenes))
 
 
 def scenes_path(clevr_dir: Path, split: str) -> Path:
@@ -129,8 +144,10 @@ def scenes_path(clevr_dir: Path, split: str) -> Path:
 
 def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:
     """Return the numbers of each object of a scene, the farthest object first."""
-    found = []
-    for number, thing in enumerate(scene.get("objects", ())):
+    found, things = [], scene.get("objects")
+    if not isinstance(things, list) or not all(isinstance(thing, dict) for thing in things):
+        raise InputError(f"{name}: expected a list of objects under the key 'objects'")
+    for number, thing in enumerate(things):
         what = f"{name}, object {number}"
         place = thing.get("pixel_coords")
         if not isinstance(place, list) or len(place) < 2 or not all(isinstance(x, (int, float)) for x in place):

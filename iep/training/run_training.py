@@ -160,7 +160,8 @@ def train_from(
 def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]) -> RunData | None:
     """Check the config, open the data and return it, or None if the run is complete."""
     if config.data is None:
-        raise InputError("no data: give --data DIR, a directory written by iep-preprocess")
+        kind = "in CLEVR's layout with images and scenes" if config.model == "backbone" else "written by iep-preprocess"
+        raise InputError(f"no data: give --data DIR, a directory {kind}")
     task = TASKS[config.model]
     check_used(config, asked)
     check_freeze(config.model, config.freeze)
@@ -194,32 +195,21 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     """Open the training split and the validation split, which is None if no split is named and there is no `val`."""
-    data, sees = Path(config.data), config.model in READING_FEATURES
+    data, in_memory = Path(config.data), config.features_in_memory
     if config.model == "backbone":
-        return _open_scenes(config, data)
-    choose = None
-    if config.families is not None:
-        choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
-    in_memory, samples = config.features_in_memory, config.num_train_samples
-    training = open_split(data, config.train_split, vocab, sees, samples, in_memory, choose)
-    if config.val_split == Config.val_split and not split_files(data, config.val_split)[0].exists():
+        val_file = scenes_path(data, config.val_split)
+        size, workers = config.backbone.image_size, config.workers
+        opened = partial(open_scenes, data, size=size, in_memory=in_memory, workers=workers)
+    else:
+        val_file, _ = split_files(data, config.val_split)
+        choose, sees = None, config.model in READING_FEATURES
+        if config.families is not None:
+            choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
+        opened = partial(open_split, data, vocab=vocab, with_features=sees, in_memory=in_memory, choose=choose)
+    training = opened(split=config.train_split, num_samples=config.num_train_samples)
+    if config.val_split == Config.val_split and not val_file.exists():
         return training, None
-    samples, skip = config.num_val_samples, config.skip_val_samples
-    return training, open_split(data, config.val_split, vocab, sees, samples, in_memory, choose, skip)
-
-
-def _open_scenes(config: Config, data: Path) -> tuple[Split, Split | None]:
-    """Open the splits of a CLEVR directory, `val` as for `_open_splits`."""
-    size, workers = config.backbone.image_size, config.workers
-
-    def opened(split: str, samples: int | None, skip: int = 0) -> Split:
-        found = open_scenes(data, split, size, samples, skip)
-        return replace(found, features=found.features.in_memory(workers)) if config.features_in_memory else found
-
-    training = opened(config.train_split, config.num_train_samples)
-    if config.val_split == Config.val_split and not scenes_path(data, config.val_split).exists():
-        return training, None
-    return training, opened(config.val_split, config.num_val_samples, config.skip_val_samples)
+    return training, opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
 
 
 # Build
