@@ -86,7 +86,7 @@ def _be_killed() -> None:
     os.replace = replace_and_die
 
 
-COMMANDS = {"iep-train": "train", "iep-eval": "evaluate", "iep-preprocess": "preprocess"}
+COMMANDS = {"iep-train": "train", "iep-eval": "evaluate", "iep-preprocess": "preprocess", "iep-synth": "synth"}
 CLIENT = """#!{python} -IS
 import os, sys
 from multiprocessing.connection import Client

@@ -135,6 +135,23 @@ def test_same_takes_the_place_where_each_examples_own_attention_is_greatest():
         torch.testing.assert_close(module(features_GCHW, attention_G1HW)[row, 0], by_hand)
 
 
+@pytest.mark.parametrize("initialization", ["kaiming", "torch"])
+def test_same_begins_as_an_attention_to_what_is_similar_and_not_attended(initialization):
+    module = default_engine(TOKENS, modules="tbd", initialization=initialization).get_submodule("same_shape")
+    features_1CHW, attention_11HW = torch.zeros(1, 128, 2, 2), torch.zeros(1, 1, 2, 2)
+    features_1CHW[0, :64, 0] = features_1CHW[0, 64:, 1, 0] = 1.5  # two alike above, another on the left below
+    attention_11HW[..., 0, 0] = 1
+    (attended, alike), (other, empty) = module(features_1CHW, attention_11HW)[0, 0].tolist()
+    assert alike > 0.5 > max(attended, other, empty)
+
+
+def test_attentions_begin_small_at_every_position():
+    engine = default_engine(TOKENS, modules="tbd")
+    for token in ("filter_color[red]", "relate[left]"):
+        empty = engine.get_submodule(token)(torch.zeros(1, 128, 4, 4), torch.ones(1, 1, 4, 4))
+        assert empty.max() < 0.2
+
+
 @given(programs_BL=any_programs)
 @example(programs_BL=MANY_BL)
 @settings(quick, max_examples=10)

@@ -131,6 +131,9 @@ class ExecutionEngine(nn.Module):
             self.add_module(token, self.module_set.make(token))
         if initialization == "kaiming":
             _kaiming_normal(self)
+        for part in self.children():
+            if hasattr(part, "adjust_initial_weights"):
+                part.adjust_initial_weights()
 
     @property
     def parts(self) -> tuple[str, ...]:

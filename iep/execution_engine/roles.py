@@ -52,7 +52,7 @@ class ModuleSet(Protocol):
         """Return a new module for a token that has a role.
 
         The module maps (G, ...) arguments of the kinds in its role to a (G, ...) result. Row g of each belongs to the
-        same node.
+        same node. If it has a method `adjust_initial_weights`, the engine calls it after its own `initialization`.
         """
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:

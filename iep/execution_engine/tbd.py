@@ -20,6 +20,9 @@ from iep.vocab import SPECIAL_TOKENS
 
 DILATIONS = (1, 2, 4, 8, 1)
 """The dilations of the convolutions of `RelateModule`. Their receptive field is a whole 14x14 grid."""
+ATTENTION_BIAS = -2.0
+"""The initial bias of attentions, which begin near 0.1: most positions hold no object (Lin et al. 2017, Focal Loss,
+section 3.3)."""
 
 
 def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
@@ -45,6 +48,7 @@ class AttentionModule(QueryModule):
     def __init__(self, dim: int):
         super().__init__(dim)
         self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        nn.init.constant_(self.conv3.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
         """Return the new attention."""
@@ -61,6 +65,7 @@ class RelateModule(nn.Module):
         super().__init__()
         self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (_conv3x3(dim, each) for each in DILATIONS)
         self.conv6 = nn.Conv2d(dim, 1, kernel_size=1)
+        nn.init.constant_(self.conv6.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
         """Return the new attention."""
@@ -75,11 +80,21 @@ class SameModule(nn.Module):
 
     The features at every position are multiplied by those at the first position where the row's own attention is
     greatest. Other rows of the call have no influence.
+
+    The module begins as what it is for: an attention to positions that are similar and not attended. From weights of
+    random signs, it takes many times as long to learn (docs/results.md).
     """
 
     def __init__(self, dim: int):
         super().__init__()
         self.conv = nn.Conv2d(dim + 1, 1, kernel_size=1)
+
+    @torch.no_grad()
+    def adjust_initial_weights(self) -> None:
+        """Make the weights of the products positive, and those of the attention and the bias negative."""
+        self.conv.weight.abs_()
+        self.conv.weight[:, -1] = -2 * (self.conv.in_channels - 1) ** 0.5  # as products, for ReLU features of unit size
+        self.conv.bias.fill_(-3)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
         """Return the new attention."""

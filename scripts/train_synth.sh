@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# The whole recipe on synthetic data of CLEVR's difficulty: make images and questions, compute features with the backbone
+# `synth`, train the program generator and execution engines of residual blocks and of attention modules on true
+# programs, and evaluate them by question type on true and on predicted programs.
+#
+#   [REAL=CLEVR_v1.0] scripts/train_synth.sh [--small] [OUT] [KEY=VALUE]...        (OUT: runs/synth)
+#
+# With as many images and questions as CLEVR has, this needs a GPU, and 16 cores for making the data. --small is for two
+# cores: 15,500 images and small networks, two trainings at a time on one thread each. REAL is a directory of CLEVR's
+# layout. Its questions are answered too, without having seen one of its images. SYNTH contains options of iep-synth in
+# place of the numbers of images. Settings such as batch_size=32 apply to all training steps. Started again with the same
+# OUT, the script skips finished steps and resumes the others.
+SMALL=
+if [ "${1-}" = --small ]; then
+    SMALL=_small
+    shift
+fi
+source "$(dirname "$0")/recipe.sh"
+expect 0 1
+OUT=${PLACES[0]:-runs/synth}
+DATA=$OUT/data
+mkdir -p "$OUT"
+
+SIZE=${SMALL:+--train 15000 --val 500 --questions-per-image 20}
+read -ra SYNTH <<<"${SYNTH-${SIZE:---train 70000 --val 15000}}"
+iep-synth "$OUT/clevr" --preset clevr --test 0 --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
+iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
+
+train_on_data() { # NAME...: train the models in turn
+    local name
+    for name in "$@"; do
+        train "$OUT/$name" --config "$CONFIGS/synth/$name$SMALL.yaml" --data "$DATA"
+    done
+}
+
+if [ -n "$SMALL" ]; then
+    export OMP_NUM_THREADS=1
+    train_on_data pg ee >"$OUT/others.log" 2>&1 &
+    OTHERS=$!
+    train_on_data tbd
+    echo "pg and ee, beside it: $OUT/others.log"
+    wait $OTHERS || {
+        tail -n 5 "$OUT/others.log" >&2
+        exit 1
+    }
+    unset OMP_NUM_THREADS
+else
+    train_on_data pg ee tbd
+fi
+
+for run in "$OUT/ee" "$OUT/tbd"; do
+    echo "$run: validation accuracy by the number of questions seen"
+    sed -n 's/.*"step": \([0-9]*\), "validation_accuracy": \([0-9.]*\).*/\1 \2/p' "$run/metrics.jsonl" |
+        awk -v size="$(sed -n 's/^batch_size: //p' "$run/config.yaml")" '{ printf "%12d %5.1f\n", $1 * size, 100 * $2 }'
+done
+
+answer() { # NAME DATA SPLIT: evaluate both engines on true and on predicted programs, and print one table
+    local modules
+    AGAINST=()
+    for modules in ee tbd; do
+        evaluate "$modules" "$OUT/eval/$1/$modules" --data "$2" --split "$3" --ee "$OUT/$modules"
+        evaluate "$modules-predicted" "$OUT/eval/$1/$modules-predicted" --data "$2" --split "$3" --pg "$OUT/pg" \
+            --ee "$OUT/$modules"
+    done
+}
+
+answer synth "$DATA" val
+if [ -n "${REAL-}" ]; then
+    iep-preprocess "$REAL" --out "$OUT/real" --backbone synth --dtype float16 --vocab "$DATA/vocab.json" --encode-unk
+    for split in $(splits "$OUT/real" train val); do
+        iep-eval --backbone synth --scenes "$REAL" --split "$split"
+        answer "real-$split" "$OUT/real" "$split"
+    done
+fi
