@@ -17,6 +17,7 @@ from train_cases import iep_train, rows, weights
 
 from iep.backbone.augment import augmented
 from iep.backbone.network import ABSENT, ATTRIBUTES, SIZES, SceneNetwork, label_cells, named, scene_loss
+from iep.cli.preprocess import main as preprocess_main
 from iep.cli.synth import main as synth_main
 from iep.evaluation.objects import NEAR, count_matches, peaks
 from iep.preprocess.backbones import Scenes
@@ -42,6 +43,7 @@ def run(clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = iep_train("--model", "backbone", "--data", clevr, "--out", out, "iterations=4", "validate_every=2", *SMALL)
     assert result.exit_code == 0, result.output
     assert "8 images of train and 4 images of val" in result.output
+    assert all(row["images_per_second"] > 0 for row in rows(out) if "loss" in row)
     return out
 
 
@@ -232,6 +234,9 @@ def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
 def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, metadata: dict | None, words: str):
     save_file({"weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
     assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)
+    options = [str(clevr), "--out", str(tmp_path / "out"), "--backbone", "synth", "--weights", str(path)]
+    assert_one_error(CliRunner().invoke(preprocess_main, options), f"{path}: ", words)
+    assert not (tmp_path / "out").exists(), "refused before the questions are encoded"
 
 
 def test_objects_are_read_with_the_farthest_first(clevr: Path):

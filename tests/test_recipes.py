@@ -217,14 +217,20 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     made = "--train 12 --val 4 --max-objects 4 --width 96 --height 64 --questions-per-image 5"
     recipe = recipes.run("train_synth.sh", "--small", tmp_path, *SMALL, SYNTH=made, REAL=clevr)
     assert recipe.returncode == 0, recipe.output
-    assert {name: config(tmp_path / name).model for name in ("pg", "ee", "tbd")} == {"pg": "pg", "ee": "ee", "tbd": "ee"}
+    assert {name: config(tmp_path / name).model for name in ("pg", "ee", "tbd")} == {
+        "pg": "pg",
+        "ee": "ee",
+        "tbd": "ee",
+    }
     for data, count in (("synth", 4 * 5), ("real-train", SIZES["train"] * 20), ("real-val", SIZES["val"] * 20)):
         for name in ("ee", "tbd"):
             true, predicted = (report(tmp_path / "eval" / data / each) for each in (name, f"{name}-predicted"))
             assert (true.questions, true.programs, predicted.programs) == (count, "ground-truth", "predicted")
             assert true.checkpoints["ee"] == predicted.checkpoints["ee"] == f"{tmp_path / name}"
     batch_size = config(tmp_path / "tbd").batch_size
-    assert re.search(rf"tbd: validation accuracy .*\n +{batch_size} +[\d.]+\n +{2 * batch_size} +[\d.]+\n", recipe.output)
+    assert re.search(
+        rf"tbd: validation accuracy .*\n +{batch_size} +[\d.]+\n +{2 * batch_size} +[\d.]+\n", recipe.output
+    )
     assert re.search(r"ee +ee-predicted +tbd +tbd-predicted", recipe.output)
     assert "precision" in recipe.output, "of the backbone on the other images"
 

@@ -102,8 +102,9 @@ def main(
         say = click.echo if is_main() else lambda line: None
         given = {splits[0]: question_file} if question_file else None
         files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
-        if "features" in parts:  # a missing device is an error before the questions are encoded
+        if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
+            main_first(lambda: model.image_size)
         if "questions" in parts:
 
             def encode() -> None:

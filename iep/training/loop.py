@@ -177,7 +177,7 @@ class Trainer:
     def validate(self, batches: Iterable[Batch]) -> float:
         """Return the share of examples that the task gets right."""
         self._train_mode(False)
-        what = f"validation with {self.config.val_batch_size} questions at a time"
+        what = f"validation with {self.config.val_batch_size} {self.task.examples} at a time"
         with enough_memory(self.device, what, "val_batch_size"), autocast(self.device, self.config.precision):
             correct = [self.task.correct(batch) for batch in in_step(on_device(batches, self.device))]
         self._train_mode(True)
@@ -194,7 +194,7 @@ class Trainer:
             Stopped: a signal has asked a process to stop; its step is finished and saved.
             InputError: the loss or a weight is not finite, or a batch does not fit into memory.
         """
-        what = f"a batch of {self.config.batch_size} questions; --resume continues from the last checkpoint"
+        what = f"a batch of {self.config.batch_size} {self.task.examples}; --resume continues from the last checkpoint"
         try:
             # Several processes stop at a step that they agree on, not where the signal arrives.
             waiting = deferred() if world_size() > 1 else nullcontext()
@@ -252,7 +252,8 @@ class Trainer:
             seconds: the time since the last row.
         """
         row = self.replicas.mean(metrics, agreed.weight)
-        row["questions_per_second"] = int(total(torch.tensor(examples))) / seconds
+        speed = int(total(torch.tensor(examples))) / seconds
+        row[f"{self.task.examples}_per_second"] = speed
         memory = gather(peak_memory(self.device))
         if records is None or memory is None:
             return
@@ -260,7 +261,7 @@ class Trainer:
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         records.write(self.step, row)
         accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
-        bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {row['questions_per_second']:.0f} questions/s")
+        bar.set_postfix_str(f"loss {row['loss']:.3f}{accuracy}, {speed:.0f} {self.task.examples}/s")
 
     def _validate_and_save(self, validation: Iterable[Batch] | None, records: Records | None) -> None:
         """Validate if there is a split for it, and write the checkpoints of this step: the best, then the numbered one.

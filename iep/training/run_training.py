@@ -365,7 +365,7 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
         config.seed,
         config.questions_per_image,
     )
-    _check_enough(order, trainer.task.networks)
+    _check_enough(order, trainer.task)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
     steps = range(trainer.step, config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
@@ -378,15 +378,16 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     return batches, sequential_batches(dataset, config.val_batch_size, loading, **ranks)
 
 
-def _check_enough(order: Order, networks: Mapping[str, nn.Module]) -> None:
-    """Check that every process gets a question of each minibatch, and batch norm over questions at least two.
+def _check_enough(order: Order, task: Task) -> None:
+    """Check that every process gets an example of each minibatch, and batch norm over questions at least two.
 
     Raises:
-        InputError: a minibatch has too few questions.
+        InputError: a minibatch has too few examples.
     """
     fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
     if fewest < world_size():
-        raise InputError(f"a minibatch has {fewest} questions for {world_size()} processes, expected at least one each")
-    layers = (layer for network in networks.values() for layer in network.modules())
+        count = f"{fewest} {task.examples} for {world_size()} processes"
+        raise InputError(f"a minibatch has {count}, expected at least one each")
+    layers = (layer for network in task.networks.values() for layer in network.modules())
     if fewest < 2 and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
         raise InputError("a minibatch has 1 question, expected at least 2 for the batch norm of classifier_norm")

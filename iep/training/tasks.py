@@ -34,7 +34,10 @@ class Task:
     Attributes:
         networks: the networks that are trained and saved, by name.
         state: the numbers that the task carries from step to step, which every checkpoint stores.
+        examples: what the examples of a minibatch are called.
     """
+
+    examples = "questions"
 
     def __init__(self, config: Config, networks: dict[str, nn.Module], predictor: Seq2Seq | None = None):
         """Take the networks, and the program generator that predicts programs without being trained, if any.
@@ -222,6 +225,8 @@ class JointTask(EngineTask):
 class BackboneTask(Task):
     """A backbone that names the objects of drawn scenes; an object is right if it is found and all of its attributes
     are named right."""
+
+    examples = "images"
 
     @classmethod
     def needs(cls, config: Config) -> tuple[str, ...]:
