@@ -29,12 +29,14 @@ step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
 export OMP_NUM_THREADS=1
 (train pg && train lstm && train cnn-lstm) >"$OUT/others.log" 2>&1 &
 OTHERS=$!
+trap 'pkill -P $OTHERS || true' EXIT # if tbd fails, the training beside it is stopped, and resumes like tbd
 train tbd
 say "pg, lstm and cnn-lstm, beside it: $OUT/others.log"
 wait $OTHERS || {
     tail -n 5 "$OUT/others.log" >&2
     exit 1
 }
+trap - EXIT
 unset OMP_NUM_THREADS
 train joint --pg "$OUT/pg" --ee "$OUT/tbd"
 

@@ -25,6 +25,9 @@ SIZE=${SMALL:+--train 15000 --val 500 --questions-per-image 20}
 read -ra SYNTH <<<"${SYNTH-${SIZE:---train 70000 --val 15000}}"
 iep-synth "$OUT/clevr" --preset clevr --test 0 --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
+if [ -n "${REAL-}" ]; then # now, so that its errors do not come after hours of training
+    iep-preprocess "$REAL" --out "$OUT/real" --backbone synth --dtype float16 --vocab "$DATA/vocab.json" --encode-unk
+fi
 
 train_on_data() { # NAME...: train the models in turn
     local name
@@ -37,12 +40,14 @@ if [ -n "$SMALL" ]; then
     export OMP_NUM_THREADS=1
     train_on_data pg ee >"$OUT/others.log" 2>&1 &
     OTHERS=$!
+    trap 'pkill -P $OTHERS || true' EXIT # if tbd fails, the training beside it is stopped, and resumes like tbd
     train_on_data tbd
     echo "pg and ee, beside it: $OUT/others.log"
     wait $OTHERS || {
         tail -n 5 "$OUT/others.log" >&2
         exit 1
     }
+    trap - EXIT
     unset OMP_NUM_THREADS
 else
     train_on_data pg ee tbd
@@ -55,20 +60,24 @@ for run in "$OUT/ee" "$OUT/tbd"; do
 done
 
 answer() { # NAME DATA SPLIT: evaluate both engines on true and on predicted programs, and print one table
-    local modules
+    local modules options=(--data "$2" --split "$3") table=$OUT/eval/$1.txt
     AGAINST=()
-    for modules in ee tbd; do
-        evaluate "$modules" "$OUT/eval/$1/$modules" --data "$2" --split "$3" --ee "$OUT/$modules"
-        evaluate "$modules-predicted" "$OUT/eval/$1/$modules-predicted" --data "$2" --split "$3" --pg "$OUT/pg" \
-            --ee "$OUT/$modules"
+    mkdir -p "$OUT/eval"
+    for modules in ee tbd; do # each table has the columns of those before it
+        evaluate "$modules" "$OUT/eval/$1/$modules" "${options[@]}" --ee "$OUT/$modules" >"$table"
+        evaluate "$modules-predicted" "$OUT/eval/$1/$modules-predicted" "${options[@]}" --pg "$OUT/pg" \
+            --ee "$OUT/$modules" >"$table"
     done
+    echo "$2, $3:"
+    sed '/^Wrote /d' "$table"
 }
 
 answer synth "$DATA" val
 if [ -n "${REAL-}" ]; then
-    iep-preprocess "$REAL" --out "$OUT/real" --backbone synth --dtype float16 --vocab "$DATA/vocab.json" --encode-unk
     for split in $(splits "$OUT/real" train val); do
-        iep-eval --backbone synth --scenes "$REAL" --split "$split"
+        if [ -e "$REAL/scenes/CLEVR_${split}_scenes.json" ]; then
+            iep-eval --backbone synth --scenes "$REAL" --split "$split"
+        fi
         answer "real-$split" "$OUT/real" "$split"
     done
 fi

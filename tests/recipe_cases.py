@@ -111,6 +111,8 @@ class Recipes:
             client = self._bin / name
             client.write_text(CLIENT.format(python=sys.executable, address=self._listener.address, name=name))
             client.chmod(0o755)
+        (self._bin / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (self._bin / "python").chmod(0o755)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 

@@ -26,6 +26,7 @@ from tiny_data import tiny
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
 from iep.models.checkpoint import BEST, load_checkpoint
+from iep.preprocess.backbones import Scenes
 from iep.programs import json_to_prefix
 from iep.vocab import Vocab
 
@@ -233,6 +234,24 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     )
     assert re.search(r"ee +ee-predicted +tbd +tbd-predicted", recipe.output)
     assert "precision" in recipe.output, "of the backbone on the other images"
+    assert len(re.findall("^overall", recipe.output, re.MULTILINE)) == 3, "one table for each split"
+
+
+def test_other_images_that_cannot_be_read_are_an_error_before_the_training(recipes: Recipes, tmp_path: Path):
+    made = "--train 2 --val 1 --width 96 --height 64 --questions-per-image 1"
+    recipe = recipes.run("train_synth.sh", tmp_path, *SMALL, SYNTH=made, REAL=tmp_path / "nowhere")
+    assert recipe.returncode == 2
+    assert "nowhere" in recipe.output.splitlines()[-1]
+    assert [command[0] for command in recipe.commands] == ["iep-synth", "iep-preprocess", "iep-preprocess"]
+
+
+def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path: Path):
+    settings = ("iterations=2", "validate_every=1", "batch_size=2", "backbone.widths=[4,4,8]", "backbone.image_size=32")
+    recipe = recipes.run("train_backbone.sh", tmp_path, *settings, SYNTH="--train 4 --val 2")
+    assert recipe.returncode == 0, recipe.output
+    assert Scenes(str(tmp_path / "synth.safetensors")).network.kwargs["widths"] == [4, 4, 8]
+    assert "2 images" in recipe.output
+    assert "precision" in recipe.output
 
 
 # How they are called
@@ -243,7 +262,7 @@ RECIPES = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if "recipe.sh"
 @pytest.mark.parametrize("script", RECIPES)
 @pytest.mark.parametrize(("arguments", "code"), [((), 2), ("abcdef", 2), (("a", "--help"), 0)])
 def test_a_recipe_shows_its_usage_where_asked_or_given_wrong_arguments(recipes: Recipes, script, arguments, code):
-    if script == "train_synth.sh" and not arguments:
+    if script in ("train_backbone.sh", "train_synth.sh") and not arguments:
         pytest.skip("makes its data itself, and needs no directory")
     recipe = recipes.run(script, *arguments)
     assert (recipe.returncode, recipe.commands) == (code, [])
