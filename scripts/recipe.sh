@@ -2,7 +2,8 @@
 # and train_backbone.sh source this file.
 #
 # Their arguments are directories, in order, and KEY=VALUE settings of iep-train, which every training step receives.
-# PREPROCESS contains options of iep-preprocess, except for the last two, which use the backbone synth. An example of a small run on small data from iep-synth:
+# PREPROCESS contains options of iep-preprocess, except for the last two, which use the backbone synth. An example of a
+# small run on small data from iep-synth:
 #
 #   PREPROCESS='--backbone patches' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
 set -euo pipefail
