@@ -50,7 +50,8 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
     random = Random(seed)
     workers, keys, frequency = random.randint(1, 4), random.randint(1, 5), random.randint(1, 6)
     instances = [random_steps(random, workers) for _ in range(random.randint(1, 12))]
-    conductor = Conductor(keys)
+    flush = random.choice([None, None, 1, 2, 3])
+    conductor = Conductor(keys, flush)
     versions, pending, before, active = Counter(), Counter(), {}, []
 
     def run(task: Task) -> None:
@@ -58,6 +59,7 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
         op = conductor.step(task).op
         active.append(len(conductor.in_flight))
         assert max(conductor.in_flight) - min(conductor.in_flight) < keys
+        assert not flush or max(conductor.in_flight) // flush == min(conductor.in_flight) // flush
         if op != LOSS and not task.is_backward:
             before[task] = versions[op]
         elif op != LOSS:
@@ -84,11 +86,16 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
         assert record.start >= max([clock[record.worker], *(ends[task] for task in needed)])
         assert record.worker == steps[call].worker
         clock[record.worker] = record.end
+        if flush:
+            minibatches = range(record.task.instance // flush * flush)
+            assert record.start >= max(
+                (other.end for other in records if other.task.instance in minibatches), default=0
+            )
     cost, delay = adversary(seed)
-    assert run_virtual(Conductor(keys), workers, instances, cost=cost, delay=delay) == records
+    assert run_virtual(Conductor(keys, flush), workers, instances, cost=cost, delay=delay) == records
     if records[-1].end:
         assert all(0 <= share <= 1 for share in utilisation(records, workers))
-    on_threads = run_threads(Conductor(keys), workers, instances, lambda _, steps: steps, lambda _: None)
+    on_threads = run_threads(Conductor(keys, flush), workers, instances, lambda _, steps: steps, lambda _: None)
     assert sorted(record.task for record in on_threads) == sorted(record.task for record in records)
 
 
@@ -233,7 +240,7 @@ def test_with_any_instances_in_flight_summed_gradients_equal_those_of_the_miniba
 ):
     workers, instances, plain = drawn
     modules = typed_modules()
-    trainer = Trainer(by_op(modules), Collect, workers, keys, frequency, weights)
+    trainer = Trainer(by_op(modules), Collect, workers, keys, frequency, backward_weights=weights)
     run = trainer.run(instances, a_driver(threads, seed))
     trainer.update()
     assert not trainer.in_flight
@@ -289,7 +296,7 @@ def square_instance(x: float, workers: int = 2, op: int = 0) -> Instance:
 def test_a_stale_backward_pass_uses_the_weights_that_were_chosen(make, weights):
     """The loss takes long, so that the three forward passes of a run precede its first update."""
     module, xs = Square(), [1.0, 2.0, 3.0]
-    trainer = Trainer({0: module}, make, 2, 3, 1, weights)
+    trainer = Trainer({0: module}, make, 2, 3, 1, backward_weights=weights)
     driver = partial(run_virtual, cost=lambda step, _: 10.0 if step.op == LOSS else 1.0)
     by_hand = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
     optimizer = make([by_hand])
@@ -302,6 +309,17 @@ def test_a_stale_backward_pass_uses_the_weights_that_were_chosen(make, weights):
             by_hand.grad = 2 * (by_hand.detach() if weights == "current" else start) * x**2
             optimizer.step()
         torch.testing.assert_close(module.w, by_hand, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_flush_updates_with_the_gradients_of_its_minibatch_and_nothing_is_stale(threads):
+    module, xs = Square(), [1.0, 2.0, 3.0]
+    trainer = Trainer({0: module}, partial(torch.optim.SGD, lr=0.01), 2, max_active_keys=3, flush_every=2)
+    run = trainer.run(map(square_instance, xs), a_driver(threads, 0))
+    w = 1.5 - 0.01 * 2 * 1.5 * (1 + 4)
+    assert module.w.item() == pytest.approx(w - 0.01 * 2 * w * 9, rel=1e-12)
+    assert run.updates == {0: 2}
+    assert {each.updates for each in run.staleness} == {0}
 
 
 class Fails(Square):

@@ -58,23 +58,31 @@ class Conductor:
     Instances are numbered from 0 in the order of admission. Instance n is admitted only if n < oldest + K, where oldest
     is the number of the oldest instance in flight and K is `max_active_keys`. At most K instances are therefore in
     flight, and a slow instance delays those that follow instead of seeing ever more updates (see `staleness_bound`).
+    With `flush_every`, an instance whose number is a multiple of it is admitted only when nothing is in flight.
 
     Raises:
-        ValueError: `max_active_keys` is less than 1.
+        ValueError: `max_active_keys` or `flush_every` is less than 1.
     """
 
-    def __init__(self, max_active_keys: int):
-        if max_active_keys < 1:
-            raise ValueError(f"max_active_keys is {max_active_keys}, expected 1 or greater")
-        self.max_active_keys = max_active_keys
+    def __init__(self, max_active_keys: int, flush_every: int | None = None):
+        for name, number in (("max_active_keys", max_active_keys), ("flush_every", flush_every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}, expected 1 or greater")
+        self.max_active_keys, self.flush_every = max_active_keys, flush_every
         self.num_admitted = 0
         self.in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def last_needed(self) -> int:
+        """The number of the last instance that must be done, as all before it, when the next one is admitted."""
+        number = self.num_admitted
+        return number - (1 if self.flush_every and number % self.flush_every == 0 else self.max_active_keys)
 
     @property
     def can_admit(self) -> bool:
         """Whether the next instance may be admitted now."""
         oldest = next(iter(self.in_flight), self.num_admitted)  # dicts keep the order of insertion
-        return self.num_admitted < oldest + self.max_active_keys
+        return oldest > self.last_needed
 
     def admit(self, steps: Sequence[Step]) -> list[Task]:
         """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once.

@@ -140,9 +140,9 @@ def run_virtual(
     def admit(waiting: Iterator[T]) -> None:
         nonlocal room
         while conductor.can_admit and (instance := next(waiting, None)) is not None:
-            number = conductor.num_admitted
-            room = max(room, left.pop(number - conductor.max_active_keys, 0.0))
-            push(conductor.admit(begin(number, instance)), room)
+            needed = [number for number in left if number <= conductor.last_needed]
+            room = max([room, *map(left.pop, needed)])
+            push(conductor.admit(begin(conductor.num_admitted, instance)), room)
 
     def start_of(worker: int) -> float:
         if arrived[worker]:

@@ -183,7 +183,9 @@ class Trainer:
         num_workers: the number of workers, which is that of the devices of the plans.
         max_active_keys: the greatest number of instances in flight.
         min_update_frequency: the number of calls after which an op is updated, for all ops or by op; None to update
-            only when `update` is called.
+            only when nothing is in flight.
+        flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
+            is updated. One is synchronous training on the workers. None never to wait.
         backward_weights: the weights that a backward pass uses, see above.
 
     Raises:
@@ -198,6 +200,7 @@ class Trainer:
         num_workers: int,
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
+        flush_every: int | None = None,
         backward_weights: BackwardWeights = "current",
     ):
         if backward_weights not in ("current", "forward"):
@@ -216,7 +219,7 @@ class Trainer:
             frequency = self.min_update_frequency.get(op, 0)
             if frequency is not None and frequency < 1:
                 raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
-        self.num_workers, self.max_active_keys = num_workers, max_active_keys
+        self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
         self.backward_weights = backward_weights
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
@@ -226,7 +229,7 @@ class Trainer:
     def run(self, instances: Iterable[Instance], driver: Driver = run_threads) -> Run:
         """Train on the instances in order, and return when nothing is in flight.
 
-        Gradients that are too few for an update stay in the parameters' `grad` for the next run.
+        Without `flush_every`, gradients that are too few for an update stay in the parameters' `grad` for the next run.
 
         Raises:
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
@@ -235,9 +238,12 @@ class Trainer:
         self._losses, self._staleness = {}, []
         before = {op: state.version for op, state in self.ops.items() if state.weights}
         try:
-            records = driver(Conductor(self.max_active_keys), self.num_workers, instances, self._begin, self._task)
+            conductor = Conductor(self.max_active_keys, self.flush_every)
+            records = driver(conductor, self.num_workers, instances, self._begin, self._task)
         finally:
             self.in_flight.clear()
+        if self.flush_every:
+            self.update()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: self.ops[op].version - version for op, version in before.items()}
         return Run(losses, records, self._staleness, updates)
@@ -260,6 +266,8 @@ class Trainer:
     def _begin(self, number: int, instance: Instance) -> list[Step]:
         """Write the inputs of an instance into its buffers, and return its steps."""
         plan = instance.plan
+        if self.flush_every and number % self.flush_every == 0:
+            self.update()
         if plan.num_devices != self.num_workers:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
         steps, learns = instance.steps, []
