@@ -368,7 +368,7 @@ def test_an_instance_that_cannot_be_prepared_ends_the_run():
         ({"modules": {0: torch.sin}}, "op 0 is a builtin_function_or_method, expected an nn.Module"),
         ({"max_active_keys": 0}, "max_active_keys is 0, expected 1 or greater"),
         ({"min_update_frequency": 0}, "the update frequency of op 0 is 0, expected 1 or greater"),
-        ({"min_update_frequency": {1: 3}}, "the update frequency of op 0 is 0"),
+        ({"min_update_frequency": {1: 3}}, "op 0 has weights, but no update frequency"),
         ({"backward_weights": "newest"}, "expected 'current' or 'forward'"),
         ({"num_workers": 3}, "a plan for 2 devices, expected one for 3 workers"),
     ],

@@ -182,8 +182,8 @@ class Trainer:
         make_optimizer: the parameters of one op -> their optimiser.
         num_workers: the number of workers, which is that of the devices of the plans.
         max_active_keys: the greatest number of instances in flight.
-        min_update_frequency: the number of calls after which an op is updated, for all ops or by op; None to update
-            only when nothing is in flight.
+        min_update_frequency: the number of calls after which an op is updated, for all ops or by op; None to leave
+            updates to `flush_every` and `update`.
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
         backward_weights: the weights that a backward pass uses, see above.
@@ -216,7 +216,9 @@ class Trainer:
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         for op in (op for op, state in self.ops.items() if state.weights):
-            frequency = self.min_update_frequency.get(op, 0)
+            if op not in self.min_update_frequency:
+                raise ValueError(f"op {op} has weights, but no update frequency")
+            frequency = self.min_update_frequency[op]
             if frequency is not None and frequency < 1:
                 raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
