@@ -1,4 +1,4 @@
-"""`iep-bench`: measure the speed of the engine, the data loader and other networks, and show schedules."""
+"""`iep-bench`: measure the speed of the engine, the data loader, other networks and training, and show schedules."""
 
 import shlex
 from collections.abc import Callable
@@ -35,7 +35,10 @@ class RecordedCommand(Command):
     """A command that records its arguments for its report."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["command"] = shlex.join(["iep-bench", ctx.info_name, *args])
+        names, each = [ctx.info_name], ctx.parent
+        while each is not None and each.parent is not None:
+            names, each = [each.info_name, *names], each.parent
+        ctx.meta["command"] = shlex.join(["iep-bench", *names, *args])
         return super().parse_args(ctx, args)
 
 
@@ -277,6 +280,52 @@ def moe(ctx: click.Context, **given: Any) -> None:
     if k > few:
         raise click.BadParameter(f"{k} different experts of {few}: lower it, or raise --experts", param_hint="--k")
     run(ctx, "measure_experts", **given)
+
+
+@main.group("async", cls=CommandGroup)
+def asynchronous() -> None:
+    """Measure asynchronous training: several instances in flight, and updates of each op by itself."""
+
+
+@asynchronous.command("list-reduction", cls=RecordedCommand)
+@option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed.")
+@option("--simulate", type=SIZES, default="4,8", help="Numbers of workers to simulate with costs of this machine.")
+@option("--max-active-keys", type=click.IntRange(1, 10**6), default=4, help="Largest number of instances in flight.")
+@option(
+    "--min-update-frequency",
+    type=SIZE,
+    help="Calls after which an op is updated.  [default: those of the op in an instance, on average]",
+)
+@option(
+    "--backward-weights",
+    type=click.Choice(["current", "forward"]),
+    default="current",
+    help="Weights of a backward pass: the current ones, or those of its forward pass.",
+)
+@option("--instance-size", type=SIZE, default=32, help="Sequences per instance.")
+@option("--samples", type=SIZE, default=10_000, help="Generated sequences for training.")
+@option("--val-samples", type=SIZE, default=1_000, help="Generated sequences for the accuracy.")
+@option("--layers", type=click.IntRange(1, 64), default=1, help="Recurrent layers, each of which is an op.")
+@option("--width", type=SIZE, default=128, help="Hidden size.")
+@option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam.")
+@option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message.")
+@option(
+    "--bandwidth",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    help="Simulated gigabytes per second between workers.",
+)
+@option("--epochs", "repeat", type=click.IntRange(min=1), default=5, help="Number of epochs of each row.")
+@seed
+@option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of each worker.")
+@option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and a picture.")
+@click.pass_context
+def list_reduction(ctx: click.Context, **given: Any) -> None:
+    """Measure a recurrent network that reduces lists of digits, synchronously, with flushes, and asynchronously.
+
+    It is the first experiment of AMPNet (Gaunt et al. 2017) on generated data.
+    """
+    run(ctx, "measure_async", **given, max_seconds=1e9)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""The steps of each instance's plan -> the tasks that are ready. Pure Python, without tensors, threads or clocks.
+
+Asynchronous training (Gaunt et al. 2017, AMPNet) keeps several *instances*, small minibatches with a plan each, in
+flight at once. A task is one call of one instance, forward or backward; it belongs to the worker of its call. The last
+step of an instance is its loss, which has a backward task only. A forward task is ready when the calls that it reads
+are done, and a backward task when the backward tasks of all its readers are done. A task never waits while it runs.
+The task of the oldest instance in flight that comes next in the order of its plan is always ready or running, so that
+no order of the workers can deadlock.
+
+`drivers.py` runs the tasks, on threads or under a virtual clock; `trainer.py` says what a task computes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+COPY, LOSS = -1, -2
+"""The ops of a copy to another worker and of the loss; those of modules are 0 or greater."""
+
+
+class Step(NamedTuple):
+    """One call of an instance's plan, or its loss, which is the last step and reads every call that no other reads."""
+
+    op: int
+    worker: int
+    reads: tuple[int, ...]
+    """The positions of the earlier calls whose results it reads, each once."""
+    size: int = 1
+    """The number of rows that it computes."""
+
+
+class Task(NamedTuple):
+    """The forward or backward pass of one step of one instance."""
+
+    instance: int
+    call: int
+    is_backward: bool
+
+
+class _InFlight:
+    """An instance whose tasks are not all done."""
+
+    def __init__(self, steps: Sequence[Step]):
+        self.steps = steps
+        self.readers: list[list[int]] = [[] for _ in steps]
+        for call, step in enumerate(steps):
+            for read in step.reads:
+                self.readers[read].append(call)
+        self.missing = [[len(step.reads) for step in steps], [len(readers) for readers in self.readers]]
+        """The number of tasks that each task waits for, forward and backward."""
+        self.missing[True][-1] = len(steps[-1].reads)
+        self.remaining = len(steps)
+        """The number of backward tasks that are not done."""
+
+
+class Conductor:
+    """Knows which tasks are ready, and admits new instances.
+
+    Instances are numbered from 0 in the order of admission. Instance n is admitted only if n < oldest + K, where oldest
+    is the number of the oldest instance in flight and K is `max_active_keys`. At most K instances are therefore in
+    flight, and a slow instance delays those that follow instead of seeing ever more updates (see `staleness_bound`).
+    With `flush_every`, an instance whose number is a multiple of it is admitted only when nothing is in flight.
+
+    Raises:
+        ValueError: `max_active_keys` or `flush_every` is less than 1.
+    """
+
+    def __init__(self, max_active_keys: int, flush_every: int | None = None):
+        for name, number in (("max_active_keys", max_active_keys), ("flush_every", flush_every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}, expected 1 or greater")
+        self.max_active_keys, self.flush_every = max_active_keys, flush_every
+        self.num_admitted = 0
+        self.in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def last_needed(self) -> int:
+        """The number of the last instance that must be done, as all before it, when the next one is admitted."""
+        number = self.num_admitted
+        return number - (1 if self.flush_every and number % self.flush_every == 0 else self.max_active_keys)
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether the next instance may be admitted now."""
+        oldest = next(iter(self.in_flight), self.num_admitted)  # dicts keep the order of insertion
+        return oldest > self.last_needed
+
+    def admit(self, steps: Sequence[Step]) -> list[Task]:
+        """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once.
+
+        Raises:
+            ValueError: a step reads one that is not earlier, or no step reads a call.
+        """
+        number, instance = self.num_admitted, _InFlight(steps)
+        for call, step in enumerate(steps):
+            if any(not 0 <= read < call for read in step.reads):
+                raise ValueError(f"instance {number}: step {call} reads {step.reads}, expected earlier steps")
+            if call < len(steps) - 1 and not instance.readers[call]:
+                raise ValueError(f"instance {number}: no step reads step {call}, expected that the loss does")
+        assert self.can_admit
+        self.in_flight[number] = instance
+        self.num_admitted += 1
+        first = [Task(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
+        return first or [Task(number, len(steps) - 1, True)]
+
+    def done(self, task: Task) -> list[Task]:
+        """Record that a task is done, and return the tasks that it makes ready. An instance leaves with its last."""
+        instance, last = self.in_flight[task.instance], len(self.in_flight[task.instance].steps) - 1
+        waiting = instance.steps[task.call].reads if task.is_backward else instance.readers[task.call]
+        ready = []
+        for call in waiting:
+            is_backward = task.is_backward or call == last
+            missing = instance.missing[is_backward]
+            missing[call] -= 1
+            if not missing[call]:
+                ready.append(Task(task.instance, call, is_backward))
+        if task.is_backward:
+            instance.remaining -= 1
+            if not instance.remaining:
+                del self.in_flight[task.instance]
+        return ready
+
+    def step(self, task: Task) -> Step:
+        """Return the step of a task of an instance in flight."""
+        return self.in_flight[task.instance].steps[task.call]
+
+    def awaited(self, task: Task) -> list[Task]:
+        """Return the tasks that a task of an instance in flight waited for."""
+        instance = self.in_flight[task.instance]
+        is_loss = task.call == len(instance.steps) - 1
+        if task.is_backward and not is_loss:
+            return [Task(task.instance, call, True) for call in instance.readers[task.call]]
+        return [Task(task.instance, call, False) for call in instance.steps[task.call].reads]
+
+
+def priority(task: Task) -> tuple[bool, int, int]:
+    """Return the key by which a worker chooses: backward first, then the oldest instance, then the plan's order.
+
+    The order of a backward pass is the reverse of that of the plan.
+    """
+    return not task.is_backward, task.instance, -task.call if task.is_backward else task.call
+
+
+def staleness_bound(max_active_keys: int, calls: int, min_update_frequency: int) -> int:
+    """Return the greatest possible number of updates of an op between a call's forward and its backward pass.
+
+    With K = `max_active_keys`, c = `calls`, the greatest number of calls of the op in an instance, and f =
+    `min_update_frequency`, the bound is ((2K - 1) c - 1) / f, rounded up. Proof for a call of instance n: during its
+    forward pass, the oldest instance in flight is m > n - K, because n was admitted. The instances before m are done
+    and have no more backward passes. Until its backward pass, n is in flight, so that only instances before n + K are
+    admitted. The backward passes of the op in between therefore belong to the 2K - 1 instances n - K + 1 to n + K - 1
+    and are at most b = (2K - 1) c - 1, because the call itself is not among them. An update needs the gradients of f
+    calls, of which at most f - 1 are there at the beginning. There are thus at most (b + f - 1) / f updates, rounded
+    down, which is b / f, rounded up. Updates while nothing is in flight do not count, because no call is between its
+    passes then.
+    """
+    return -(-((2 * max_active_keys - 1) * calls - 1) // min_update_frequency)

@@ -1,0 +1,386 @@
+"""Tasks -> tensors: what a forward pass, a loss, a backward pass and an update compute (AMPNet, Gaunt et al. 2017).
+
+Every op has an optimiser of its own. Its worker adds up the gradients of its calls, and updates the weights by itself
+once it has those of `min_update_frequency` calls. Between the forward and the backward pass of a call, the weights may
+therefore change, and it is explicit which ones the backward pass uses:
+
+* `current`, as in the paper: the weights at the time of the backward pass. If they have changed, the module runs again
+  on the stored arguments, so that a module with dropout draws another mask, and one with batch normalisation counts
+  the call's statistics twice.
+* `forward`, as PipeDream stashes them: those of the forward pass, which runs on a copy of the weights. All calls
+  between two updates share a copy. The gradients are those of the loss at the weights that computed it, but they are
+  still applied to newer weights.
+
+Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
+time. Not covered: calls of families, and weights that two ops share.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, Step, Task
+from iep.asynchronous.drivers import Record, run_threads
+from iep.batching.execute import Buffers, run_call
+from iep.batching.plan import Argument, Call, Plan
+
+BackwardWeights = Literal["current", "forward"]
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A small minibatch."""
+
+    plan: Plan
+    """A plan by `make_placed_plan`; the positions of the devices are the workers."""
+    inputs: Tensor | Mapping[int, Tensor]
+    """As for `execute`, on the device of the inputs."""
+    loss: Callable[..., Tensor]
+    """A tensor for each of the plan's roots -> a loss of one element; it runs on the worker of the roots."""
+
+    @cached_property
+    def sources(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The calls whose results each argument of each call, and then each root, reads; inputs are no call."""
+        plan = self.plan
+        writer = [np.full(column.num_rows, -1) for column in plan.columns]
+
+        def calls(argument: Argument) -> tuple[int, ...]:
+            rows = plan.rows(argument)
+            rows = rows.cpu().numpy() if isinstance(rows, Tensor) else rows
+            return tuple(each for each in np.unique(writer[argument.column][rows]).tolist() if each >= 0)
+
+        sources = []
+        for number, call in enumerate(plan.calls):
+            sources.append(tuple(map(calls, call.arguments)))
+            for made in call.results:
+                writer[made.column][made.rows] = number
+        return [*sources, tuple(map(calls, plan.roots))]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The calls of the plan, copies among them, and the loss.
+
+        Raises:
+            ValueError: the plan has no roots, or a call runs the functions of a family.
+        """
+        if not self.plan.roots:
+            raise ValueError("the plan has no roots: an empty minibatch has no loss")
+        read_by = [tuple(sorted({each for argument in arguments for each in argument})) for arguments in self.sources]
+        steps, unread = [], set(range(len(self.plan.calls))).difference(*read_by)
+        for call, reads in zip(self.plan.calls, read_by[:-1], strict=True):
+            if call.segments is not None:
+                raise ValueError(f"call of family {call.op}: asynchronous training needs a call for each function")
+            steps.append(Step(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
+        worker = self.plan.roots[0].column % self.plan.num_devices
+        return [*steps, Step(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
+
+
+class Staleness(NamedTuple):
+    """The number of updates of an op between the forward and the backward pass of one call."""
+
+    op: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened until nothing was in flight."""
+
+    losses: list[float]
+    """The loss of each instance, in the order of admission."""
+    records: list[Record]
+    staleness: list[Staleness]
+    """That of every backward pass of a module with weights, in the order in which they ran."""
+    updates: dict[int, int]
+    """The number of updates of each op with weights."""
+
+
+class Driver(Protocol):
+    """`run_threads`, or `run_virtual` with its costs."""
+
+    def __call__(
+        self,
+        conductor: Conductor,
+        num_workers: int,
+        instances: Iterable[Instance],
+        begin: Callable[[int, Instance], Sequence[Step]],
+        run: Callable[[Task], object],
+    ) -> list[Record]:
+        """Run the instances, and return a record of every task."""
+        ...
+
+
+class Op:
+    """The module of an op, its optimiser, and the state of its updates. Only its worker uses it."""
+
+    def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
+        self.module = module
+        self.weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self.optimizer = make_optimizer([*self.weights.values()]) if self.weights else None
+        self.worker: int | None = None
+        """The worker of its calls; None until the first instance with one."""
+        self.version = self.pending = 0
+        """The number of updates, and the number of calls whose gradients have been added up since the last one."""
+        self._copy: dict[str, Tensor] | None = None
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return a copy of the current weights by name, which all calls before the next update share."""
+        if self._copy is None:
+            self._copy = {name: each.detach().clone().requires_grad_() for name, each in self.weights.items()}
+        return self._copy
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one call to the weights' gradients."""
+        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            if gradient is not None:
+                weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+        self.pending += 1
+
+    def update(self) -> None:
+        """Let the optimiser take a step, and clear the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version, self.pending, self._copy = self.version + 1, 0, None
+
+
+class _Kept(NamedTuple):
+    """What a call keeps from its forward to its backward pass."""
+
+    arguments: list[Tensor]
+    results: tuple[Tensor, ...]
+    version: int
+    weights: list[Tensor]
+    """The tensors that the forward pass used as the weights of the op."""
+
+
+@dataclass(eq=False)
+class _Active:
+    """An instance in flight."""
+
+    instance: Instance
+    buffers: Buffers
+    learns: list[bool]
+    """Whether the results of each call depend on weights."""
+    kept: dict[int, _Kept] = field(default_factory=dict)
+    remaining: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while gradients are added, as a copy adds them to the buffers of another worker."""
+
+
+class Trainer:
+    """Trains modules asynchronously, each op on one of several workers.
+
+    Args:
+        modules: the module of each op.
+        make_optimizer: the parameters of one op -> their optimiser.
+        num_workers: the number of workers, which is that of the devices of the plans.
+        max_active_keys: the greatest number of instances in flight.
+        min_update_frequency: the number of calls after which an op is updated, for all ops or by op; None to leave
+            updates to `flush_every` and `update`.
+        flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
+            is updated. One is synchronous training on the workers. None never to wait.
+        backward_weights: the weights that a backward pass uses, see above.
+
+    Raises:
+        ValueError: a module is not an `nn.Module`, ops share a parameter, a number is less than 1, an op has no update
+            frequency, or `backward_weights` is unknown.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        num_workers: int,
+        max_active_keys: int = 1,
+        min_update_frequency: Mapping[int, int] | int | None = None,
+        flush_every: int | None = None,
+        backward_weights: BackwardWeights = "current",
+    ):
+        if backward_weights not in ("current", "forward"):
+            raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
+        owner: dict[nn.Parameter, int] = {}
+        for op, module in modules.items():
+            if not isinstance(module, nn.Module):
+                raise ValueError(f"op {op} is a {type(module).__name__}, expected an nn.Module, which has its weights")
+            for parameter in module.parameters():
+                if owner.setdefault(parameter, op) != op:
+                    raise ValueError(f"ops {owner[parameter]} and {op} share a parameter, expected different ones")
+        self.ops = {op: Op(module, make_optimizer) for op, module in modules.items()}
+        each = min_update_frequency
+        self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
+        for op in (op for op, state in self.ops.items() if state.weights):
+            if op not in self.min_update_frequency:
+                raise ValueError(f"op {op} has weights, but no update frequency")
+            frequency = self.min_update_frequency[op]
+            if frequency is not None and frequency < 1:
+                raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
+        self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
+        self.backward_weights = backward_weights
+        self.in_flight: dict[int, _Active] = {}
+        """The values and gradients of every instance in flight."""
+        self._losses: dict[int, float] = {}
+        self._staleness: list[Staleness] = []
+
+    def run(self, instances: Iterable[Instance], driver: Driver = run_threads) -> Run:
+        """Train on the instances in order, and return when nothing is in flight.
+
+        Without `flush_every`, gradients that are too few for an update stay in the parameters' `grad` for the next run.
+
+        Raises:
+            ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
+                an op on another worker than before; or a loss has several elements.
+        """
+        self._losses, self._staleness = {}, []
+        before = {op: state.version for op, state in self.ops.items() if state.weights}
+        try:
+            conductor = Conductor(self.max_active_keys, self.flush_every)
+            records = driver(conductor, self.num_workers, instances, self._begin, self._task)
+        finally:
+            self.in_flight.clear()
+        if self.flush_every:
+            self.update()
+        losses = [self._losses[number] for number in sorted(self._losses)]
+        updates = {op: self.ops[op].version - version for op, version in before.items()}
+        return Run(losses, records, self._staleness, updates)
+
+    def update(self) -> None:
+        """Update every op that has gradients. Nothing may be in flight."""
+        assert not self.in_flight
+        for state in self.ops.values():
+            if state.weights and state.pending:
+                state.update()
+
+    def message_bytes(self, task: Task) -> int:
+        """Return the number of bytes that the copy of a task sends; for the delays of the virtual clock."""
+        active = self.in_flight[task.instance]
+        plan, kinds = active.instance.plan, active.buffers.kinds
+        call = plan.calls[task.call]
+        of_rows = ((kinds[each.column], call.size * (each.count or 1)) for each in call.arguments)
+        return sum(rows * kind.shape.numel() * kind.dtype.itemsize for kind, rows in of_rows)
+
+    def _begin(self, number: int, instance: Instance) -> list[Step]:
+        """Write the inputs of an instance into its buffers, and return its steps."""
+        plan = instance.plan
+        if self.flush_every and number % self.flush_every == 0:
+            self.update()
+        if plan.num_devices != self.num_workers:
+            raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
+        steps, learns = instance.steps, []
+        for step in steps[:-1]:
+            state = None if step.op == COPY else self.ops[step.op]
+            if state and state.worker not in (None, step.worker):
+                raise ValueError(f"op {step.op} is on worker {step.worker}, but was on {state.worker} before")
+            if state:
+                state.worker = step.worker
+            learns.append(bool(state and state.weights) or any(learns[each] for each in step.reads))
+        buffers, inputs = Buffers(plan), instance.inputs
+        given = {0: inputs} if isinstance(inputs, Tensor) else inputs
+        buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
+        self.in_flight[number] = _Active(instance, buffers, learns, remaining=len(steps))
+        return steps
+
+    def _task(self, task: Task) -> None:
+        active = self.in_flight[task.instance]
+        if task.call == len(active.instance.plan.calls):
+            self._loss(task.instance, active)
+        elif task.is_backward:
+            self._backward(active, task.call)
+        else:
+            self._forward(active, task.call)
+        if task.is_backward:
+            with active.lock:
+                active.remaining -= 1
+                if not active.remaining:
+                    del self.in_flight[task.instance]
+
+    def _arguments(self, active: _Active, reads: Sequence[Argument], call: int) -> list[Tensor]:
+        """Return the arguments of a call, or the roots, as leaves of a graph of their own."""
+        arguments = [active.buffers.read(each).detach() for each in reads]
+        for argument, sources in zip(arguments, active.instance.sources[call], strict=True):
+            argument.requires_grad_(argument.is_floating_point() and any(active.learns[each] for each in sources))
+        return arguments
+
+    def _compute(self, active: _Active, call: Call, arguments: Sequence[Tensor], weights: dict) -> tuple[Tensor, ...]:
+        """Run the module of a call, on its own weights or on copies of them."""
+        module = self.ops[call.op].module
+        if self.backward_weights == "forward" and weights:
+            module = partial(_on_weights, module, weights)
+        with torch.enable_grad():
+            return run_call(active.instance.plan, {call.op: module}, call, arguments)
+
+    def _forward(self, active: _Active, number: int) -> None:
+        call = active.instance.plan.calls[number]
+        if call.op < 0:  # a copy keeps nothing
+            arguments = [active.buffers.read(each) for each in call.arguments]
+            active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
+            return
+        arguments, state = self._arguments(active, call.arguments, number), self.ops[call.op]
+        weights = state.copy() if self.backward_weights == "forward" else state.weights
+        results = self._compute(active, call, arguments, weights)
+        if active.learns[number]:
+            active.kept[number] = _Kept(arguments, results, state.version, [*weights.values()])
+        active.buffers.write(call, [each.detach() for each in results])
+
+    def _loss(self, number: int, active: _Active) -> None:
+        plan = active.instance.plan
+        roots = self._arguments(active, plan.roots, len(plan.calls))
+        with torch.enable_grad():
+            loss = active.instance.loss(*roots)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss of instance {number} has shape {tuple(loss.shape)}, expected one element")
+        self._losses[number] = loss.item()
+        wanted = [root for root in roots if root.requires_grad] if loss.requires_grad else []
+        gradients = iter(torch.autograd.grad(loss, wanted, allow_unused=True)) if wanted else iter(())
+        with active.lock:
+            for argument, root in zip(plan.roots, roots, strict=True):
+                active.buffers.add_gradient(argument, next(gradients, None) if root.requires_grad else None)
+
+    def _backward(self, active: _Active, number: int) -> None:
+        plan = active.instance.plan
+        call = plan.calls[number]
+        if not active.learns[number]:
+            return
+        with active.lock:
+            gradients = [active.buffers.gradient(each) for each in call.results]
+        if call.op < 0:
+            devices = [plan.columns[each.column].device for each in call.arguments]
+            of_arguments = [None if each is None else each.to(to) for each, to in zip(gradients, devices, strict=True)]
+        else:
+            of_arguments = self._differentiate(active, number, gradients)
+        with active.lock:
+            for argument, gradient in zip(call.arguments, of_arguments, strict=True):
+                active.buffers.add_gradient(argument, gradient)
+
+    def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
+        call, kept = active.instance.plan.calls[number], active.kept.pop(number)
+        state = self.ops[call.op]
+        results, weights = kept.results, kept.weights
+        if self.backward_weights == "current" and state.weights and kept.version != state.version:
+            results = self._compute(active, call, kept.arguments, state.weights)
+        pairs = zip(results, gradients, strict=True)
+        known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
+        wanted = [each for each in kept.arguments if each.requires_grad]
+        found: Iterable[Tensor | None] = [None] * (len(wanted) + len(weights))
+        if known:
+            outputs, grads = zip(*known, strict=True)
+            found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
+        if state.weights:
+            self._staleness.append(Staleness(call.op, state.version - kept.version))
+            state.add(found[len(wanted) :])
+            frequency = self.min_update_frequency[call.op]
+            if frequency is not None and state.pending >= frequency:
+                state.update()
+        of_arguments = iter(found)
+        return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
+
+
+def _on_weights(module: nn.Module, weights: dict[str, Tensor], *arguments: Tensor) -> Tensor | tuple[Tensor, ...]:
+    return functional_call(module, weights, arguments)

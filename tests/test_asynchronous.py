@@ -1,0 +1,388 @@
+"""Asynchronous training: tasks in any possible order, gradients and weights of every op, bounds, and failures."""
+
+import os
+import signal
+import threading
+from collections import Counter
+from functools import partial
+from random import Random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick
+from hypothesis import given, settings
+from test_batching_columns import COUNT, JOIN, LIFT, SPLIT, inputs_of, typed_graphs
+from torch import nn
+
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, Step, Task, staleness_bound
+from iep.asynchronous.drivers import run_threads, run_virtual, utilisation
+from iep.asynchronous.trainer import Instance, Trainer
+from iep.batching.execute import execute
+from iep.batching.graph import Graph
+from iep.batching.placement import OpPlacement, make_placed_plan
+from iep.batching.plan import make_plan
+from iep.batching.schedulers import SCHEDULERS, make_schedule
+
+CPU = torch.device("cpu")
+WEIGHTS = st.sampled_from(["current", "forward"])
+
+
+def random_steps(random: Random, workers: int, ops: int = 4) -> list[Step]:
+    """Return the steps of an instance that reads at random; an op is always on the same worker."""
+    steps = []
+    for call in range(random.randint(0, 12)):
+        op = random.randrange(ops)
+        steps.append(Step(op, op % workers, tuple(sorted(random.sample(range(call), min(call, random.randrange(3)))))))
+    unread = set(range(len(steps))).difference(*(step.reads for step in steps))
+    return [*steps, Step(LOSS, random.randrange(workers), tuple(sorted(unread)))]
+
+
+def adversary(seed: int):
+    """Return a cost of tasks and a delay of messages, which are often equal, zero, or very long."""
+    random = Random(seed)
+    return (lambda *_: random.choice([0, 1, 1, 7, 1000])), (lambda _: random.choice([0, 0, 1, 50]))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock(seed: int):
+    random = Random(seed)
+    workers, keys, frequency = random.randint(1, 4), random.randint(1, 5), random.randint(1, 6)
+    instances = [random_steps(random, workers) for _ in range(random.randint(1, 12))]
+    flush = random.choice([None, None, 1, 2, 3])
+    conductor = Conductor(keys, flush)
+    versions, pending, before, active = Counter(), Counter(), {}, []
+
+    def run(task: Task) -> None:
+        """Count updates as a trainer would, and check the staleness of every call."""
+        op = conductor.step(task).op
+        active.append(len(conductor.in_flight))
+        assert max(conductor.in_flight) - min(conductor.in_flight) < keys
+        assert not flush or max(conductor.in_flight) // flush == min(conductor.in_flight) // flush
+        if op != LOSS and not task.is_backward:
+            before[task] = versions[op]
+        elif op != LOSS:
+            calls = max(sum(step.op == op for step in steps) for steps in instances)
+            staleness = versions[op] - before[task._replace(is_backward=False)]
+            assert staleness <= staleness_bound(keys, calls, frequency)
+            pending[op] += 1
+            if pending[op] == frequency:
+                pending[op], versions[op] = 0, versions[op] + 1
+
+    cost, delay = adversary(seed)
+    records = run_virtual(conductor, workers, instances, run=run, cost=cost, delay=delay)
+    expected = [(n, call, way) for n, steps in enumerate(instances) for call in range(len(steps)) for way in (0, 1)]
+    loss_has_one = [task for task in expected if task[2] or task[1] < len(instances[task[0]]) - 1]
+    assert sorted(tuple(record.task) for record in records) == loss_has_one
+    assert max(active) <= keys
+    assert not conductor.in_flight
+    ends, clock = {record.task: record.end for record in records}, [0.0] * workers
+    for record in records:  # a worker runs one task at a time, after those whose results it reads
+        steps, (n, call, backward) = instances[record.task.instance], record.task
+        readers = [Task(n, other, True) for other, step in enumerate(steps) if call in step.reads]
+        reads = [Task(n, other, False) for other in steps[call].reads]
+        needed = readers if backward and call < len(steps) - 1 else reads
+        assert record.start >= max([clock[record.worker], *(ends[task] for task in needed)])
+        assert record.worker == steps[call].worker
+        clock[record.worker] = record.end
+        if flush:
+            minibatches = range(record.task.instance // flush * flush)
+            assert record.start >= max(
+                (other.end for other in records if other.task.instance in minibatches), default=0
+            )
+    cost, delay = adversary(seed)
+    assert run_virtual(Conductor(keys, flush), workers, instances, cost=cost, delay=delay) == records
+    if records[-1].end:
+        assert all(0 <= share <= 1 for share in utilisation(records, workers))
+    on_threads = run_threads(Conductor(keys, flush), workers, instances, lambda _, steps: steps, lambda _: None)
+    assert sorted(record.task for record in on_threads) == sorted(record.task for record in records)
+
+
+def test_a_worker_prefers_backward_passes_then_the_oldest_instance_then_the_order_of_the_plan():
+    chain = [Step(0, 0, ()), Step(0, 0, (0,)), Step(LOSS, 0, (1,))]
+    records = run_virtual(Conductor(2), 1, [chain] * 3, cost=lambda *_: 1.0)
+    of_one = [(0, False), (1, False), (2, True), (1, True), (0, True)]
+    assert [record.task for record in records] == [Task(n, *each) for n in range(3) for each in of_one]
+    two = [Step(0, 0, ()), Step(0, 0, ()), Step(LOSS, 1, (0, 1))]
+    order = [
+        record.task for record in run_virtual(Conductor(2), 2, [two] * 2, cost=lambda *_: 1.0) if not record.worker
+    ]
+    assert order == [Task(*each) for each in [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]] + [
+        Task(1, 1, True),
+        Task(1, 0, True),
+    ]
+
+
+def test_messages_take_their_time_on_the_way_forward_and_back():
+    steps = [Step(0, 0, ()), Step(COPY, 1, (0,)), Step(1, 1, (1,)), Step(LOSS, 1, (2,))]
+    records = run_virtual(Conductor(1), 2, [steps] * 2, cost=lambda *_: 1.0, delay=lambda task: 10.0 * (task.call == 1))
+    # 1 forward, 10 on the way, 2 forward, the loss, 2 backward, 10 on the way, 1 backward
+    assert [record.start for record in records] == [0, 11, 12, 13, 14, 15, 26, 27, 38, 39, 40, 41, 42, 53]
+    assert utilisation(records, 2) == [4 / 54, 10 / 54]
+
+
+class Lift(nn.Module):
+    """Two results of different shapes."""
+
+    def __init__(self, inputs: int, parts: int):
+        super().__init__()
+        self.map, self.parts = nn.Linear(inputs, 7, dtype=torch.float64), parts
+
+    def forward(self, x):
+        wide = torch.tanh(self.map(x.flatten(1)))
+        return (wide[:, :5], wide[:, 5:].unsqueeze(2)) if self.parts else (wide[:, :2].unsqueeze(2), wide[:, 2:])
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(12, 5, dtype=torch.float64)
+
+    def forward(self, wide_G25, pair_G21):
+        return torch.tanh(self.map(torch.cat([wide_G25.flatten(1), pair_G21.flatten(1)], dim=1)))
+
+
+class Count(nn.Module):
+    def forward(self, whole_G, pair_G21):
+        return whole_G + 1, pair_G21 * whole_G.view(-1, 1, 1)
+
+
+def typed_modules() -> nn.ModuleList:
+    torch.manual_seed(0)
+    modules = {LIFT: Lift(2, 1), SPLIT: Lift(5, 0), JOIN: Join(), COUNT: Count()}
+    return nn.ModuleList(modules[op] for op in range(4))
+
+
+def by_op(modules: nn.ModuleList) -> dict[int, nn.Module]:
+    return dict(enumerate(modules))
+
+
+def uneven_sum(*roots: torch.Tensor) -> torch.Tensor:
+    roots = [each.flatten() for each in roots if each.is_floating_point()]
+    return sum((each * torch.linspace(0.5, 1.5, len(each), dtype=each.dtype)).sum() for each in roots)
+
+
+def weights_of(modules: nn.Module, which: str = "data") -> dict:
+    return {name: getattr(each, which) for name, each in modules.named_parameters()}
+
+
+@st.composite
+def minibatches(draw, max_size: int = 4):
+    """Draw instances of one placement over up to three workers, and what `execute` needs to run them."""
+    workers = draw(st.integers(1, 3))
+    at = st.integers(0, workers - 1)
+    places = OpPlacement((CPU,) * workers, {op: draw(at) for op in range(4)}, draw(at), draw(at))
+    instances, plain = [], []
+    for graph, types in draw(st.lists(typed_graphs(), min_size=1, max_size=max_size)):
+        schedule = make_schedule(graph, draw(st.sampled_from(sorted(SCHEDULERS))))
+        inputs = inputs_of(types, torch.float64)
+        instances.append(Instance(make_placed_plan(graph, schedule, places, types), inputs, uneven_sum))
+        plain.append((make_plan(graph, schedule, types), inputs))
+    return workers, instances, plain
+
+
+def a_driver(draw_threads: bool, seed: int):
+    cost, delay = adversary(seed)
+    return run_threads if draw_threads else partial(run_virtual, cost=cost, delay=delay)
+
+
+@given(drawn=minibatches(), weights=WEIGHTS, threads=st.booleans(), seed=st.integers(0, 99))
+@settings(quick, max_examples=40)
+def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_one_optimiser(
+    drawn, weights, threads, seed
+):
+    workers, instances, plain = drawn
+    actual, expected = typed_modules(), typed_modules()
+    make = partial(torch.optim.AdamW, lr=0.1)
+    trainer, optimizer = Trainer(by_op(actual), make, workers, backward_weights=weights), make(expected.parameters())
+    for instance, (plan, inputs) in zip(instances, plain, strict=True):
+        run = trainer.run([instance], a_driver(threads, seed))
+        loss = uneven_sum(*execute(plan, by_op(expected), inputs))
+        if loss.requires_grad:
+            loss.backward()
+        assert run.losses == pytest.approx([loss.item()], rel=1e-9)
+        assert_same(weights_of(actual, "grad"), weights_of(expected, "grad"), 1e-9, none_is_zero=True)
+        ran = [op for op, state in trainer.ops.items() if state.pending]
+        for module in (networks[op] for networks in (actual, expected) for op in ran):
+            for weight in module.parameters():  # a call without a reader has no gradient, or one of zeros
+                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        trainer.update()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same(weights_of(actual), weights_of(expected), 1e-9)
+
+
+class Collect(torch.optim.Optimizer):
+    """Adds up gradients, as training with a learning rate of zero would show them, and changes no weight."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["sum"] = self.state[parameter].get("sum", 0) + parameter.grad
+
+
+@given(
+    drawn=minibatches(max_size=6),
+    weights=WEIGHTS,
+    keys=st.integers(1, 5),
+    frequency=st.integers(1, 4),
+    threads=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(quick, max_examples=60)
+def test_with_any_instances_in_flight_summed_gradients_equal_those_of_the_minibatch(
+    drawn, weights, keys, frequency, threads, seed
+):
+    workers, instances, plain = drawn
+    modules = typed_modules()
+    trainer = Trainer(by_op(modules), Collect, workers, keys, frequency, backward_weights=weights)
+    run = trainer.run(instances, a_driver(threads, seed))
+    trainer.update()
+    assert not trainer.in_flight
+    sums = {
+        f"{op}.{name}": state.optimizer.state[weight].get("sum")
+        for op, state in trainer.ops.items()
+        for name, weight in state.weights.items()
+    }
+    total = sum(uneven_sum(*execute(plan, by_op(modules), inputs)) for plan, inputs in plain)
+    if total.requires_grad:
+        total.backward()
+    assert_same(sums, weights_of(modules, "grad"), 1e-9, none_is_zero=True)
+    assert sum(run.losses) == pytest.approx(total.item(), rel=1e-9)
+    calls = [Counter(step.op for step in instance.steps) for instance in instances]
+    assert Counter(each.op for each in run.staleness) == Counter(
+        {op: total for op, total in sum(calls, Counter()).items() if op in (LIFT, SPLIT, JOIN)}
+    )
+    for op, staleness in run.staleness:
+        assert staleness <= staleness_bound(keys, max(count[op] for count in calls), frequency)
+    for op, updates in run.updates.items():
+        assert updates == sum(count[op] for count in calls) // frequency
+
+
+class Square(nn.Module):
+    """(w x) ** 2, whose gradient 2 w x ** 2 depends on the weight, so that a wrong version shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x_G):
+        return (self.w * x_G) ** 2
+
+
+def square_instance(x: float, workers: int = 2, op: int = 0) -> Instance:
+    """Return x -> Square on worker 0 -> a loss on the last worker, that is the root."""
+    graph = Graph(1, np.array([op]), np.array([[0]]), np.array([0]), np.array([1]))
+    places = OpPlacement((CPU,) * workers, {op: 0}, 0, workers - 1)
+    plan = make_placed_plan(graph, make_schedule(graph, "vanilla"), places)
+    return Instance(plan, torch.tensor([x], dtype=torch.float64), torch.sum)
+
+
+@pytest.mark.parametrize("weights", ["current", "forward"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.optim.AdamW, lr=0.1, fused=True),
+    ],
+    ids=["sgd", "adamw", "fused"],
+)
+def test_a_stale_backward_pass_uses_the_weights_that_were_chosen(make, weights):
+    """The loss takes long, so that the three forward passes of a run precede its first update."""
+    module, xs = Square(), [1.0, 2.0, 3.0]
+    trainer = Trainer({0: module}, make, 2, 3, 1, backward_weights=weights)
+    driver = partial(run_virtual, cost=lambda step, _: 10.0 if step.op == LOSS else 1.0)
+    by_hand = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    optimizer = make([by_hand])
+    for _ in range(2):
+        run, start = trainer.run(map(square_instance, xs), driver), by_hand.detach().clone()
+        assert [each.updates for each in run.staleness] == [0, 1, 2]
+        assert run.losses == pytest.approx([(start.item() * x) ** 2 for x in xs], rel=1e-12)
+        assert run.updates == {0: 3}
+        for x in xs:
+            by_hand.grad = 2 * (by_hand.detach() if weights == "current" else start) * x**2
+            optimizer.step()
+        torch.testing.assert_close(module.w, by_hand, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_flush_updates_with_the_gradients_of_its_minibatch_and_nothing_is_stale(threads):
+    module, xs = Square(), [1.0, 2.0, 3.0]
+    trainer = Trainer({0: module}, partial(torch.optim.SGD, lr=0.01), 2, max_active_keys=3, flush_every=2)
+    run = trainer.run(map(square_instance, xs), a_driver(threads, 0))
+    w = 1.5 - 0.01 * 2 * 1.5 * (1 + 4)
+    assert module.w.item() == pytest.approx(w - 0.01 * 2 * w * 9, rel=1e-12)
+    assert run.updates == {0: 2}
+    assert {each.updates for each in run.staleness} == {0}
+
+
+class Fails(Square):
+    def __init__(self, action):
+        super().__init__()
+        self.action, self.count = action, 0
+
+    def forward(self, x_G):
+        self.count += 1
+        if self.count == 3:
+            self.action()
+        return super().forward(x_G)
+
+
+def fail() -> None:
+    raise ArithmeticError("the third call fails")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("action", "error"), [(fail, ArithmeticError), (interrupt, KeyboardInterrupt)])
+def test_a_worker_that_raises_and_ctrl_c_end_the_run_with_one_error(action, error):
+    trainer = Trainer({0: Fails(action)}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1)
+    forever = (square_instance(1.0) for _ in iter(int, 1))
+    with pytest.raises(error):
+        trainer.run(forever)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker ")]
+    assert not trainer.in_flight
+
+
+def test_an_instance_that_cannot_be_prepared_ends_the_run():
+    def instances():
+        yield square_instance(1.0)
+        raise OSError("the file is gone")
+
+    with pytest.raises(OSError, match="the file is gone"):
+        Trainer({0: Square()}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1).run(instances())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker ")]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"modules": {0: torch.sin}}, "op 0 is a builtin_function_or_method, expected an nn.Module"),
+        ({"max_active_keys": 0}, "max_active_keys is 0, expected 1 or greater"),
+        ({"min_update_frequency": 0}, "the update frequency of op 0 is 0, expected 1 or greater"),
+        ({"min_update_frequency": {1: 3}}, "op 0 has weights, but no update frequency"),
+        ({"backward_weights": "newest"}, "expected 'current' or 'forward'"),
+        ({"num_workers": 3}, "a plan for 2 devices, expected one for 3 workers"),
+    ],
+)
+def test_invalid_settings_are_errors(change: dict, words: str):
+    given = {"modules": {0: Square()}, "num_workers": 2, "min_update_frequency": 1} | change
+    with pytest.raises(ValueError, match=words):
+        Trainer(make_optimizer=partial(torch.optim.SGD, lr=0.1), **given).run([square_instance(1.0)])
+
+
+def test_shared_weights_and_losses_of_several_elements_are_errors():
+    module, make = Square(), partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="ops 0 and 1 share a parameter"):
+        Trainer({0: module, 1: module}, make, 1)
+    instance = Instance(square_instance(1.0).plan, torch.ones(1, dtype=torch.float64), lambda root: root.repeat(2))
+    with pytest.raises(ValueError, match=r"the loss of instance 0 has shape \(2,\), expected one element"):
+        Trainer({0: module}, make, 2).run([instance])
