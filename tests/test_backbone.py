@@ -167,6 +167,22 @@ def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: P
         assert torch.equal(weights(tmp_path / "run" / "step-4.pt", "backbone")[name], value), name
 
 
+def test_a_run_without_a_best_checkpoint_stands_for_its_newest(run: Path, tmp_path: Path):
+    (tmp_path / "step-4.pt").write_bytes((run / "step-4.pt").read_bytes())
+    assert Scenes(str(tmp_path)).recipe() == Scenes(str(run / "step-4.pt")).recipe()
+
+
+def test_features_of_two_backbones_in_one_directory_are_refused(clevr: Path, run: Path, tmp_path: Path):
+    for split, more in (("train", []), ("val", ["--weights", str(run / "step-4.pt")])):
+        options = [str(clevr), "--out", str(tmp_path), "--split", split, "--only", "features", "--backbone", "synth"]
+        assert CliRunner().invoke(preprocess_main, [*options, *more]).exit_code == 0
+    assert (
+        CliRunner().invoke(preprocess_main, [str(clevr), "--out", str(tmp_path), "--only", "questions"]).exit_code == 0
+    )
+    trained = iep_train("--model", "ee", "--data", tmp_path, "--out", tmp_path / "run", "iterations=1")
+    assert_one_error(trained, "val_features.h5: computed differently from", "weights file ", "instead of file")
+
+
 def test_training_in_bfloat16_finds_nearly_the_same_loss(clevr: Path, tmp_path: Path):
     settings = ["iterations=1", "log_every=1", *SMALL]
     losses = []

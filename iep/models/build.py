@@ -308,17 +308,21 @@ def check_features(network: nn.Module, feature_shape: Shape, path: Path | str) -
 
 
 def describe_other_features(network: nn.Module, features: Features) -> str | None:
-    """Return a line on how the features were computed differently from those that a network was trained on, or None.
+    """Return a line on how the features were computed differently from those that a network was trained on, or None."""
+    what = f"the features that {DESCRIPTIONS[network.name]} was trained on"
+    return describe_difference(features, network.recipe, what)
+
+
+def describe_difference(features: Features, recipe: Mapping[str, Any], what: str) -> str | None:
+    """Return a line on how the features were computed differently from `what`, which has the recipe, or None.
 
     Only settings that both record are compared, except the dtype in which the features are stored.
     """
-    both = sorted(network.recipe.keys() & features.recipe.keys() - {"dtype"})
-    others = [key for key in both if network.recipe[key] != features.recipe[key]]
-    if not others:
-        return None
-    parts = ", ".join(f"{key} {features.recipe[key]} instead of {network.recipe[key]}" for key in others)
-    what = DESCRIPTIONS[network.name]
-    return f"{features.path}: computed differently from the features that {what} was trained on: {parts}"
+    both = sorted(recipe.keys() & features.recipe.keys() - {"dtype"})
+    parts = [
+        f"{key} {features.recipe[key]} instead of {recipe[key]}" for key in both if recipe[key] != features.recipe[key]
+    ]
+    return f"{features.path}: computed differently from {what}: {', '.join(parts)}" if parts else None
 
 
 def features_shape(network: nn.Module) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from iep.backbone.network import SceneNetwork
 from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
 from iep.models.build import network_of, unpack
-from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint
+from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint, step_checkpoints
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
 
@@ -142,7 +142,9 @@ class Scenes:
     @property
     def _path(self) -> Path:
         path = SHIPPED_WEIGHTS if self.weights == "default" else Path(self.weights)
-        return path / BEST if path.is_dir() else path
+        if not path.is_dir():
+            return path
+        return next((each for each in (path / BEST, *step_checkpoints(path)) if each.exists()), path / BEST)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from iep.models.build import (
     build,
     check_features,
     check_vocab,
+    describe_difference,
     describe_other_features,
     load_network,
     network_kwargs,
@@ -194,7 +195,11 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 
 def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
-    """Open the training split and the validation split, which is None if no split is named and there is no `val`."""
+    """Open the training split and the validation split, which is None if no split is named and there is no `val`.
+
+    Raises:
+        InputError: a file is missing or damaged, or the features of the two were computed differently.
+    """
     data, in_memory = Path(config.data), config.features_in_memory
     if config.model == "backbone":
         val_file = scenes_path(data, config.val_split)
@@ -209,7 +214,12 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
     training = opened(split=config.train_split, num_samples=config.num_train_samples)
     if config.val_split == Config.val_split and not val_file.exists():
         return training, None
-    return training, opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
+    validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
+    if config.model in READING_FEATURES:
+        found = describe_difference(validation.features, training.features.recipe, f"{training.features.path}")
+        if found is not None:
+            raise InputError(found)
+    return training, validation
 
 
 # Build
