@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from test_batching_columns import COUNT, JOIN, LIFT, SPLIT, inputs_of, typed_graphs
 from torch import nn
 
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, Step, Task, staleness_bound
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask, staleness_bound
 from iep.asynchronous.drivers import run_threads, run_virtual, utilisation
-from iep.asynchronous.trainer import Instance, Trainer
+from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
@@ -29,14 +29,16 @@ CPU = torch.device("cpu")
 WEIGHTS = st.sampled_from(["current", "forward"])
 
 
-def random_steps(random: Random, workers: int, ops: int = 4) -> list[Step]:
+def random_steps(random: Random, workers: int, ops: int = 4) -> list[PlanStep]:
     """Return the steps of an instance that reads at random; an op is always on the same worker."""
     steps = []
     for call in range(random.randint(0, 12)):
         op = random.randrange(ops)
-        steps.append(Step(op, op % workers, tuple(sorted(random.sample(range(call), min(call, random.randrange(3)))))))
+        steps.append(
+            PlanStep(op, op % workers, tuple(sorted(random.sample(range(call), min(call, random.randrange(3))))))
+        )
     unread = set(range(len(steps))).difference(*(step.reads for step in steps))
-    return [*steps, Step(LOSS, random.randrange(workers), tuple(sorted(unread)))]
+    return [*steps, PlanStep(LOSS, random.randrange(workers), tuple(sorted(unread)))]
 
 
 def adversary(seed: int):
@@ -54,7 +56,7 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
     conductor = Conductor(keys, flush)
     versions, pending, before, active = Counter(), Counter(), {}, []
 
-    def run(task: Task) -> None:
+    def run(task: WorkerTask) -> None:
         """Count updates as a trainer would, and check the staleness of every call."""
         op = conductor.step(task).op
         active.append(len(conductor.in_flight))
@@ -80,8 +82,8 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
     ends, clock = {record.task: record.end for record in records}, [0.0] * workers
     for record in records:  # a worker runs one task at a time, after those whose results it reads
         steps, (n, call, backward) = instances[record.task.instance], record.task
-        readers = [Task(n, other, True) for other, step in enumerate(steps) if call in step.reads]
-        reads = [Task(n, other, False) for other in steps[call].reads]
+        readers = [WorkerTask(n, other, True) for other, step in enumerate(steps) if call in step.reads]
+        reads = [WorkerTask(n, other, False) for other in steps[call].reads]
         needed = readers if backward and call < len(steps) - 1 else reads
         assert record.start >= max([clock[record.worker], *(ends[task] for task in needed)])
         assert record.worker == steps[call].worker
@@ -100,22 +102,24 @@ def test_any_clock_runs_every_task_once_within_the_bounds_and_without_a_deadlock
 
 
 def test_a_worker_prefers_backward_passes_then_the_oldest_instance_then_the_order_of_the_plan():
-    chain = [Step(0, 0, ()), Step(0, 0, (0,)), Step(LOSS, 0, (1,))]
+    chain = [PlanStep(0, 0, ()), PlanStep(0, 0, (0,)), PlanStep(LOSS, 0, (1,))]
     records = run_virtual(Conductor(2), 1, [chain] * 3, cost=lambda *_: 1.0)
     of_one = [(0, False), (1, False), (2, True), (1, True), (0, True)]
-    assert [record.task for record in records] == [Task(n, *each) for n in range(3) for each in of_one]
-    two = [Step(0, 0, ()), Step(0, 0, ()), Step(LOSS, 1, (0, 1))]
+    assert [record.task for record in records] == [WorkerTask(n, *each) for n in range(3) for each in of_one]
+    two = [PlanStep(0, 0, ()), PlanStep(0, 0, ()), PlanStep(LOSS, 1, (0, 1))]
     order = [
         record.task for record in run_virtual(Conductor(2), 2, [two] * 2, cost=lambda *_: 1.0) if not record.worker
     ]
-    assert order == [Task(*each) for each in [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]] + [
-        Task(1, 1, True),
-        Task(1, 0, True),
+    assert order == [
+        WorkerTask(*each) for each in [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]
+    ] + [
+        WorkerTask(1, 1, True),
+        WorkerTask(1, 0, True),
     ]
 
 
 def test_messages_take_their_time_on_the_way_forward_and_back():
-    steps = [Step(0, 0, ()), Step(COPY, 1, (0,)), Step(1, 1, (1,)), Step(LOSS, 1, (2,))]
+    steps = [PlanStep(0, 0, ()), PlanStep(COPY, 1, (0,)), PlanStep(1, 1, (1,)), PlanStep(LOSS, 1, (2,))]
     records = run_virtual(Conductor(1), 2, [steps] * 2, cost=lambda *_: 1.0, delay=lambda task: 10.0 * (task.call == 1))
     # 1 forward, 10 on the way, 2 forward, the loss, 2 backward, 10 on the way, 1 backward
     assert [record.start for record in records] == [0, 11, 12, 13, 14, 15, 26, 27, 38, 39, 40, 41, 42, 53]
@@ -195,7 +199,10 @@ def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_on
     workers, instances, plain = drawn
     actual, expected = typed_modules(), typed_modules()
     make = partial(torch.optim.AdamW, lr=0.1)
-    trainer, optimizer = Trainer(by_op(actual), make, workers, backward_weights=weights), make(expected.parameters())
+    trainer, optimizer = (
+        AsynchronousTrainer(by_op(actual), make, workers, backward_weights=weights),
+        make(expected.parameters()),
+    )
     for instance, (plan, inputs) in zip(instances, plain, strict=True):
         run = trainer.run([instance], a_driver(threads, seed))
         loss = uneven_sum(*execute(plan, by_op(expected), inputs))
@@ -240,7 +247,7 @@ def test_with_any_instances_in_flight_summed_gradients_equal_those_of_the_miniba
 ):
     workers, instances, plain = drawn
     modules = typed_modules()
-    trainer = Trainer(by_op(modules), Collect, workers, keys, frequency, backward_weights=weights)
+    trainer = AsynchronousTrainer(by_op(modules), Collect, workers, keys, frequency, backward_weights=weights)
     run = trainer.run(instances, a_driver(threads, seed))
     trainer.update()
     assert not trainer.in_flight
@@ -296,7 +303,7 @@ def square_instance(x: float, workers: int = 2, op: int = 0) -> Instance:
 def test_a_stale_backward_pass_uses_the_weights_that_were_chosen(make, weights):
     """The loss takes long, so that the three forward passes of a run precede its first update."""
     module, xs = Square(), [1.0, 2.0, 3.0]
-    trainer = Trainer({0: module}, make, 2, 3, 1, backward_weights=weights)
+    trainer = AsynchronousTrainer({0: module}, make, 2, 3, 1, backward_weights=weights)
     driver = partial(run_virtual, cost=lambda step, _: 10.0 if step.op == LOSS else 1.0)
     by_hand = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
     optimizer = make([by_hand])
@@ -314,7 +321,7 @@ def test_a_stale_backward_pass_uses_the_weights_that_were_chosen(make, weights):
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_flush_updates_with_the_gradients_of_its_minibatch_and_nothing_is_stale(threads):
     module, xs = Square(), [1.0, 2.0, 3.0]
-    trainer = Trainer({0: module}, partial(torch.optim.SGD, lr=0.01), 2, max_active_keys=3, flush_every=2)
+    trainer = AsynchronousTrainer({0: module}, partial(torch.optim.SGD, lr=0.01), 2, max_active_keys=3, flush_every=2)
     run = trainer.run(map(square_instance, xs), a_driver(threads, 0))
     w = 1.5 - 0.01 * 2 * 1.5 * (1 + 4)
     assert module.w.item() == pytest.approx(w - 0.01 * 2 * w * 9, rel=1e-12)
@@ -344,7 +351,7 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize(("action", "error"), [(fail, ArithmeticError), (interrupt, KeyboardInterrupt)])
 def test_a_worker_that_raises_and_ctrl_c_end_the_run_with_one_error(action, error):
-    trainer = Trainer({0: Fails(action)}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1)
+    trainer = AsynchronousTrainer({0: Fails(action)}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1)
     forever = (square_instance(1.0) for _ in iter(int, 1))
     with pytest.raises(error):
         trainer.run(forever)
@@ -358,7 +365,7 @@ def test_an_instance_that_cannot_be_prepared_ends_the_run():
         raise OSError("the file is gone")
 
     with pytest.raises(OSError, match="the file is gone"):
-        Trainer({0: Square()}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1).run(instances())
+        AsynchronousTrainer({0: Square()}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1).run(instances())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker ")]
 
 
@@ -376,13 +383,13 @@ def test_an_instance_that_cannot_be_prepared_ends_the_run():
 def test_invalid_settings_are_errors(change: dict, words: str):
     given = {"modules": {0: Square()}, "num_workers": 2, "min_update_frequency": 1} | change
     with pytest.raises(ValueError, match=words):
-        Trainer(make_optimizer=partial(torch.optim.SGD, lr=0.1), **given).run([square_instance(1.0)])
+        AsynchronousTrainer(make_optimizer=partial(torch.optim.SGD, lr=0.1), **given).run([square_instance(1.0)])
 
 
 def test_shared_weights_and_losses_of_several_elements_are_errors():
     module, make = Square(), partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="ops 0 and 1 share a parameter"):
-        Trainer({0: module, 1: module}, make, 1)
+        AsynchronousTrainer({0: module, 1: module}, make, 1)
     instance = Instance(square_instance(1.0).plan, torch.ones(1, dtype=torch.float64), lambda root: root.repeat(2))
     with pytest.raises(ValueError, match=r"the loss of instance 0 has shape \(2,\), expected one element"):
-        Trainer({0: module}, make, 2).run([instance])
+        AsynchronousTrainer({0: module}, make, 2).run([instance])

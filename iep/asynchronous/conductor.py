@@ -17,7 +17,7 @@ COPY, LOSS = -1, -2
 """The ops of a copy to another worker and of the loss; those of modules are 0 or greater."""
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """One call of an instance's plan, or its loss, which is the last step and reads every call that no other reads."""
 
     op: int
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     """The number of rows that it computes."""
 
 
-class Task(NamedTuple):
+class WorkerTask(NamedTuple):
     """The forward or backward pass of one step of one instance."""
 
     instance: int
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 class _InFlight:
     """An instance whose tasks are not all done."""
 
-    def __init__(self, steps: Sequence[Step]):
+    def __init__(self, steps: Sequence[PlanStep]):
         self.steps = steps
         self.readers: list[list[int]] = [[] for _ in steps]
         for call, step in enumerate(steps):
@@ -84,7 +84,7 @@ class Conductor:
         oldest = next(iter(self.in_flight), self.num_admitted)  # dicts keep the order of insertion
         return oldest > self.last_needed
 
-    def admit(self, steps: Sequence[Step]) -> list[Task]:
+    def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
         """Admit an instance, whose number is `num_admitted`, and return its tasks that are ready at once.
 
         Raises:
@@ -99,10 +99,10 @@ class Conductor:
         assert self.can_admit
         self.in_flight[number] = instance
         self.num_admitted += 1
-        first = [Task(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
-        return first or [Task(number, len(steps) - 1, True)]
+        first = [WorkerTask(number, call, False) for call, step in enumerate(steps[:-1]) if not step.reads]
+        return first or [WorkerTask(number, len(steps) - 1, True)]
 
-    def done(self, task: Task) -> list[Task]:
+    def done(self, task: WorkerTask) -> list[WorkerTask]:
         """Record that a task is done, and return the tasks that it makes ready. An instance leaves with its last."""
         instance, last = self.in_flight[task.instance], len(self.in_flight[task.instance].steps) - 1
         waiting = instance.steps[task.call].reads if task.is_backward else instance.readers[task.call]
@@ -112,27 +112,27 @@ class Conductor:
             missing = instance.missing[is_backward]
             missing[call] -= 1
             if not missing[call]:
-                ready.append(Task(task.instance, call, is_backward))
+                ready.append(WorkerTask(task.instance, call, is_backward))
         if task.is_backward:
             instance.remaining -= 1
             if not instance.remaining:
                 del self.in_flight[task.instance]
         return ready
 
-    def step(self, task: Task) -> Step:
+    def step(self, task: WorkerTask) -> PlanStep:
         """Return the step of a task of an instance in flight."""
         return self.in_flight[task.instance].steps[task.call]
 
-    def awaited(self, task: Task) -> list[Task]:
+    def awaited(self, task: WorkerTask) -> list[WorkerTask]:
         """Return the tasks that a task of an instance in flight waited for."""
         instance = self.in_flight[task.instance]
         is_loss = task.call == len(instance.steps) - 1
         if task.is_backward and not is_loss:
-            return [Task(task.instance, call, True) for call in instance.readers[task.call]]
-        return [Task(task.instance, call, False) for call in instance.steps[task.call].reads]
+            return [WorkerTask(task.instance, call, True) for call in instance.readers[task.call]]
+        return [WorkerTask(task.instance, call, False) for call in instance.steps[task.call].reads]
 
 
-def priority(task: Task) -> tuple[bool, int, int]:
+def priority(task: WorkerTask) -> tuple[bool, int, int]:
     """Return the key by which a worker chooses: backward first, then the oldest instance, then the plan's order.
 
     The order of a backward pass is the reverse of that of the plan.

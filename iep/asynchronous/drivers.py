@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from iep.asynchronous.conductor import Conductor, Step, Task, priority
+from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask, priority
 
 T = TypeVar("T")
-Begin = Callable[[int, T], Sequence[Step]]
+Begin = Callable[[int, T], Sequence[PlanStep]]
 """The number of an instance, and the instance -> its steps."""
 
 
@@ -25,12 +25,12 @@ class Record(NamedTuple):
     worker: int
     start: float
     end: float
-    task: Task
+    task: WorkerTask
     op: int
 
 
 def run_threads(
-    conductor: Conductor, num_workers: int, instances: Iterable[T], begin: Begin, run: Callable[[Task], object]
+    conductor: Conductor, num_workers: int, instances: Iterable[T], begin: Begin, run: Callable[[WorkerTask], object]
 ) -> list[Record]:
     """Run the instances on a thread for each worker, and return a record of every task.
 
@@ -44,7 +44,7 @@ def run_threads(
     records: list[Record] = []
     is_over, began = False, time.perf_counter()
 
-    def push(tasks: Sequence[Task]) -> None:
+    def push(tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
             worker = conductor.step(task).worker
             heappush(queues[worker], (priority(task), task))
@@ -103,9 +103,9 @@ def run_virtual(
     num_workers: int,
     instances: Iterable[T],
     begin: Begin = lambda _, steps: steps,
-    run: Callable[[Task], object] | None = None,
-    cost: Callable[[Step, Task], float] | None = None,
-    delay: Callable[[Task], float] = lambda _: 0.0,
+    run: Callable[[WorkerTask], object] | None = None,
+    cost: Callable[[PlanStep, WorkerTask], float] | None = None,
+    delay: Callable[[WorkerTask], float] = lambda _: 0.0,
 ) -> list[Record]:
     """Run the instances in one thread under a virtual clock, and return a record of every task in simulated seconds.
 
@@ -122,13 +122,13 @@ def run_virtual(
     clock = [0.0] * num_workers
     arriving: list[list] = [[] for _ in clock]  # by time of arrival
     arrived: list[list] = [[] for _ in clock]  # by priority
-    ends: dict[int, dict[Task, float]] = defaultdict(dict)
+    ends: dict[int, dict[WorkerTask, float]] = defaultdict(dict)
     """When each task of an instance in flight ended."""
     left: dict[int, float] = {}
     """When each instance ended whose place has not been taken by another."""
     records, room, waiting, began = [], 0.0, iter(instances), time.perf_counter
 
-    def push(tasks: Sequence[Task], at: float) -> None:
+    def push(tasks: Sequence[WorkerTask], at: float) -> None:
         for task in tasks:
             worker = conductor.step(task).worker
             times = [at]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, Step, Task
+from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Record, run_threads
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
@@ -41,7 +41,7 @@ class Instance:
     plan: Plan
     """A plan by `make_placed_plan`; the positions of the devices are the workers."""
     inputs: Tensor | Mapping[int, Tensor]
-    """As for `execute`, on the device of the inputs."""
+    """The inputs in the form that `execute` takes, on the device of the inputs."""
     loss: Callable[..., Tensor]
     """A tensor for each of the plan's roots -> a loss of one element; it runs on the worker of the roots."""
 
@@ -64,7 +64,7 @@ class Instance:
         return [*sources, tuple(map(calls, plan.roots))]
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[PlanStep]:
         """The calls of the plan, copies among them, and the loss.
 
         Raises:
@@ -77,9 +77,9 @@ class Instance:
         for call, reads in zip(self.plan.calls, read_by[:-1], strict=True):
             if call.segments is not None:
                 raise ValueError(f"call of family {call.op}: asynchronous training needs a call for each function")
-            steps.append(Step(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
+            steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
         worker = self.plan.roots[0].column % self.plan.num_devices
-        return [*steps, Step(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
+        return [*steps, PlanStep(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
 
 
 class Staleness(NamedTuple):
@@ -91,13 +91,13 @@ class Staleness(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What happened until nothing was in flight."""
+    """The results of one call of `AsynchronousTrainer.run`."""
 
     losses: list[float]
     """The loss of each instance, in the order of admission."""
     records: list[Record]
     staleness: list[Staleness]
-    """That of every backward pass of a module with weights, in the order in which they ran."""
+    """The staleness of every backward pass of a module with weights, in the order in which they ran."""
     updates: dict[int, int]
     """The number of updates of each op with weights."""
 
@@ -110,14 +110,14 @@ class Driver(Protocol):
         conductor: Conductor,
         num_workers: int,
         instances: Iterable[Instance],
-        begin: Callable[[int, Instance], Sequence[Step]],
-        run: Callable[[Task], object],
+        begin: Callable[[int, Instance], Sequence[PlanStep]],
+        run: Callable[[WorkerTask], object],
     ) -> list[Record]:
         """Run the instances, and return a record of every task."""
         ...
 
 
-class Op:
+class TrainedOp:
     """The module of an op, its optimiser, and the state of its updates. Only its worker uses it."""
 
     def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
@@ -151,7 +151,7 @@ class Op:
 
 
 class _Kept(NamedTuple):
-    """What a call keeps from its forward to its backward pass."""
+    """The tensors and the version of the weights that a call keeps from its forward to its backward pass."""
 
     arguments: list[Tensor]
     results: tuple[Tensor, ...]
@@ -174,7 +174,7 @@ class _Active:
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
 
 
-class Trainer:
+class AsynchronousTrainer:
     """Trains modules asynchronously, each op on one of several workers.
 
     Args:
@@ -212,7 +212,7 @@ class Trainer:
             for parameter in module.parameters():
                 if owner.setdefault(parameter, op) != op:
                     raise ValueError(f"ops {owner[parameter]} and {op} share a parameter, expected different ones")
-        self.ops = {op: Op(module, make_optimizer) for op, module in modules.items()}
+        self.ops = {op: TrainedOp(module, make_optimizer) for op, module in modules.items()}
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         for op in (op for op, state in self.ops.items() if state.weights):
@@ -257,7 +257,7 @@ class Trainer:
             if state.weights and state.pending:
                 state.update()
 
-    def message_bytes(self, task: Task) -> int:
+    def message_bytes(self, task: WorkerTask) -> int:
         """Return the number of bytes that the copy of a task sends; for the delays of the virtual clock."""
         active = self.in_flight[task.instance]
         plan, kinds = active.instance.plan, active.buffers.kinds
@@ -265,7 +265,7 @@ class Trainer:
         of_rows = ((kinds[each.column], call.size * (each.count or 1)) for each in call.arguments)
         return sum(rows * kind.shape.numel() * kind.dtype.itemsize for kind, rows in of_rows)
 
-    def _begin(self, number: int, instance: Instance) -> list[Step]:
+    def _begin(self, number: int, instance: Instance) -> list[PlanStep]:
         """Write the inputs of an instance into its buffers, and return its steps."""
         plan = instance.plan
         if self.flush_every and number % self.flush_every == 0:
@@ -286,7 +286,7 @@ class Trainer:
         self.in_flight[number] = _Active(instance, buffers, learns, remaining=len(steps))
         return steps
 
-    def _task(self, task: Task) -> None:
+    def _task(self, task: WorkerTask) -> None:
         active = self.in_flight[task.instance]
         if task.call == len(active.instance.plan.calls):
             self._loss(task.instance, active)

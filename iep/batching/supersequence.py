@@ -84,11 +84,11 @@ def _positions(strings_PL: np.ndarray) -> _Positions:
     return _Positions(of_op, first, last, sum(of_op))
 
 
-def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: bool = False) -> list[int]:
+def _greedy(ops: list[int], rest: int, front: int, forward: bool, most_common: bool = False) -> list[int]:
     """Return calls, in the order of the strings, that run the positions `rest`, which are adjacent in every string.
 
     The next op is one whose remaining positions are all in front, because this call is needed and cannot run more
-    later. If there is none, it is the op in front of the longest string, or the `commonest` in front; of several, the
+    later. If there is none, it is the op in front of the longest string, or the `most_common` in front; of several, the
     first in `ops`.
 
     Args:
@@ -107,7 +107,7 @@ def _greedy(ops: list[int], rest: int, front: int, forward: bool, commonest: boo
             if not waiting & call:
                 break
         else:
-            if commonest:
+            if most_common:
                 counts = [(front & positions).bit_count() for positions in live]
                 call = live[counts.index(max(counts))]
             else:

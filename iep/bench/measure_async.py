@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from iep.asynchronous.conductor import Step, Task
+from iep.asynchronous.conductor import PlanStep, WorkerTask
 from iep.asynchronous.drivers import run_threads, run_virtual, utilisation
-from iep.asynchronous.trainer import BackwardWeights, Driver, Instance, Run, Trainer
+from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
 from iep.workloads.list_reduction import ListReducer, Reduction, list_reductions
@@ -34,7 +34,7 @@ Costs = dict[tuple[int, bool], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways to train have in common."""
+    """The settings, data and network that all strategies share."""
 
     max_active_keys: int
     min_update_frequency: int | None
@@ -49,14 +49,16 @@ class Setting:
         torch.manual_seed(self.seed)
         return ListReducer(self.width, self.layers)
 
-    def trainer(self, model: ListReducer, instances: Sequence[Instance], flush_every: int | None) -> Trainer:
+    def trainer(
+        self, model: ListReducer, instances: Sequence[Instance], flush_every: int | None
+    ) -> AsynchronousTrainer:
         """Return a trainer of a network; `flush_every` is None for asynchronous training."""
         calls: dict[int, int] = defaultdict(int)
         for step in (step for instance in instances for step in instance.steps):
             calls[step.op] += 1
         # By default, each op has as many updates as in synchronous training.
         frequency = {op: self.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
-        return Trainer(
+        return AsynchronousTrainer(
             dict(enumerate(model.ops)),
             partial(torch.optim.Adam, lr=self.learning_rate),
             instances[0].plan.num_devices,
@@ -95,7 +97,7 @@ def competitor(
     setting: Setting,
     instances: Sequence[Instance],
     flush_every: int | None,
-    driver_of: Callable[[Trainer], Driver],
+    driver_of: Callable[[AsynchronousTrainer], Driver],
     accuracy: Callable[[ListReducer], float],
 ) -> Competitor:
     """Return one way to train; a round is an epoch of a network that it trains from the first round on."""
@@ -159,11 +161,11 @@ def list_reduction_benchmark(
     def accuracy(model: ListReducer) -> float:
         return (model(unseen).argmax(dim=1) == answers).double().mean().item()
 
-    def simulated(costs: Costs, trainer: Trainer) -> Driver:
-        def cost(step: Step, task: Task) -> float:
+    def simulated(costs: Costs, trainer: AsynchronousTrainer) -> Driver:
+        def cost(step: PlanStep, task: WorkerTask) -> float:
             return costs[step.op, task.is_backward]
 
-        def delay(task: Task) -> float:
+        def delay(task: WorkerTask) -> float:
             return 1e-6 * latency + 1e-9 / bandwidth * trainer.message_bytes(task)
 
         return partial(run_virtual, cost=cost, delay=delay)
@@ -171,7 +173,7 @@ def list_reduction_benchmark(
     def cases() -> Iterator[Case]:
         for clock, count in [("threads", workers), *(("simulated", each) for each in sorted(simulate))]:
             instances = instances_of(setting.model(), minibatches, count)
-            driver_of: Callable[[Trainer], Driver] = lambda _: run_threads  # noqa: E731
+            driver_of: Callable[[AsynchronousTrainer], Driver] = lambda _: run_threads  # noqa: E731
             if clock == "simulated":
                 driver_of = partial(simulated, measured_costs(setting, instances))
             flushes = {SYNCHRONOUS: 1, FLUSHED.format(max_active_keys): max_active_keys, ASYNCHRONOUS: None}

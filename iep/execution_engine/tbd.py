@@ -81,8 +81,8 @@ class SameModule(nn.Module):
     The features at every position are multiplied by those at the first position where the row's own attention is
     greatest. Other rows of the call have no influence.
 
-    The module begins as what it is for: an attention to positions that are similar and not attended. From weights of
-    random signs, it takes many times as long to learn (docs/results.md).
+    Its initial weights make it an attention to positions that are similar and not attended. With weights of random
+    signs, training takes several times as many iterations (docs/results.md).
     """
 
     def __init__(self, dim: int):
