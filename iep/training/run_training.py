@@ -216,7 +216,7 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
         return training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
     if config.model in READING_FEATURES:
-        found = describe_difference(validation.features, training.features.recipe, f"{training.features.path}")
+        found = describe_difference(validation.features, training.features.recipe, str(training.features.path))
         if found is not None:
             raise InputError(found)
     return training, validation
