@@ -2,30 +2,90 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_cases import iep_bench
+from PIL import Image
 
-SMALL = ("--samples", 40, "--val-samples", 10, "--instance-size", 8, "--width", 4, "--epochs", 2, "--seed", 1)
+SMALL = ("--samples", 40, "--val-samples", 10, "--instance-size", 8, "--width", 4, "--epochs", 2)
+
+
+def measured(out: Path, *arguments: object) -> dict[str, Any]:
+    """Return the report of a small measurement."""
+    result = iep_bench("async", "list-reduction", *SMALL, *arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    return json.loads((out / "list-reduction.json").read_text())
 
 
 @pytest.mark.parametrize("weights", ["current", "forward"])
 def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, tmp_path: Path):
-    arguments = (*SMALL, "--layers", 2, "--simulate", "4,3", "--backward-weights", weights, "--out", tmp_path)
-    result = iep_bench("async", "list-reduction", *arguments)
-    assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "list-reduction.json").read_text())
+    report = measured(tmp_path, "--layers", 2, "--simulate", "4,3", "--backward-weights", weights, "--seeds", 1)
     assert report["command"].startswith("iep-bench async list-reduction --samples 40")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".txt", ".png"}
     found = [(each["clock"], each["workers"]) for each in report["comparisons"]]
     assert found == [("threads", 2), ("simulated", 3), ("simulated", 4)]
     for each in report["comparisons"]:
         synchronous, flushed, asynchronous = each["rows"]
         assert [row["name"] for row in each["rows"]] == ["synchronous", "flush every 4 instances", "asynchronous"]
         assert synchronous["facts"]["greatest staleness"] == flushed["facts"]["greatest staleness"] == 0
-        assert synchronous["facts"]["updates"] == 2 * 5 * 4  # epochs, instances, ops
-        assert flushed["facts"]["updates"] == 2 * 2 * 4
+        assert synchronous["facts"]["updates per epoch"] == 5 * 4  # instances, ops
+        assert flushed["facts"]["updates per epoch"] == 2 * 4
+        ops = synchronous["details"]["ops"]
+        assert {name: op["updates per epoch"] for name, op in ops.items()} == {
+            "0 Embedding": 5,
+            "1 Linear": 5,
+            "2 Cell": 5,
+            "3 Cell": 5,
+        }
+        of_ops = [op["greatest staleness"] for op in asynchronous["details"]["ops"].values()]
+        assert asynchronous["facts"]["greatest staleness"] == max(of_ops)
         assert asynchronous["samples_per_second"]["repeats"] == 2
+    endings = (".json", ".txt", ".png", "-timeline.png", "-staleness.png")
+    assert {path.name for path in tmp_path.iterdir()} == {f"list-reduction{each}" for each in endings}
+    for path in tmp_path.glob("*.png"):
+        with Image.open(path) as picture:
+            assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
+
+
+def test_lists_of_settings_have_a_row_for_each_combination(tmp_path: Path):
+    settings = ("--max-active-keys", "1,2", "--min-update-frequency", "auto,1,1000000", "--simulate", 2)
+    for each in measured(tmp_path, *settings)["comparisons"]:
+        rows = {row["name"]: row for row in each["rows"]}
+        combinations = [f"{keys} in flight, frequency {each}" for keys in (1, 2) for each in ("auto", 1, 1000000)]
+        names = ["synchronous", "flush every 2 instances", *(f"asynchronous, {each}" for each in combinations)]
+        assert [*rows] == names
+        updates = [rows[name]["facts"]["updates per epoch"] for name in names[-3:]]
+        assert updates[1] > updates[0] > updates[2] == 0
+        if each["clock"] == "simulated":  # updates and second forward passes take simulated time
+            often, never = rows[names[3]], rows[names[4]]
+            assert often["seconds"]["total"]["median"] > never["seconds"]["total"]["median"]
+
+
+def test_epochs_and_seconds_to_the_target_are_those_of_the_first_epoch_that_reached_it(tmp_path: Path):
+    reached, larger = set(), ("--samples", 160, "--val-samples", 100, "--width", 16, "--epochs", 3)
+    for each in measured(tmp_path, *larger, "--learning-rate", 0.02, "--target", 0.2, "--simulate", 2)["comparisons"]:
+        for row in each["rows"]:
+            (scores,), (seconds,) = row["details"]["scores"], row["details"]["seconds"]
+            first = next((number for number, score in enumerate(scores, 1) if score >= 0.2), None)
+            expected = (f"{first:.4g}", f"{sum(seconds[:first]):.4g}") if first else ("not reached", "not reached")
+            assert (row["facts"]["epochs to target"], row["facts"]["seconds to target"]) == expected
+            reached.add(first)
+    assert None in reached
+    assert len(reached) > 1
+
+
+def test_rows_of_several_seeds_have_means_and_ranges(tmp_path: Path):
+    several, one = (
+        measured(tmp_path, "--seeds", seeds, "--target", 0.9, "--simulate", 2)["comparisons"][1]["rows"]
+        for seeds in ("1,2,3", "1")
+    )
+    for row in several:
+        assert row["samples_per_second"]["repeats"] == 3 * 2
+        last = [100 * scores[-1] for scores in row["details"]["scores"]]
+        assert row["facts"]["accuracy"] == f"{sum(last) / 3:.1f}% ({min(last):.1f}%..{max(last):.1f}%)"
+        assert row["facts"]["epochs to target"] == "not reached by 3 of 3"
+    assert several[0]["details"]["scores"][0] == one[0]["details"]["scores"][0]
+    assert one[0]["facts"]["accuracy"] == f"{100 * one[0]['details']['scores'][0][-1]:.1f}%"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +93,11 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, t
     [
         (("--workers", 0), "0 is not in the range 1<=x<=64"),
         (("--simulate", "4,many"), "expected integers separated by commas"),
+        (("--max-active-keys", "1,0"), "0 is not in the range"),
+        (("--min-update-frequency", "auto,often"), "'often', expected auto or integers separated by commas"),
+        (("--min-update-frequency", "0"), "0 is not in the range"),
+        (("--seeds", ""), "expected integers separated by commas"),
+        (("--target", 90), "90.0 is not in the range 0<=x<=1"),
         (("--backward-weights", "newest"), "'newest' is not one of 'current', 'forward'"),
         (("--bandwidth", 0), "0.0 is not in the range x>0"),
     ],

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -57,6 +58,7 @@ class Competitor:
         total: the parts that add up to the whole; None for all of them.
         facts: return values that are counted rather than timed, such as calls; called once, after the last round.
         limit: the name of the competitor that this one cannot beat.
+        details: return values that are in the JSON file only; called once, after the last round.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Competitor:
     total: tuple[str, ...] | None = None
     facts: Callable[[], Mapping[str, Fact]] = dict
     limit: str = LIMIT
+    details: Callable[[], Mapping[str, Any]] = dict
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Row:
     samples_per_second: Spread | None = None
     speedup: float | None = None
     share_of_limit: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def compare(case: Case, effort: Effort) -> list[Row]:
@@ -120,7 +124,8 @@ def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float
     parts = {part: spread([times[part] for times in rounds]) for part in rounds[0]}
     total = spread([sum(times[part] for part in competitor.total or times) for times in rounds])
     speed = Spread(*(case.size / time for time in (total.median, total.upper, total.lower)), total.repeats)
-    return Row(competitor.name, competitor.facts(), None, {**parts, TOTAL: total}, speed)
+    seconds = {**parts, TOTAL: total}
+    return Row(competitor.name, competitor.facts(), None, seconds, speed, details=competitor.details())
 
 
 def _measure(case: Case, effort: Effort) -> tuple[dict[str, list[Mapping[str, float]]], dict[str, str]]:

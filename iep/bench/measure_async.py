@@ -1,194 +1,403 @@
-"""Measure asynchronous training on threads and under a virtual clock: `iep-bench async list-reduction`.
+"""Measure asynchronous training on threads and under a virtual clock: `iep-bench async`.
 
-The same network, placed on the same workers, is trained in three ways: synchronously (one instance in flight, and an
+The same network, placed on the same workers, is trained in several ways: synchronously (one instance in flight, and an
 update of every op when it is done), with a flush after every K instances (K in flight, and an update when all are
-done), and asynchronously (K in flight, and each op updates itself). A round is an epoch. Simulated workers have the
-costs of tasks that were measured in one thread before, and compute real gradients.
+done), and asynchronously (K in flight, and each op updates itself). A round is an epoch, and every seed trains a new
+network. Simulated workers have the costs that `measured_costs` found in one thread, and compute real gradients.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, product
 from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from torch import nn
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
-from iep.asynchronous.drivers import run_threads, run_virtual, utilisation
+from iep.asynchronous.drivers import Record, run_threads, run_virtual, utilisation
 from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
-from iep.workloads.list_reduction import ListReducer, Reduction, list_reductions
+from iep.workloads.list_reduction import ListReducer, list_reductions
 
 SYNCHRONOUS, FLUSHED, ASYNCHRONOUS = "synchronous", "flush every {} instances", "asynchronous"
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
-Costs = dict[tuple[int, bool], float]
-"""The median seconds of a task by op and direction."""
+NEVER = 10**9
+"""The update frequency of an op that is not updated by itself."""
+SHOWN = 4
+"""The number of instances of synchronous training in the picture of the timeline."""
+COLOURS = {"forward pass": "#9ecae1", "backward pass": "#fdae6b"}
+DriverOf = Callable[[AsynchronousTrainer], Driver]
+Costs = tuple[dict[tuple[int, bool], float], dict[int, float]]
+"""The median seconds of tasks by op and direction, and of updates by op."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The settings, data and network that all strategies share."""
+class Workload:
+    """Samples and a network.
 
+    Attributes:
+        samples: a number and a generator of random numbers -> that many samples.
+        network: the settings of the network, such as its width -> a new network, which has `ops`, `placement`, `plan`,
+            `inputs`, `loss` and `score` like `ListReducer`.
+        score: the name of its score.
+        is_accuracy: whether the score is an accuracy from 0 to 1. Otherwise it is an error, and lower is better.
+    """
+
+    samples: Callable[[int, np.random.Generator], list]
+    network: Callable[..., nn.Module]
+    score: str = "accuracy"
+    is_accuracy: bool = True
+
+    def text(self, score: float) -> str:
+        """Return a score as it is printed."""
+        return f"{100 * score:.1f}%" if self.is_accuracy else f"{score:.3f}"
+
+
+WORKLOADS = {"list-reduction": Workload(list_reductions, ListReducer)}
+
+
+class Way(NamedTuple):
+    """One way to train, which has a row in each table."""
+
+    name: str
     max_active_keys: int
-    min_update_frequency: int | None
+    min_update_frequency: int | None = None
+    """None for the number of calls that the op has in an instance on average."""
+    flush_every: int | None = None
+    """None for asynchronous training."""
+
+
+def ways_to_train(keys: Sequence[int], frequencies: Sequence[int | None]) -> list[Way]:
+    """Return synchronous training, a flush for each number of keys, and asynchronous training in each combination."""
+    ways = [Way(SYNCHRONOUS, 1, flush_every=1)]
+    ways += [Way(FLUSHED.format(each), each, flush_every=each) for each in keys if each > 1]
+    found = [*product(keys, frequencies)]
+    name = f"{ASYNCHRONOUS}, {{}} in flight, frequency {{}}" if len(found) > 1 else ASYNCHRONOUS
+    return ways + [Way(name.format(number, each or "auto"), number, each) for number, each in found]
+
+
+class Epoch(NamedTuple):
+    """The results of one epoch: its real or simulated seconds, and the score of unseen samples at its end."""
+
+    seconds: float
+    score: float
+    run: Run
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all ways to train share: the network, its data, and how it learns."""
+
+    workload: Workload
+    network: Mapping[str, Any]
+    minibatches: Sequence[Sequence]
+    unseen: Sequence
     backward_weights: BackwardWeights
-    width: int
-    layers: int
     learning_rate: float
-    seed: int
+    epochs: int
+    seeds: Sequence[int]
+    target: float | None
 
-    def model(self) -> ListReducer:
-        """Return a new network, which is always the same."""
-        torch.manual_seed(self.seed)
-        return ListReducer(self.width, self.layers)
+    def model(self, seed: int) -> nn.Module:
+        """Return a new network, which is always the same for a seed."""
+        torch.manual_seed(seed)
+        return self.workload.network(**self.network)
 
-    def trainer(
-        self, model: ListReducer, instances: Sequence[Instance], flush_every: int | None
-    ) -> AsynchronousTrainer:
-        """Return a trainer of a network; `flush_every` is None for asynchronous training."""
-        calls: dict[int, int] = defaultdict(int)
-        for step in (step for instance in instances for step in instance.steps):
-            calls[step.op] += 1
+    def instances(self, workers: int) -> list[Instance]:
+        """Return an instance for each minibatch, with its plan for the workers."""
+        model = self.model(self.seeds[0])
+        placement = model.placement(workers)
+        return [
+            Instance(model.plan(each, placement), model.inputs(each), model.loss(each)) for each in self.minibatches
+        ]
+
+    def trainer(self, model: nn.Module, instances: Sequence[Instance], way: Way) -> AsynchronousTrainer:
+        """Return a trainer of a network."""
+        calls = Counter(step.op for instance in instances for step in instance.steps)
         # By default, each op has as many updates as in synchronous training.
-        frequency = {op: self.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
+        frequency = {op: way.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
         return AsynchronousTrainer(
             dict(enumerate(model.ops)),
             partial(torch.optim.Adam, lr=self.learning_rate),
             instances[0].plan.num_devices,
-            flush_every or self.max_active_keys,
-            None if flush_every else frequency,
-            flush_every,
+            way.max_active_keys,
+            None if way.flush_every else frequency,
+            way.flush_every,
             self.backward_weights,
         )
 
 
-def instances_of(model: ListReducer, minibatches: Sequence[Sequence[Reduction]], workers: int) -> list[Instance]:
-    """Return an instance for each minibatch, with its plan for the workers."""
-    placement = model.placement(workers)
-
-    def loss(answers_B: Tensor, scores_BA: Tensor) -> Tensor:
-        return cross_entropy(scores_BA, answers_B)
-
-    return [
-        Instance(model.plan(each, placement), model.inputs(each), partial(loss, torch.tensor([x.answer for x in each])))
-        for each in minibatches
-    ]
+def run_recorded(trainer: AsynchronousTrainer, instances: Sequence[Instance], driver: Driver) -> list[Record]:
+    """Train on the instances, and return the record of every task."""
+    return trainer.run(instances, driver).records
 
 
-def measured_costs(setting: Setting, instances: Sequence[Instance]) -> Costs:
-    """Train a new network in one thread, and return the costs of its tasks; those of an update are included."""
-    found = instances[:: max(1, len(instances) // CALIBRATION)]
-    records = setting.trainer(setting.model(), instances, None).run(found, run_virtual).records
-    taken = defaultdict(list)
-    for record in records:
-        taken[record.op, record.task.is_backward].append(record.end - record.start)
-    return {kind: median(seconds) for kind, seconds in taken.items()}
+def measured_costs(training: Training, instances: Sequence[Instance]) -> Costs:
+    """Train a new network in one thread, one instance after the other, and return the costs."""
+    trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, NEVER))
+    numbers = {step.op: number for number, instance in enumerate(instances) for step in instance.steps}
+    tasks, updates = defaultdict(list), defaultdict(list)
+    for number in {*range(0, len(instances), max(1, len(instances) // CALIBRATION)), *numbers.values()}:
+        for record in run_recorded(trainer, [instances[number]], run_virtual):
+            tasks[record.op, record.task.is_backward].append(record.end - record.start)
+        for op, state in trainer.ops.items():
+            if state.pending:
+                start = time.perf_counter()
+                state.update()
+                updates[op].append(time.perf_counter() - start)
+    of_tasks = {kind: median(seconds) for kind, seconds in tasks.items()}
+    return of_tasks, {op: median(seconds) for op, seconds in updates.items()}
 
 
-def competitor(
-    name: str,
-    setting: Setting,
-    instances: Sequence[Instance],
-    flush_every: int | None,
-    driver_of: Callable[[AsynchronousTrainer], Driver],
-    accuracy: Callable[[ListReducer], float],
-) -> Competitor:
-    """Return one way to train; a round is an epoch of a network that it trains from the first round on."""
-    model = setting.model()
-    trainer = setting.trainer(model, instances, flush_every)
-    driver, rng, runs = driver_of(trainer), np.random.default_rng(setting.seed), list[Run]()
+def simulated(costs: Costs, latency: float, bandwidth: float, trainer: AsynchronousTrainer) -> Driver:
+    """Return a driver with the virtual clock, on which updates and second forward passes of stale calls take time.
 
-    def measure() -> dict[str, float]:
-        start = time.perf_counter()
-        runs.append(trainer.run([instances[each] for each in rng.permutation(len(instances))], driver))
-        seconds = time.perf_counter() - start
-        if driver is not run_threads:
-            seconds = max(record.end for record in runs[-1].records)
-        return {"computation": seconds / len(instances)}
+    An update between instances, as in synchronous training, delays the next task of its op.
+    """
+    of_tasks, of_updates = costs
+    versions: dict[int, int] = defaultdict(int)
+    """The version of each op after its last task."""
+    used: dict[tuple[int, int], int] = {}
+    """The version in the forward pass of each call in flight."""
 
-    def facts() -> dict[str, Fact]:
-        staleness = [each.updates for run in runs for each in run.staleness]
-        used = fmean(share for run in runs for share in utilisation(run.records, trainer.num_workers))
+    def cost(step: PlanStep, task: WorkerTask) -> float:
+        seconds, op = of_tasks[step.op, task.is_backward], step.op
+        if op in of_updates:
+            before, versions[op] = versions[op], trainer.ops[op].version
+            if not task.is_backward:
+                used[task.instance, task.call] = versions[op]
+            elif used.pop((task.instance, task.call)) < before and trainer.backward_weights == "current":
+                seconds += of_tasks[op, False]
+            seconds += of_updates[op] * (versions[op] - before)
+        return seconds
+
+    def delay(task: WorkerTask) -> float:
+        return 1e-6 * latency + 1e-9 / bandwidth * trainer.message_bytes(task)
+
+    return partial(run_virtual, cost=cost, delay=delay)
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """Trains in one way, with one seed after the other."""
+
+    training: Training
+    way: Way
+    instances: Sequence[Instance]
+    driver_of: DriverOf
+    curves: list[list[Epoch]] = field(default_factory=list)
+    """The epochs of every seed."""
+
+    def competitor(self) -> Competitor:
+        """Return the row of this way to train; a round is an epoch."""
+        return Competitor(self.way.name, partial(next, self.rounds()), None, self.facts, details=self.details)
+
+    def rounds(self) -> Iterator[dict[str, float]]:
+        """Train for an epoch, and yield the seconds for an instance."""
+        training = self.training
+        for seed in training.seeds:
+            model, rng = training.model(seed), np.random.default_rng(seed)
+            trainer = training.trainer(model, self.instances, self.way)
+            driver = self.driver_of(trainer)
+            self.curves.append([])
+            for _ in range(training.epochs):
+                order = [self.instances[each] for each in rng.permutation(len(self.instances))]
+                start = time.perf_counter()
+                run = trainer.run(order, driver)
+                seconds = time.perf_counter() - start
+                if driver is not run_threads:
+                    seconds = max(record.end for record in run.records)
+                self.curves[-1].append(Epoch(seconds, model.score(training.unseen), run))
+                yield {"computation": seconds / len(self.instances)}
+
+    @property
+    def epochs(self) -> list[Epoch]:
+        """The epochs of all seeds."""
+        return [epoch for curve in self.curves for epoch in curve]
+
+    def staleness(self) -> dict[int, Counter[int]]:
+        """Return by op the number of backward passes of each staleness."""
+        found: dict[int, Counter[int]] = defaultdict(Counter)
+        for (op, updates), number in sum((Counter(epoch.run.staleness) for epoch in self.epochs), Counter()).items():
+            found[op][updates] += number
+        return dict(sorted(found.items()))
+
+    def facts(self) -> dict[str, Fact]:
+        """Return the columns of the row; loss and score are those of the last epoch."""
+        last, workload = [curve[-1] for curve in self.curves], self.training.workload
+        workers = self.instances[0].plan.num_devices
+        used = fmean(share for epoch in self.epochs for share in utilisation(epoch.run.records, workers))
         return {
             "utilisation": f"{100 * used:.0f}%",
-            "mean staleness": f"{fmean(staleness):.2f}",
-            "greatest staleness": max(staleness),
-            "updates": sum(sum(run.updates.values()) for run in runs),
-            "loss": f"{fmean(runs[-1].losses):.3f}",
-            "accuracy": f"{100 * accuracy(model):.1f}%",
+            **summary(sum(self.staleness().values(), Counter())),
+            "updates per epoch": fmean(sum(epoch.run.updates.values()) for epoch in self.epochs),
+            "loss": over_seeds([fmean(epoch.run.losses) for epoch in last], "{:.3f}".format),
+            workload.score: over_seeds([epoch.score for epoch in last], workload.text),
+            **self.to_target(),
         }
 
-    return Competitor(name, measure, facts=facts)
+    def to_target(self) -> dict[str, Fact]:
+        """Return the epochs and seconds until the score reached the target; nothing without a target."""
+        if (target := self.training.target) is None:
+            return {}
+        sign, reached = (1 if self.training.workload.is_accuracy else -1), []
+        for curve in self.curves:
+            times = accumulate(epoch.seconds for epoch in curve)
+            found = zip(range(1, 1 + len(curve)), times, curve, strict=True)
+            reached += [(number, at) for number, at, epoch in found if sign * epoch.score >= sign * target][:1]
+        failed = len(self.curves) - len(reached)
+        text = f"not reached by {failed} of {len(self.curves)}" if len(self.curves) > 1 else "not reached"
+        texts = [text] * 2 if failed else [over_seeds(each, "{:.4g}".format) for each in zip(*reached, strict=True)]
+        return {"epochs to target": texts[0], "seconds to target": texts[1]}
+
+    def details(self) -> dict[str, Any]:
+        """Return the scores and seconds of every seed's epochs, and the updates and the staleness of each op."""
+        names, ops = op_names(self.training), {}
+        for op, staleness in self.staleness().items():
+            updates = fmean(epoch.run.updates[op] for epoch in self.epochs)
+            ops[names[op]] = {"updates per epoch": updates, **summary(staleness)}
+        scores = [[epoch.score for epoch in curve] for curve in self.curves]
+        return {"scores": scores, "seconds": [[epoch.seconds for epoch in curve] for curve in self.curves], "ops": ops}
 
 
-def list_reduction_benchmark(
+def summary(staleness: Counter[int]) -> dict[str, Fact]:
+    """Return the mean, rounded to two digits after the point, and the maximum of the staleness."""
+    mean = sum(updates * number for updates, number in staleness.items()) / staleness.total()
+    return {"mean staleness": round(mean, 2), "greatest staleness": max(staleness)}
+
+
+def over_seeds(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return the mean of one value for each seed, and their range if there are several."""
+    extent = f" ({text(min(values))}..{text(max(values))})" if len(values) > 1 else ""
+    return text(fmean(values)) + extent
+
+
+def op_names(training: Training) -> list[str]:
+    """Return a name for each op."""
+    return [f"{op} {type(module).__name__}" for op, module in enumerate(training.model(training.seeds[0]).ops)]
+
+
+def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
+    """Draw a histogram of the staleness by op for each of several rows."""
+    figure = Figure(figsize=(4 * len(learners), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(learners), squeeze=False)[0]
+    for axis, (title, learner) in zip(axes, learners.items(), strict=True):
+        names, staleness = op_names(learner.training), learner.staleness()
+        for place, (op, counts) in enumerate(staleness.items()):
+            x = np.array(sorted(counts)) + 0.8 * ((place + 0.5) / len(staleness) - 0.5)
+            shares = [100 * counts[each] / counts.total() for each in sorted(counts)]
+            axis.bar(x, shares, 0.8 / len(staleness), label=names[op])
+        axis.set(title=title, xlabel="updates between forward and backward pass", ylabel="% of backward passes")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.legend(fontsize="x-small")
+    return figure
+
+
+def draw_timeline(
+    training: Training, instances: Sequence[Instance], ways: Sequence[Way], driver_of: DriverOf
+) -> Figure:
+    """Draw which worker runs a task of which instance in each way to train (AMPNet, figure 1).
+
+    The window has the length of `SHOWN` instances of synchronous training. It lies around the first task of an instance
+    that follows a flush.
+    """
+    workers, seed, keys = instances[0].plan.num_devices, training.seeds[0], min(ways[-1].max_active_keys, CALIBRATION)
+    order = np.resize(np.random.default_rng(seed).permutation(len(instances)), 3 * keys + SHOWN)
+    figure = Figure(figsize=(12, len(ways) * (0.8 + 0.35 * workers)), layout="constrained")
+    length = 0.0
+    for axis, way in zip(figure.subplots(len(ways), 1, squeeze=False)[:, 0], ways, strict=True):
+        trainer = training.trainer(training.model(seed), instances, way)
+        records = run_recorded(trainer, [instances[each] for each in order], driver_of(trainer))
+        length = length or SHOWN * max(record.end for record in records) / len(order)  # the first way is synchronous
+        start = min(record.start for record in records if record.task.instance == 2 * keys) - length / 2
+        for record in (each for each in records if start < each.end and each.start < start + length):
+            left, width = 1000 * (record.start - start), 1000 * (record.end - record.start)
+            colour = [*COLOURS.values()][record.task.is_backward]
+            axis.barh(record.worker, width, 0.9, left, color=colour, edgecolor="white", linewidth=0.3)
+            if width > 1000 * length / 80:
+                number = str(record.task.instance)
+                axis.text(left + width / 2, record.worker, number, ha="center", va="center", size=7, clip_on=True)
+        axis.set(title=way.name, ylabel="worker", yticks=range(workers))
+        axis.set(xlim=(0, 1000 * length), ylim=(workers - 0.5, -0.5))
+    axis.set_xlabel("simulated milliseconds (an update belongs to a backward pass, or to the first task after a flush)")
+    patches = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside right upper", fontsize="small")
+    return figure
+
+
+def async_benchmark(
+    workload: str,
     workers: int,
     simulate: Sequence[int],
-    max_active_keys: int,
-    min_update_frequency: int | None,
+    max_active_keys: Sequence[int],
+    min_update_frequency: Sequence[int | None],
     backward_weights: BackwardWeights,
     instance_size: int,
     samples: int,
     val_samples: int,
-    width: int,
-    layers: int,
     learning_rate: float,
     latency: float,
     bandwidth: float,
-    seed: int,
+    epochs: int,
+    seeds: Sequence[int],
+    target: float | None,
+    **network: int,
 ) -> Benchmark:
     """Return the comparison on threads, and that of every simulated number of workers.
 
     Args:
-        min_update_frequency: None for the number of calls that the op has in an instance on average.
+        workload: one of `WORKLOADS`.
+        max_active_keys: the numbers K of instances in flight.
+        min_update_frequency: None among them for the number of calls that the op has in an instance on average.
         latency: microseconds that a message between simulated workers takes, besides the time for its bytes.
         bandwidth: gigabytes per second of each link.
+        seeds: seeds of the initial weights and of the order of the instances; the first one makes the samples.
+        target: the score up to which epochs and seconds are reported.
+        network: the settings of the network.
     """
-    setting = Setting(max_active_keys, min_update_frequency, backward_weights, width, layers, learning_rate, seed)
-    rng = np.random.default_rng(seed)
-    sequences, unseen = list_reductions(samples, rng), list_reductions(val_samples, rng)
-    minibatches = [sequences[first : first + instance_size] for first in range(0, samples, instance_size)]
-    answers = torch.tensor([each.answer for each in unseen])
-
-    @torch.no_grad()
-    def accuracy(model: ListReducer) -> float:
-        return (model(unseen).argmax(dim=1) == answers).double().mean().item()
-
-    def simulated(costs: Costs, trainer: AsynchronousTrainer) -> Driver:
-        def cost(step: PlanStep, task: WorkerTask) -> float:
-            return costs[step.op, task.is_backward]
-
-        def delay(task: WorkerTask) -> float:
-            return 1e-6 * latency + 1e-9 / bandwidth * trainer.message_bytes(task)
-
-        return partial(run_virtual, cost=cost, delay=delay)
+    kind, rng = WORKLOADS[workload], np.random.default_rng(seeds[0])
+    known, unseen = kind.samples(samples, rng), kind.samples(val_samples, rng)
+    minibatches = [known[first : first + instance_size] for first in range(0, samples, instance_size)]
+    training = Training(kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target)
+    ways = ways_to_train(max_active_keys, min_update_frequency)
+    largest = max(max_active_keys)
+    # The pictures show the largest number of keys with the first frequency.
+    drawn = [way for way in ways if way.flush_every in (1, largest)]
+    drawn.append(next(way for way in ways if way.flush_every is None and way.max_active_keys == largest))
+    pictures: dict[str, Callable[[], Figure]] = {}
+    shown: dict[str, Learner] = {}
 
     def cases() -> Iterator[Case]:
         for clock, count in [("threads", workers), *(("simulated", each) for each in sorted(simulate))]:
-            instances = instances_of(setting.model(), minibatches, count)
-            driver_of: Callable[[AsynchronousTrainer], Driver] = lambda _: run_threads  # noqa: E731
+            instances = training.instances(count)
+            driver_of: DriverOf = lambda _: run_threads  # noqa: E731
             if clock == "simulated":
-                driver_of = partial(simulated, measured_costs(setting, instances))
-            flushes = {SYNCHRONOUS: 1, FLUSHED.format(max_active_keys): max_active_keys, ASYNCHRONOUS: None}
-            if max_active_keys == 1:
-                del flushes[FLUSHED.format(1)]
-            ways = [competitor(name, setting, instances, n, driver_of, accuracy) for name, n in flushes.items()]
-            steps = fmean(len(instance.steps) for instance in instances)
-            facts = {"instances": len(instances), "steps": steps}
-            yield Case({"clock": clock, "workers": count}, 1, ways, SYNCHRONOUS, facts, warm_up=False)
+                driver_of = partial(simulated, measured_costs(training, instances), latency, bandwidth)
+            learners = {way: Learner(training, way, instances, driver_of) for way in ways}
+            facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
+            rows = [each.competitor() for each in learners.values()]
+            yield Case({"clock": clock, "workers": count}, 1, rows, SYNCHRONOUS, facts, warm_up=False)
+            shown[f"{count} {clock if clock == 'threads' else 'simulated workers'}"] = learners[drawn[-1]]
+            pictures["staleness"] = partial(draw_staleness, shown)
+            if clock == "simulated":
+                pictures.setdefault("timeline", partial(draw_timeline, training, instances, drawn, driver_of))
 
-    network = f"{layers} layer{'s' * (layers > 1)} of width {width}"
-    updates = min_update_frequency or "as many calls as an instance has"
+    frequencies = ", ".join(str(each or "calls in an instance") for each in min_update_frequency)
     description = (
-        f"list reduction: {network}; {samples} sequences in instances of {instance_size}; "
-        f"up to {max_active_keys} instances in flight, update frequency: {updates}, "
-        f"{backward_weights} weights in backward passes, Adam {learning_rate:g}, seed {seed}"
+        f"{workload}: {', '.join(f'{name} {value}' for name, value in network.items())}; {samples} samples in "
+        f"instances of {instance_size}; up to {', '.join(map(str, max_active_keys))} instances in flight, update "
+        f"frequency: {frequencies}; {backward_weights} weights in backward passes, Adam {learning_rate:g}, "
+        f"seeds {', '.join(map(str, seeds))}" + (f", target {kind.text(target)}" if target is not None else "")
     )
-    return Benchmark(description, cases(), "workers", "instance")
+    return Benchmark(description, cases(), "workers", "instance", pictures=pictures)

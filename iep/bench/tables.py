@@ -2,8 +2,8 @@
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class Benchmark:
         cases: the cases, small ones first; they may be created while the benchmark runs.
         over: the key of the cases' settings that is the horizontal axis of the picture.
         unit: the name of a sample, such as `question`.
+        pictures: functions that draw further pictures, by name; `cases` may add to them.
     """
 
     description: str
@@ -38,6 +39,7 @@ class Benchmark:
     over: str
     unit: str
     device: torch.device = CPU
+    pictures: dict[str, Callable[[], Figure]] = field(default_factory=dict)
 
 
 def machine_line(device: torch.device) -> str:
@@ -85,7 +87,10 @@ def run_benchmark(benchmark: Benchmark, effort: Effort, command: str, files: Seq
     finally:
         if files and comparisons:
             draw_comparisons(files[2], comparisons, benchmark.over, benchmark.unit, machine)
-            print(f"\nWrote {', '.join(map(str, files))}")
+            more = {files[2].with_stem(f"{files[2].stem}-{name}"): draw for name, draw in benchmark.pictures.items()}
+            for path, draw in more.items():
+                save(draw(), path)
+            print(f"\nWrote {', '.join(map(str, [*files, *more]))}")
     return comparisons
 
 

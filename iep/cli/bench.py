@@ -1,5 +1,6 @@
 """`iep-bench`: measure the speed of the engine, the data loader, other networks and training, and show schedules."""
 
+import re
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ from iep.execution_engine.choices import SCENES
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 SIZE = click.IntRange(1, 10**9)
 SIZES, TRIPLE = CommaList(SIZE), (SIZE, SIZE, SIZE)
+SHARE = click.FloatRange(0, 1)
 option = partial(click.option, show_default=True)
 
 
@@ -88,8 +90,8 @@ def network(words: int) -> Callable:
     return all_of(vocabulary, batching(STRATEGIES, SHARING, DEFER), phases, seed, threads, measured(7))
 
 
-def run(ctx: click.Context, module: str, **given: Any) -> None:
-    """Run the command's benchmark, which a module of `iep.bench` defines, and write its files."""
+def run(ctx: click.Context, module: str, name: str | None = None, **given: Any) -> None:
+    """Run a benchmark that a module of `iep.bench` defines, by default that of the command's name; write its files."""
     # Imported late: `--help` should not wait for torch.
     import torch
 
@@ -101,7 +103,7 @@ def run(ctx: click.Context, module: str, **given: Any) -> None:
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(given.get("seed", 0))  # of the weights
-    make = getattr(import_module(f"iep.bench.{module}"), f"{ctx.info_name.replace('-', '_')}_benchmark")
+    make = getattr(import_module(f"iep.bench.{module}"), f"{(name or ctx.info_name).replace('-', '_')}_benchmark")
     run_benchmark(make(**given), effort, ctx.meta["command"], files)
 
 
@@ -282,50 +284,91 @@ def moe(ctx: click.Context, **given: Any) -> None:
     run(ctx, "measure_experts", **given)
 
 
+class UpdateFrequency(click.ParamType):
+    """A number of calls, or `auto`, which becomes None."""
+
+    name = "frequency"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value != "auto" and not re.fullmatch("[0-9]+", value):
+            self.fail(f"{value!r}, expected auto or integers separated by commas, such as auto,1,64", param, ctx)
+        return None if value == "auto" else SIZE.convert(value, param, ctx)
+
+
 @main.group("async", cls=CommandGroup)
 def asynchronous() -> None:
-    """Measure asynchronous training: several instances in flight, and updates of each op by itself."""
+    """Measure synchronous training, training with flushes, and asynchronous training of a network.
+
+    The ops of the network are placed on threads and on simulated workers. In asynchronous training, several instances
+    are in flight, and each op updates itself.
+    """
+
+
+def trained(instance_size: int, samples: int, width: int, target: click.ParamType = SHARE) -> Callable:
+    """Return the options that all workloads of asynchronous training share, with the defaults of one."""
+    return all_of(
+        option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed."),
+        option("--simulate", type=SIZES, default="4,8", help="Numbers of workers to simulate with measured costs."),
+        option(
+            "--max-active-keys",
+            type=CommaList(click.IntRange(1, 10**6)),
+            default="4",
+            help="Largest numbers of instances in flight; each is measured with each update frequency.",
+        ),
+        option(
+            "--min-update-frequency",
+            type=CommaList(UpdateFrequency()),
+            default="auto",
+            help="Numbers of calls after which an op is updated; auto: those of the op in an instance, on average.",
+        ),
+        option(
+            "--backward-weights",
+            type=click.Choice(["current", "forward"]),
+            default="current",
+            help="Weights of a backward pass: the current ones, or those of its forward pass.",
+        ),
+        option("--instance-size", type=SIZE, default=instance_size, help="Samples per instance."),
+        option("--samples", type=SIZE, default=samples, help="Generated samples for training."),
+        option("--val-samples", type=SIZE, default=1_000, help="Generated samples for the score."),
+        option("--width", type=SIZE, default=width, help="Hidden size."),
+        option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam."),
+        option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message."),
+        option(
+            "--bandwidth",
+            type=click.FloatRange(min=0, min_open=True),
+            default=10.0,
+            help="Simulated gigabytes per second between workers.",
+        ),
+        option("--epochs", type=click.IntRange(min=1), default=5, help="Number of epochs of each row and seed."),
+        option("--target", type=target, help="Report epochs and seconds until the score of unseen samples is as good."),
+        option(
+            "--seeds",
+            type=CommaList(click.IntRange(0, 2**32 - 1)),
+            default="0",
+            help="Seeds of the weights and the order of instances; the first also generates the samples.",
+        ),
+        option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of each worker."),
+        option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and pictures."),
+    )
+
+
+def train(ctx: click.Context, **given: Any) -> None:
+    """Run the benchmark of a command of `iep-bench async`; a round is an epoch of a seed."""
+    rounds = given["epochs"] * len(given["seeds"])
+    run(ctx, "measure_async", "async", workload=ctx.info_name, repeat=rounds, max_seconds=1e9, **given)
 
 
 @asynchronous.command("list-reduction", cls=RecordedCommand)
-@option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed.")
-@option("--simulate", type=SIZES, default="4,8", help="Numbers of workers to simulate with costs of this machine.")
-@option("--max-active-keys", type=click.IntRange(1, 10**6), default=4, help="Largest number of instances in flight.")
-@option(
-    "--min-update-frequency",
-    type=SIZE,
-    help="Calls after which an op is updated.  [default: those of the op in an instance, on average]",
-)
-@option(
-    "--backward-weights",
-    type=click.Choice(["current", "forward"]),
-    default="current",
-    help="Weights of a backward pass: the current ones, or those of its forward pass.",
-)
-@option("--instance-size", type=SIZE, default=32, help="Sequences per instance.")
-@option("--samples", type=SIZE, default=10_000, help="Generated sequences for training.")
-@option("--val-samples", type=SIZE, default=1_000, help="Generated sequences for the accuracy.")
 @option("--layers", type=click.IntRange(1, 64), default=1, help="Recurrent layers, each of which is an op.")
-@option("--width", type=SIZE, default=128, help="Hidden size.")
-@option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam.")
-@option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message.")
-@option(
-    "--bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
-    default=10.0,
-    help="Simulated gigabytes per second between workers.",
-)
-@option("--epochs", "repeat", type=click.IntRange(min=1), default=5, help="Number of epochs of each row.")
-@seed
-@option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of each worker.")
-@option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and a picture.")
+@trained(instance_size=32, samples=10_000, width=128)
 @click.pass_context
 def list_reduction(ctx: click.Context, **given: Any) -> None:
-    """Measure a recurrent network that reduces lists of digits, synchronously, with flushes, and asynchronously.
+    """Measure training of a recurrent network on lists.
 
-    It is the first experiment of AMPNet (Gaunt et al. 2017) on generated data.
+    It reduces generated lists of digits, which is the first experiment of AMPNet (Gaunt et al. 2017). The score is the
+    accuracy.
     """
-    run(ctx, "measure_async", **given, max_seconds=1e9)
+    train(ctx, **given)
 
 
 if __name__ == "__main__":

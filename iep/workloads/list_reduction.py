@@ -7,13 +7,15 @@ with weights is an op, so that it can have a worker of its own.
 Shapes: B sequences, T tokens of a sequence, M tokens of a minibatch, H width, N nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
@@ -106,6 +108,16 @@ class ListReducer(nn.Module):
         """Return the inputs of a plan of the same sequences."""
         tokens_M = torch.from_numpy(np.concatenate([each.tokens for each in sequences]))
         return {STATES: torch.zeros(1, self.width), WORDS: tokens_M}
+
+    def loss(self, sequences: Sequence[Reduction]) -> Callable[..., Tensor]:
+        """Return the function that maps the scores of these sequences, (B, 10), to their mean cross-entropy."""
+        return partial(cross_entropy, target=torch.tensor([each.answer for each in sequences]))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Reduction]) -> float:
+        """Return the accuracy."""
+        answers = torch.tensor([each.answer for each in sequences])
+        return (self(sequences).argmax(dim=1) == answers).double().mean().item()
 
     def forward(self, sequences: Sequence[Reduction]) -> Tensor:
         """Return the scores of the answers, (B, 10)."""
