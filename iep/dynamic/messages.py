@@ -50,8 +50,8 @@ class Message(NamedTuple):
 class Node(Protocol):
     """A node of a network."""
 
-    to: str | Iterable[str]
-    """The successor or successors, to which it sends messages."""
+    to: str | Iterable[str | None]
+    """The successor or successors, to which it sends messages; None stands for none."""
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         """Return the messages that the node sends when it receives one.
@@ -124,8 +124,8 @@ class Cond:
     """The successor for each value of the rule; None ends a message, whose tensors other messages have too."""
 
     @property
-    def to(self) -> list[str]:
-        return [to for to in self.routes.values() if to is not None]
+    def to(self) -> Iterable[str | None]:
+        return self.routes.values()
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         value = self.rule(received.state)
@@ -181,12 +181,14 @@ class Flatmap:
 class Split:
     """A partition, which sends the first tensor of a payload to the first successor, and so on."""
 
-    to: tuple[str, ...]
+    to: tuple[str | None, ...]
+    """The successors; None for a tensor that is not sent."""
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         if len(received.payload) != len(self.to):
             raise error(received, f"{len(received.payload)} tensors for {len(self.to)} successors, expected one each")
-        return [Message(to, (tensor,), received.state) for to, tensor in zip(self.to, received.payload, strict=True)]
+        parts = zip(self.to, received.payload, strict=True)
+        return [Message(to, (tensor,), received.state) for to, tensor in parts if to is not None]
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ class MessageGraph:
         neutral = -1
         for name, node in nodes.items():
             for to in (node.to,) if isinstance(node.to, str) else node.to:
-                if to not in self._nodes:
+                if to is not None and to not in self._nodes:
                     raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
             if not isinstance(node, Apply | Reduce):
                 continue
