@@ -13,11 +13,11 @@ an instance and across instances.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,21 +47,6 @@ class Message(NamedTuple):
     state: State
 
 
-class Node(Protocol):
-    """A node of a network."""
-
-    to: str | Iterable[str | None]
-    """The successor or successors, to which it sends messages; None stands for none."""
-
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        """Return the messages that the node sends when it receives one.
-
-        Raises:
-            ValueError: the node cannot handle the message; the error names the node and the state.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Apply:
     """A payload transform: the module of an op maps the tensors of a payload to those of the message that is sent."""
@@ -73,28 +58,34 @@ class Apply:
     makes: tuple[int, ...] = (0,)
     """The columns of the tensors that the module returns."""
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
         return Signature(tuple(map(Read, range(self.reads))) if isinstance(self.reads, int) else self.reads, self.makes)
 
+    @cached_property
+    def arity(self) -> int:
+        return max(read.first + read.width for read in self.signature.reads)
+
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        slot = run.compute(received, self.op, [received.payload])[0]
+        if len(received.payload) != self.arity:
+            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {self.arity}")
+        slot = run.add(self.op, received.payload, received)
         return [Message(self.to, tuple([(slot, position) for position in range(len(self.makes))]), received.state)]
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """A payload transform that reduces any number of tensors to one, such as the sum of those that a `Group` joined.
+    """A payload transform that reduces any number of tensors to one, such as those of a `Group` to their sum.
 
-    All nodes of an op have the same number of arguments. The module therefore reduces `width` tensors at a time, filled
-    up with a neutral one, and more tensors need a tree of nodes. Payloads of different sizes thus run in one call, in
-    contrast to an op for each size, and in contrast to a chain of binary ops without waiting for each other.
+    All nodes of an op have the same number of arguments. The module therefore reduces `arity` tensors at a time, filled
+    up with a neutral one, and more tensors need a tree of nodes. Payloads of different sizes thus run in one call. An op
+    for each size would need a call for each, and a chain of binary ops almost as many calls as there are tensors.
     """
 
     to: str
     op: int
-    """The op, whose module is associative and maps (G, width, ...) to (G, ...)."""
-    width: int
+    """The op, whose module is associative and maps (G, arity, ...) to (G, ...)."""
+    arity: int
     """The number of tensors at a time, 2 or more."""
     neutral: int
     """The slot of an input that changes no result, such as zeros for a sum."""
@@ -103,14 +94,14 @@ class Reduce:
 
     @property
     def signature(self) -> Signature:
-        return Signature((Read(0, self.width),), self.makes)
+        return Signature((Read(0, self.arity),), self.makes)
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         tensors = list(received.payload)
         while True:
-            tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.width)
-            parts = [tuple(tensors[first : first + self.width]) for first in range(0, len(tensors), self.width)]
-            tensors = [(slot, 0) for slot in run.compute(received, self.op, parts)]
+            tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.arity)
+            parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
+            tensors = [(run.add(self.op, part, received), 0) for part in parts]
             if len(tensors) == 1:
                 return [Message(self.to, tuple(tensors), received.state)]
 
@@ -252,41 +243,29 @@ class Result:
         return []
 
 
-class Unrolled(NamedTuple):
-    """The graph of one instance. Slots are numbered within it; input slot n of the minibatch is -2 - n."""
-
-    ops: np.ndarray
-    """The op of each node, (N,)."""
-    args: np.ndarray
-    """The slots and the fields of each node's arguments, (N, A, 2); slots are -1 after the last."""
-    roots: list[np.ndarray]
-    """The slots and the fields of what reached each `Result`, (R, 2)."""
+Node = Apply | Reduce | Cond | Phi | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
+"""A node of a network: `to` names its successors, and `receive` returns the messages that it sends for one."""
 
 
+@dataclass
 class Unrolling:
-    """The graph of an instance, while its messages pass through the network."""
+    """The graph of one instance, while its messages pass through the network.
 
-    def __init__(self, num_inputs: int, arity: Mapping[int, int]):
-        self.num_inputs, self.arity = num_inputs, arity
-        self.ops: list[int] = []
-        self.args: list[Payload] = []
-        self.makers: list[Message] = []
-        """The message for which each node was added."""
-        self.results: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
-        """The position and the tensor of each message that reached a `Result`."""
-        self.waiting: dict[tuple[str, State], tuple[int, list[tuple[int, Payload]]]] = {}
-        """By node and state: the number of messages that it joins, and the position and payload of those received."""
+    Slots are numbered within the instance. Input slot n of the minibatch is -2 - n.
+    """
 
-    def compute(self, received: Message, op: int, payloads: Iterable[Payload]) -> list[int]:
-        """Add a node of an op for each payload, and return their slots."""
-        first = len(self.ops)
-        for payload in payloads:
-            if len(payload) != self.arity[op]:
-                raise error(received, f"a payload of {len(payload)} tensors, but op {op} reads {self.arity[op]}")
-            self.ops.append(op)
-            self.args.append(payload)
-            self.makers.append(received)
-        return list(range(self.num_inputs + first, self.num_inputs + len(self.ops)))
+    num_inputs: int
+    nodes: list[tuple[int, Payload, Message]] = field(default_factory=list)
+    """The op and the arguments of each node, and the message for which it was added."""
+    results: dict[str, list[tuple[int, tuple[int, int]]]] = field(default_factory=lambda: defaultdict(list))
+    """The position and the tensor of each message that reached a `Result`, by name."""
+    waiting: dict[tuple[str, State], tuple[int, list[tuple[int, Payload]]]] = field(default_factory=dict)
+    """By name and state, how many messages a node joins, and the position and payload of those that have arrived."""
+
+    def add(self, op: int, arguments: Payload, received: Message) -> int:
+        """Add a node, and return its slot."""
+        self.nodes.append((op, arguments, received))
+        return self.num_inputs + len(self.nodes) - 1
 
     def join(self, received: Message, state: State, position: int | None, size: int) -> list[Payload]:
         """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
@@ -301,14 +280,14 @@ class Unrolling:
         return [payload for _, payload in kept]
 
     def check(self) -> None:
-        """Check at the end that nothing waits, and that a result depends on every node."""
+        """Check at the end that no node waits, and that a result depends on every node."""
         for (name, state), (size, kept) in self.waiting.items():
             raise error(Message(name, (), state), f"only {len(kept)} of {size} messages have arrived")
         needed = {tensor[0] for found in self.results.values() for _, tensor in found}
-        for node in reversed(range(len(self.ops))):
-            if self.num_inputs + node not in needed:
-                raise error(self.makers[node], "no result depends on what it computes")
-            needed.update([slot for slot, _ in self.args[node]])
+        for slot, (_, arguments, received) in reversed([*enumerate(self.nodes, self.num_inputs)]):
+            if slot not in needed:
+                raise error(received, "no result depends on what it computes")
+            needed.update([argument for argument, _ in arguments])
 
 
 class MessageGraph:
@@ -318,71 +297,65 @@ class MessageGraph:
         nodes: the nodes by name. Their successors are names, such as "embedding", or "cell.0" for port 0 of a `Concat`.
 
     Raises:
-        ValueError: a node has an unknown successor, a `Reduce` has a width of less than 2, or nodes of one op differ in
-            what they read or make.
+        ValueError: a node has an unknown successor, a `Reduce` has an arity of less than 2, or nodes of one op differ
+            in what they read or make.
     """
 
     def __init__(self, **nodes: Node):
-        self.signatures: dict[int, Signature] = {}
         self._nodes: dict[str, Node] = {}
         for name, node in nodes.items():
             ports = [f"{name}.{port}" for port in range(node.ports)] if isinstance(node, Concat) else [name]
             self._nodes.update(dict.fromkeys(ports, node))
-        neutral = -1
+        computing = {name: node for name, node in nodes.items() if isinstance(node, Apply | Reduce)}
+        self._signatures = {node.op: node.signature for node in computing.values()}
         for name, node in nodes.items():
             for to in (node.to,) if isinstance(node.to, str) else node.to:
                 if to is not None and to not in self._nodes:
                     raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
-            if not isinstance(node, Apply | Reduce):
-                continue
-            if self.signatures.setdefault(node.op, node.signature) != node.signature:
+        for name, node in computing.items():
+            if node.signature != self._signatures[node.op]:
                 raise ValueError(f"node {name!r} and another one of op {node.op} have different signatures")
-            if isinstance(node, Reduce):
-                neutral = max(neutral, node.neutral)
-                if node.width < 2:
-                    raise ValueError(f"node {name!r} reduces {node.width} tensors at a time, expected 2 or more")
+            if isinstance(node, Reduce) and node.arity < 2:
+                raise ValueError(f"node {name!r} reduces {node.arity} tensors at a time, expected 2 or more")
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
-        reads = {op: signature.reads for op, signature in self.signatures.items()}
-        self._arity = {op: max(read.first + read.width for read in each) for op, each in reads.items()}
-        self._constants = np.arange(neutral, -1, -1)
-        self._follow = lru_cache(REMEMBERED)(self._unroll_one)  # equal states have equal graphs
+        self._arity = max(node.arity for node in computing.values())
+        neutral = max([-1, *(node.neutral for node in computing.values() if isinstance(node, Reduce))])
+        self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
+        self._remembered = lru_cache(REMEMBERED)(self._follow)
 
     def unroll(self, instances: Iterable[Instance], inputs: np.ndarray) -> tuple[Graph, Types]:
-        """Follow the messages of each instance, and return the graph of what they compute, with its types.
+        """Follow the messages of a minibatch, and return the graph of what they compute, with its types.
 
-        The types have a root for each `Result` of the network, with its tensors by instance and order.
+        The types have a root for each `Result`, with the tensors of all instances.
 
         Args:
-            instances: the messages with which each instance begins; instances do not receive each other's messages.
+            instances: the messages with which each instance begins. Instances do not exchange messages.
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: a node has no route for a state, gets two messages in a state that should tell them apart, waits
-                for messages that do not arrive, gets a payload of another size than it expects, or is unknown; no
-                result depends on what a node computes; or there are more than `MOST_MESSAGES`. The message names the
-                node and the state.
+            ValueError: there is no instance; a node is unknown, has no route for a state, computes twice for one state,
+                waits for messages that do not arrive, or receives a payload of another size than it expects; no result
+                depends on what a node computes; or an instance has `MOST_MESSAGES`. The error names node and state.
         """
-        unrolled, slots, num_slots = [], [], len(inputs)
+        parts, slots, num_slots = [], [], len(inputs)
         for messages in instances:
-            found = self._follow(tuple([(to, len(given), state) for to, given, state in messages]))
-            nodes = np.arange(num_slots, num_slots := num_slots + len(found.ops))
-            slots.append(np.concatenate([*(given for _, given, _ in messages), nodes, self._constants, [-1]]))
-            unrolled.append(found)
-        if not unrolled:
-            raise ValueError("there are no instances, expected one or more")
+            given = [slots for _, slots, _ in messages]
+            parts.append(self._remembered(tuple([(to, len(slots), state) for to, slots, state in messages])))
+            nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
+            slots.append(np.concatenate([*given, nodes, self._tail]).astype(np.int64))
+        if not parts:
+            raise ValueError("there is no instance, expected one or more")
+        ops, args, *roots = zip(*parts, strict=True)
 
-        def joined(tensors: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-            """Return the slots in the minibatch, and the fields, of tensors of all instances."""
-            tensors = list(tensors)
+        def joined(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+            """Return the slots in the minibatch and the fields of tensors of every instance."""
             found = [slots_S[each[..., 0]] for slots_S, each in zip(slots, tensors, strict=True)]
-            return np.concatenate(found).astype(np.int64), np.concatenate(tensors)[..., 1]
+            return np.concatenate(found), np.concatenate(tensors)[..., 1]
 
-        args, fields = joined(each.args for each in unrolled)
-        example = np.repeat(np.arange(len(unrolled)), [len(each.ops) for each in unrolled])
-        roots = tuple(joined(each) for each in zip(*(each.roots for each in unrolled), strict=True))
-        ops = np.concatenate([each.ops for each in unrolled])
-        graph = Graph(len(inputs), ops, args, example, np.concatenate([slots for slots, _ in roots]))
-        return graph, Types(inputs, self.signatures, roots, fields if fields.any() else None)
+        (args, fields), roots = joined(args), tuple(map(joined, roots))
+        example = np.repeat(np.arange(len(ops)), list(map(len, ops)))
+        graph = Graph(len(inputs), np.concatenate(ops), args, example, np.concatenate([slots for slots, _ in roots]))
+        return graph, Types(inputs, self._signatures, roots, fields if fields.any() else None)
 
     def plan(
         self,
@@ -391,47 +364,43 @@ class MessageGraph:
         placement: OpPlacement | None = None,
         scheduler: str = "lookahead",
     ) -> Plan:
-        """Return the plan of a minibatch, placed if a placement is given.
-
-        Args:
-            instances: the messages with which each instance begins.
-            inputs: the column of each input, (num_inputs,).
-            placement: the devices or workers of the ops.
-            scheduler: a name in `iep.batching.schedulers.SCHEDULERS`.
-
-        Raises:
-            ValueError: as `unroll`, or the placement lacks an op, or no scheduler has this name.
-        """
+        """Return the plan of a minibatch; arguments and errors are those of `unroll` and of the functions it calls."""
         graph, types = self.unroll(instances, inputs)
         schedule = make_schedule(graph, scheduler)
         return make_placed_plan(graph, schedule, placement, types) if placement else make_plan(graph, schedule, types)
 
-    def _unroll_one(self, messages: tuple[tuple[str, int, State], ...]) -> Unrolled:
-        """Return the graph of one instance, given the node, the number of tensors and the state of each message."""
-        sizes, queue, computed = [size for _, size, _ in messages], deque(), set()
-        for (to, size, state), end in zip(messages, accumulate(sizes), strict=True):
+    def _follow(self, messages: tuple[tuple[str, int, State], ...]) -> tuple[np.ndarray, ...]:
+        """Return the graph of one instance, given the node, the number of tensors and the state of each message.
+
+        Returns:
+            the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
+            slots and fields of what reached each `Result`, (R, 2).
+        """
+        ends = [*accumulate([size for _, size, _ in messages])]
+        run, computed, queue = Unrolling(ends[-1]), set(), deque[Message]()
+        for (to, size, state), end in zip(messages, ends, strict=True):
             queue.append(Message(to, tuple([(slot, 0) for slot in range(end - size, end)]), state))
-        run, left = Unrolling(sum(sizes), self._arity), MOST_MESSAGES
-        while queue:
-            received, left = queue.popleft(), left - 1
+        for _ in range(MOST_MESSAGES):
+            if not queue:
+                break
+            received = queue.popleft()
             node = self._nodes.get(received.to)
             if node is None:
                 raise error(received, f"no such node, expected one of {', '.join(self._nodes)}")
-            if not left:
-                raise error(received, f"{MOST_MESSAGES} messages of one instance, expected loops that end")
             if isinstance(node, Apply | Reduce):
                 if received[::2] in computed:
                     raise error(received, "a second message, expected states that tell messages apart")
                 computed.add(received[::2])
             queue.extend(node.receive(run, received))
+        else:
+            raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
         run.check()
-        width = max(self._arity.values())
-        args = [(*payload, *[(-1, 0)] * (width - len(payload))) for payload in run.args]
+        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload, _ in run.nodes]
         roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
-        return Unrolled(
-            np.array(run.ops, dtype=np.int64),
-            np.array(args, dtype=np.int64).reshape(-1, width, 2),
-            [np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots],
+        return (
+            np.array([op for op, _, _ in run.nodes], dtype=np.int64),
+            np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
+            *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
         )
 
 

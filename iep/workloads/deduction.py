@@ -1,9 +1,9 @@
 """Basic deduction: "Mice are afraid of wolves. Gertrude is a mouse. What is Gertrude afraid of?"
 
-This is task 15 of bAbI (Weston et al. 2015) on generated data, as graphs with typed edges (Li et al. 2016, section 5.1),
-for the experiment of Gaunt et al. 2017 (AMPNet, section 6). Half of the vertices are animals, the others are species. Each
-animal *is* of a species, and each species *is afraid of* another one. The answer is two edges away from the animal that
-the question names.
+This is task 15 of bAbI (Weston et al. 2015) on generated data, as graphs with typed edges (Li et al. 2016, section
+5.1), for the experiment of Gaunt et al. 2017 (AMPNet, section 6). Half of the vertices are animals, the others are
+species. Each animal *is* of a species, and each species *is afraid of* another one. The answer is two edges away from
+the animal that the question names.
 
 Shapes: B graphs, V vertices of each.
 """

@@ -7,7 +7,7 @@ can have a worker of its own. `deduction.py` and `molecules.py` have the data an
 Shapes: B graphs, V vertices of one, N of all, E directed edges, G rows of a call, H width.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,20 @@ from torch import Tensor, nn
 from iep.batching.execute import execute
 from iep.batching.placement import OpPlacement, balanced_placement
 from iep.batching.plan import Plan
-from iep.dynamic.messages import Apply, Bcast, Concat, Cond, Flatmap, Group, Isu, MessageGraph, Node, Phi, Reduce, Ungroup
+from iep.dynamic.messages import (
+    Apply,
+    Bcast,
+    Concat,
+    Cond,
+    Flatmap,
+    Group,
+    Isu,
+    MessageGraph,
+    Node,
+    Phi,
+    Reduce,
+    Ungroup,
+)
 
 STATES, KINDS, SCORES = range(3)
 """The columns: states (H,), kinds of vertices (), and what is read out, (1,)."""

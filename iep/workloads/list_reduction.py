@@ -80,15 +80,13 @@ def message_graph(layers: int) -> MessageGraph:
         "scores": Result(),
     }
     for layer in range(layers):
-        is_last = layer == layers - 1
+        above, last = ([], "head") if layer == layers - 1 else ([f"input{layer + 1}.0"], None)
         nodes |= {
             f"input{layer}": Concat(f"cell{layer}"),
             f"cell{layer}": Apply(f"output{layer}", CELL + layer, reads=2),
-            f"output{layer}": Bcast((f"next{layer}", *([] if is_last else [f"input{layer + 1}.0"]))),
+            f"output{layer}": Bcast((f"next{layer}", *above)),
             f"next{layer}": Isu(f"more{layer}", lambda at: at._replace(token=at.token + 1)),
-            f"more{layer}": Cond(
-                lambda at: at.token < at.length, {True: f"input{layer}.1", False: "head" if is_last else None}
-            ),
+            f"more{layer}": Cond(lambda at: at.token < at.length, {True: f"input{layer}.1", False: last}),
         }
     return MessageGraph(**nodes)
 
@@ -121,7 +119,7 @@ class ListReducer(nn.Module):
     def inputs(self, sequences: Sequence[Reduction]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same sequences."""
         tokens_M = torch.from_numpy(np.concatenate([each.tokens for each in sequences]))
-        return {STATES: torch.zeros(1, self.width), WORDS: tokens_M}
+        return {STATES: self.ops[HEAD].weight.new_zeros(1, self.width), WORDS: tokens_M}
 
     def loss(self, sequences: Sequence[Reduction]) -> Callable[..., Tensor]:
         """Return the function that maps the scores of these sequences, (B, 10), to their mean cross-entropy."""
@@ -140,7 +138,7 @@ class ListReducer(nn.Module):
     def one(self, sequence: Reduction) -> Tensor:
         """Return the scores of one sequence, (10,), token by token: the slow reference in plain PyTorch."""
         embedding, head, *cells = self.ops
-        h = [torch.zeros(1, self.width)] * self.layers
+        h = [head.weight.new_zeros(1, self.width)] * self.layers
         for token in torch.from_numpy(sequence.tokens):
             x = embedding(token[None])
             for layer, cell in enumerate(cells):
