@@ -32,8 +32,7 @@ REMEMBERED = 1024
 """The number of instances whose graphs a network remembers. Instances with equal states have equal graphs."""
 State = Hashable
 Payload = tuple[tuple[int, int], ...]
-
-
+"""The slot of each tensor's value, and the position of the tensor in the value."""
 Instance = Iterable[tuple[str, Sequence[int], State]]
 """The messages with which an instance begins: the node, the slots of the inputs in the payload, and the state."""
 
@@ -78,8 +77,8 @@ class Reduce:
     """A payload transform that reduces any number of tensors to one, such as those of a `Group` to their sum.
 
     All nodes of an op have the same number of arguments. The module therefore reduces `arity` tensors at a time, filled
-    up with a neutral one, and more tensors need a tree of nodes. Payloads of different sizes thus run in one call. An op
-    for each size would need a call for each, and a chain of binary ops almost as many calls as there are tensors.
+    up with a neutral one, and more tensors need a tree of nodes. Payloads of different sizes thus run in one call. An
+    op for each size would need a call for each, and a chain of binary ops almost as many calls as there are tensors.
     """
 
     to: str
@@ -210,6 +209,8 @@ class Group:
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         state = self.key(received.state)
         joined = run.join(received, state, self.order and self.order(received.state), self.size(state))
+        if len(set(map(len, joined))) > 1:
+            raise error(received, f"a group of payloads of {', '.join(str(len(each)) for each in joined)} tensors")
         return [Message(self.to, tuple(chain(*zip(*joined, strict=True))), state)] if joined else []
 
 
@@ -318,7 +319,7 @@ class MessageGraph:
             if isinstance(node, Reduce) and node.arity < 2:
                 raise ValueError(f"node {name!r} reduces {node.arity} tensors at a time, expected 2 or more")
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
-        self._arity = max(node.arity for node in computing.values())
+        self._arity = max([1, *(node.arity for node in computing.values())])
         neutral = max([-1, *(node.neutral for node in computing.values() if isinstance(node, Reduce))])
         self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
         self._remembered = lru_cache(REMEMBERED)(self._follow)

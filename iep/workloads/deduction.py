@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from iep.dynamic.messages import Apply, Result
-from iep.workloads.gated_graphs import LINEAR, SCORES, GatedGraphNetwork, TypedGraph
+from iep.dynamic.messages import Apply, Node, Result
+from iep.workloads.gated_graphs import SCORES, GatedGraphNetwork, TypedGraph
 
 IS, IS_REVERSED, AFRAID, AFRAID_REVERSED = range(4)
 """The types of edges. There is an edge in both directions for each fact."""
@@ -53,8 +53,7 @@ class Deducer(GatedGraphNetwork):
     """A gated graph network that scores every vertex as the answer; all graphs have the same number of vertices."""
 
     def __init__(self, width: int = 5, steps: int = 2):
-        nodes = {"readout": Apply("scores", LINEAR + 4, makes=(SCORES,)), "scores": Result(lambda at: at.vertex)}
-        super().__init__(2, 4, width, steps, [nn.Linear(width, 1)], nodes)
+        super().__init__(2, 4, width, steps, [nn.Linear(width, 1)], _readout)
 
     def loss(self, graphs: Sequence[TypedGraph]) -> Callable[..., Tensor]:
         """Return the function that maps the scores of these graphs' vertices, (B V, 1), to their mean cross-entropy."""
@@ -69,6 +68,10 @@ class Deducer(GatedGraphNetwork):
     def one(self, graph: TypedGraph) -> Tensor:
         """Return the scores of one graph, (V, 1): the slow reference in plain PyTorch."""
         return self.ops[-1](self.states(graph))
+
+
+def _readout(op: int) -> dict[str, Node]:
+    return {"readout": Apply("scores", op, makes=(SCORES,)), "scores": Result(order=lambda at: at.vertex)}
 
 
 def _loss(answers_B: Tensor, scores: Tensor) -> Tensor:

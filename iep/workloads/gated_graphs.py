@@ -7,9 +7,9 @@ can have a worker of its own. `deduction.py` and `molecules.py` have the data an
 Shapes: B graphs, V vertices of one, N of all, E directed edges, G rows of a call, H width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -84,9 +84,13 @@ class Sum(nn.Module):
         return x_GNH.sum(1)
 
 
-def message_graph(types: int, steps: int, readout: Mapping[str, Node]) -> MessageGraph:
-    """Return the network of messages (AMPNet, section 4); the last states go to the node "readout" in `readout`."""
-    linear = {f"linear{n}": Apply("targets", LINEAR + n) for n in range(types)}
+Readout = Callable[[int], Mapping[str, Node]]
+"""The number of the first op after the layers of the types -> the nodes that read out, first of which is "readout"."""
+
+
+@cache
+def message_graph(types: int, steps: int, readout: Readout) -> MessageGraph:
+    """Return the network of messages (AMPNet, section 4)."""
     return MessageGraph(
         vertices=Ungroup("embedding", lambda at: [At(at.graph, vertex) for vertex in range(len(at.graph.kinds))]),
         embedding=Apply("state", EMBEDDING),
@@ -95,7 +99,7 @@ def message_graph(types: int, steps: int, readout: Mapping[str, Node]) -> Messag
         bcast=Bcast(("types", "update.1")),
         types=Flatmap("type", lambda at: [at._replace(type=each) for each in at.graph.targets[at.vertex]]),
         type=Cond(lambda at: at.type, {n: f"linear{n}" for n in range(types)}),
-        **linear,
+        **{f"linear{n}": Apply("targets", LINEAR + n) for n in range(types)},
         targets=Flatmap(
             "group", lambda at: [At(at.graph, each, at.step) for each in at.graph.targets[at.vertex][at.type]]
         ),
@@ -104,7 +108,7 @@ def message_graph(types: int, steps: int, readout: Mapping[str, Node]) -> Messag
         update=Concat("cell"),
         cell=Apply("next", CELL, reads=2),
         next=Isu("state", lambda at: at._replace(step=at.step + 1)),
-        **readout,
+        **readout(LINEAR + types),
     )
 
 
@@ -115,18 +119,15 @@ class GatedGraphNetwork(nn.Module):
         kinds: the number of kinds of vertices.
         types: the number of types of edges.
         steps: the number of propagation steps.
-        readout: the modules of the ops after the layers of the types; the last one makes the roots.
-        nodes: the nodes of messages that read out, as in `message_graph`.
+        modules: the modules of the ops that read out; the last one makes the roots.
+        readout: the nodes of messages that read out.
     """
 
-    def __init__(
-        self, kinds: int, types: int, width: int, steps: int, readout: Sequence[nn.Module], nodes: Mapping[str, Node]
-    ):
+    def __init__(self, kinds: int, types: int, width: int, steps: int, modules: Sequence[nn.Module], readout: Readout):
         super().__init__()
-        self.types, self.steps = types, steps
+        self.types, self.steps, self.readout = types, steps, readout
         linear = (nn.Linear(width, width) for _ in range(types))
-        self.ops = nn.ModuleList([nn.Embedding(kinds, width), nn.GRUCell(width, width), Sum(), *linear, *readout])
-        self._messages = message_graph(types, steps, nodes)
+        self.ops = nn.ModuleList([nn.Embedding(kinds, width), nn.GRUCell(width, width), Sum(), *linear, *modules])
 
     def placement(self, workers: int) -> OpPlacement:
         """Return a placement on workers of the CPU, with the most expensive ops on workers of their own."""
@@ -142,7 +143,8 @@ class GatedGraphNetwork(nn.Module):
             [("vertices", range(end - len(each.kinds), end), At(each))]
             for each, end in zip(graphs, ends.tolist(), strict=True)
         ]
-        return self._messages.plan(instances, np.array([STATES] + [KINDS] * (ends[-1] - 1)), placement, "height")
+        columns = np.array([STATES] + [KINDS] * (ends[-1] - 1))
+        return message_graph(self.types, self.steps, self.readout).plan(instances, columns, placement, "height")
 
     def inputs(self, graphs: Sequence[TypedGraph]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same graphs."""

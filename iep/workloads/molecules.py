@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from iep.dynamic.messages import Apply, Group, Reduce, Result
-from iep.workloads.gated_graphs import LINEAR, SCORES, SUM, SUMMANDS, ZERO, GatedGraphNetwork, TypedGraph
+from iep.dynamic.messages import Apply, Group, Node, Reduce, Result
+from iep.workloads.gated_graphs import SCORES, SUM, SUMMANDS, ZERO, GatedGraphNetwork, TypedGraph
 
 H, C, N, O, F = range(5)  # noqa: E741
 """The elements, which are the kinds of vertices."""
@@ -113,16 +113,8 @@ class PolarityRegressor(GatedGraphNetwork):
     """A gated graph network with a gated readout, which is added up over the atoms, and a linear layer on the sum."""
 
     def __init__(self, width: int = 100, steps: int = 4):
-        readout = LINEAR + len(ORDERS)
-        nodes = {
-            "readout": Apply("atoms", readout),
-            "atoms": Group("molecule", size=lambda at: len(at.graph.kinds), key=lambda at: at._replace(vertex=0)),
-            "molecule": Reduce("head", SUM, SUMMANDS, ZERO),
-            "head": Apply("polarity", readout + 1, makes=(SCORES,)),
-            "polarity": Result(),
-        }
         modules = [GatedReadout(width), nn.Linear(width, 1)]
-        super().__init__(len(VALENCES), len(ORDERS), width, steps, modules, nodes)
+        super().__init__(len(VALENCES), len(ORDERS), width, steps, modules, _readout)
 
     def loss(self, graphs: Sequence[TypedGraph]) -> Callable[..., Tensor]:
         """Return the function of the outputs for these molecules, (B, 1), that returns the mean squared error.
@@ -144,3 +136,13 @@ class PolarityRegressor(GatedGraphNetwork):
     def _targets(self, graphs: Sequence[TypedGraph]) -> Tensor:
         answers = self.ops[-1].weight.new_tensor([each.answer for each in graphs])
         return (answers[:, None] - MEAN) / DEVIATION
+
+
+def _readout(op: int) -> dict[str, Node]:
+    return {
+        "readout": Apply("atoms", op),
+        "atoms": Group("sum_of_atoms", size=lambda at: len(at.graph.kinds), key=lambda at: at._replace(vertex=0)),
+        "sum_of_atoms": Reduce("head", SUM, SUMMANDS, ZERO),
+        "head": Apply("polarity", op + 1, makes=(SCORES,)),
+        "polarity": Result(),
+    }
