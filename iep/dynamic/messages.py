@@ -122,7 +122,7 @@ class Cond:
         if value not in self.routes:
             raise error(received, f"no route for {value!r}, expected one of {', '.join(map(repr, self.routes))}")
         to = self.routes[value]
-        return [] if to is None else [received._replace(to=to)]
+        return [] if to is None else [Message(to, received.payload, received.state)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Phi:
     to: str
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [received._replace(to=self.to)]
+        return [Message(self.to, received.payload, received.state)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Bcast:
     to: tuple[str, ...]
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [received._replace(to=each) for each in self.to]
+        return [Message(each, received.payload, received.state) for each in self.to]
 
 
 @dataclass(frozen=True)

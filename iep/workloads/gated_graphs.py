@@ -8,7 +8,7 @@ Shapes: B graphs, V vertices of one, N of all, E directed edges, G rows of a cal
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -130,11 +130,15 @@ class GatedGraphNetwork(nn.Module):
         self.ops = nn.ModuleList([nn.Embedding(kinds, width), nn.GRUCell(width, width), Sum(), *linear, *modules])
 
     def placement(self, workers: int) -> OpPlacement:
-        """Return a placement on workers of the CPU, with the most expensive ops on workers of their own."""
+        """Return a placement on workers of the CPU, with the most expensive ops on workers of their own.
+
+        Sums are on the worker of the cell that reads them.
+        """
         weights = {op: sum(map(torch.numel, module.parameters())) for op, module in enumerate(self.ops)}
         steps = {op: self.steps if CELL <= op < LINEAR + self.types else 1 for op in weights}
         costs = {op: steps[op] * weights[op] for op in weights} | {EMBEDDING: 0}
-        return balanced_placement(costs, workers, EMBEDDING, len(self.ops) - 1)
+        balanced = balanced_placement(costs, workers, EMBEDDING, len(self.ops) - 1)
+        return replace(balanced, ops={**balanced.ops, SUM: balanced.ops[CELL]})
 
     def plan(self, graphs: Sequence[TypedGraph], placement: OpPlacement | None = None) -> Plan:
         """Return the plan of a minibatch. Slot 0 is a state of zeros, and the vertices of all graphs follow."""
