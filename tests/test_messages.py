@@ -97,7 +97,7 @@ def test_messages_are_joined_and_taken_apart_in_order():
     assert graph.op.tolist().count(SUM) == 2
 
 
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5), arity=st.integers(2, 5))
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), arity=st.integers(2, 5))
 @settings(quick, max_examples=40)
 def test_a_group_of_any_size_is_reduced_in_few_calls(sizes: list[int], arity: int):
     network = MessageGraph(reduce=Reduce("end", SUM, arity, neutral=0), end=Result())
@@ -216,6 +216,16 @@ def test_a_network_that_cannot_run_is_an_error(nodes: dict[str, Node], message: 
         MessageGraph(**nodes)
 
 
-def test_a_minibatch_without_instances_is_an_error():
-    with pytest.raises(ValueError, match="there is no instance"):
-        MessageGraph(end=Result()).unroll([], np.zeros(0, dtype=np.int64))
+@pytest.mark.parametrize(
+    ("instances", "num_inputs", "message"),
+    [
+        ([], 1, "there is no instance, expected one or more"),
+        ([[("sum", [0], "a")], [("sum", [0, 2], "a")]], 2, "instance 1 reads inputs [0 2], expected 0 to 1"),
+        ([[("sum", [-1], "a")]], 2, "instance 0 reads inputs [-1], expected 0 to 1"),
+        ([[("sum", [], "a")]], 0, "input 0 is neutral, but there are 0 inputs"),
+    ],
+)
+def test_an_input_that_does_not_exist_is_an_error(instances: list, num_inputs: int, message: str):
+    network = MessageGraph(sum=Reduce("end", SUM, 2, neutral=0), end=Result())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        network.unroll(instances, np.zeros(num_inputs, dtype=np.int64))

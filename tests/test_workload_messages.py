@@ -55,7 +55,7 @@ def case_of(name: str, number: int, seed: int = 0) -> tuple[nn.Module, list]:
 
 @pytest.mark.parametrize("case", CASES)
 @given(number=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), workers=st.integers(1, 7))
-@settings(quick, max_examples=12)
+@settings(quick, max_examples=25)
 def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, number: int, seed: int, workers: int):
     model, samples = case_of(case, number, seed)
     leaves = dict(model.named_parameters())

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ REMEMBERED = 1024
 State = Hashable
 Payload = tuple[tuple[int, int], ...]
 """The slot of each tensor's value, and the position of the tensor in the value."""
-Instance = Iterable[tuple[str, Sequence[int], State]]
+Instance = Sequence[tuple[str, Sequence[int], State]]
 """The messages with which an instance begins: the node, the slots of the inputs in the payload, and the state."""
 
 
@@ -96,7 +96,7 @@ class Reduce:
         return Signature((Read(0, self.arity),), self.makes)
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        tensors = list(received.payload)
+        tensors = list(received.payload) or [(-2 - self.neutral, 0)]
         while True:
             tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.arity)
             parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
@@ -334,16 +334,21 @@ class MessageGraph:
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: there is no instance; a node is unknown, has no route for a state, computes twice for one state,
-                waits for messages that do not arrive, or receives a payload of another size than it expects; no result
-                depends on what a node computes; or an instance has `MOST_MESSAGES`. The error names node and state.
+            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state, computes
+                twice for one state, waits for messages that do not arrive, or receives a payload of another size than
+                it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`. Errors about
+                messages name the node and the state.
         """
+        if len(self._tail) > len(inputs) + 1:
+            raise ValueError(f"input {len(self._tail) - 2} is neutral, but there are {len(inputs)} inputs")
         parts, slots, num_slots = [], [], len(inputs)
         for messages in instances:
-            given = [slots for _, slots, _ in messages]
-            parts.append(self._remembered(tuple([(to, len(slots), state) for to, slots, state in messages])))
+            given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
+            if len(given) and not 0 <= given.min() <= given.max() < len(inputs):
+                raise ValueError(f"instance {len(parts)} reads inputs {given}, expected 0 to {len(inputs) - 1}")
+            parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
             nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
-            slots.append(np.concatenate([*given, nodes, self._tail]).astype(np.int64))
+            slots.append(np.concatenate([given, nodes, self._tail]))
         if not parts:
             raise ValueError("there is no instance, expected one or more")
         ops, args, *roots = zip(*parts, strict=True)
@@ -377,10 +382,10 @@ class MessageGraph:
             the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
             slots and fields of what reached each `Result`, (R, 2).
         """
-        ends = [*accumulate([size for _, size, _ in messages])]
-        run, computed, queue = Unrolling(ends[-1]), set(), deque[Message]()
-        for (to, size, state), end in zip(messages, ends, strict=True):
-            queue.append(Message(to, tuple([(slot, 0) for slot in range(end - size, end)]), state))
+        slots, queue, computed = count(), deque[Message](), set[tuple[str, State]]()
+        for to, size, state in messages:
+            queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
+        run = Unrolling(next(slots))
         for _ in range(MOST_MESSAGES):
             if not queue:
                 break

@@ -46,7 +46,7 @@ ZERO, SUMMANDS = 0, 4
 class TypedGraph:
     """A graph with directed, typed edges. Every vertex is the target of at least one edge."""
 
-    kinds: np.ndarray
+    kinds: np.ndarray = field(repr=False)
     """The kind of each vertex, (V,)."""
     edges: np.ndarray = field(repr=False)
     """The source, type and target of each edge, (E, 3)."""

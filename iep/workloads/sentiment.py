@@ -27,7 +27,8 @@ from iep.workloads.trees import SENTIMENTS, Tree, sst_like
 
 VALUES = (0, 1, -1, None, 2, -2)
 """The value of word n, at position n modulo 6; None negates."""
-WORDS = 60
+WORDS = 600
+"""The number of words, whose frequencies follow Zipf's law; some unseen sentences have words that no seen one has."""
 STATES, WORD, SCORES = range(3)
 """The columns: states h and c (H,), words (), and scores (C,)."""
 EMBEDDING, LEAF, INNER, HEAD = range(4)
