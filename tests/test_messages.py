@@ -46,9 +46,9 @@ class At(NamedTuple):
     total: int = 0
 
 
-def run(network: MessageGraph, instances: list, values: list[float], scheduler: str = "lookahead") -> list[float]:
+def run(network: MessageGraph, instances: list, values: list[float]) -> list[float]:
     """Return the results of a network whose inputs are numbers."""
-    plan = network.plan(instances, np.zeros(len(values), dtype=np.int64), scheduler=scheduler)
+    plan = network.plan(instances, np.zeros(len(values), dtype=np.int64))
     return execute(plan, MODULES, {0: torch.tensor(values, dtype=torch.float64)[:, None]})[0][:, 0].tolist()
 
 

@@ -334,10 +334,10 @@ class MessageGraph:
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state, computes
-                twice for one state, waits for messages that do not arrive, or receives a payload of another size than
-                it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`. Errors about
-                messages name the node and the state.
+            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state,
+                computes twice for a state, waits for messages that do not arrive, or receives a payload of another
+                size than it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`.
+                Errors about messages name the node and the state.
         """
         if len(self._tail) > len(inputs) + 1:
             raise ValueError(f"input {len(self._tail) - 2} is neutral, but there are {len(inputs)} inputs")
@@ -363,16 +363,10 @@ class MessageGraph:
         graph = Graph(len(inputs), np.concatenate(ops), args, example, np.concatenate([slots for slots, _ in roots]))
         return graph, Types(inputs, self._signatures, roots, fields if fields.any() else None)
 
-    def plan(
-        self,
-        instances: Iterable[Instance],
-        inputs: np.ndarray,
-        placement: OpPlacement | None = None,
-        scheduler: str = "lookahead",
-    ) -> Plan:
-        """Return the plan of a minibatch; arguments and errors are those of `unroll` and of the functions it calls."""
+    def plan(self, instances: Iterable[Instance], inputs: np.ndarray, placement: OpPlacement | None = None) -> Plan:
+        """Return the plan of a minibatch; arguments and errors are those of `unroll` and of `make_placed_plan`."""
         graph, types = self.unroll(instances, inputs)
-        schedule = make_schedule(graph, scheduler)
+        schedule = make_schedule(graph, "lookahead")
         return make_placed_plan(graph, schedule, placement, types) if placement else make_plan(graph, schedule, types)
 
     def _follow(self, messages: tuple[tuple[str, int, State], ...]) -> tuple[np.ndarray, ...]:

@@ -148,7 +148,7 @@ class GatedGraphNetwork(nn.Module):
             for each, end in zip(graphs, ends.tolist(), strict=True)
         ]
         columns = np.array([STATES] + [KINDS] * (ends[-1] - 1))
-        return message_graph(self.types, self.steps, self.readout).plan(instances, columns, placement, "height")
+        return message_graph(self.types, self.steps, self.readout).plan(instances, columns, placement)
 
     def inputs(self, graphs: Sequence[TypedGraph]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same graphs."""
