@@ -93,6 +93,18 @@ def test_asynchronous_training_of_one_instance_learns_as_execute_does(case: str)
     assert pickle.loads(pickle.dumps(model)).score(samples) == pytest.approx(plain.score(samples), abs=1e-6)
 
 
+@pytest.mark.parametrize("case", [name for name in LEARN if "list" not in name])
+def test_the_op_with_the_most_weights_has_a_worker_of_its_own(case: str):
+    model, _ = case_of(case, 0)
+    weights = {op: sum(each.numel() for each in module.parameters()) for op, module in enumerate(model.ops)}
+    for workers in range(1, 5):
+        placed = model.placement(workers).ops
+        heaviest = max(list(placed), key=lambda op: weights[op] * (type(model.ops[op]) is not nn.Embedding))
+        beside = [op for op, worker in placed.items() if worker == placed[heaviest] and weights[op] and op != heaviest]
+        assert set(placed) == set(weights)
+        assert bool(beside) == (workers == 1)
+
+
 @pytest.mark.parametrize("case", LEARN)
 def test_a_score_is_that_of_one_sample_at_a_time(case: str):
     model, samples = case_of(case, 20)

@@ -29,7 +29,7 @@ def deductions(number: int, rng: np.random.Generator, vertices: int = VERTICES) 
     """Return random questions; the animal that a question names is a vertex of kind 1, and others are of kind 0.
 
     Raises:
-        ValueError: there are less than 3 vertices.
+        ValueError: there are fewer than 3 vertices.
     """
     if vertices < 3:
         raise ValueError(f"{vertices} vertices, expected an animal and two species or more")
