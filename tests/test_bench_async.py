@@ -47,6 +47,21 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, t
             assert len(picture.convert("RGB").getcolors(picture.width * picture.height)) > 10
 
 
+@pytest.mark.parametrize("workload", ["tree-lstm", "deduction", "molecules"])
+def test_other_workloads_train_in_the_same_ways(workload: str, tmp_path: Path):
+    small = ("--samples", 8, "--val-samples", 4, "--instance-size", 4, "--width", 4, "--epochs", 1, "--simulate", 3)
+    result = iep_bench("async", workload, *small, "--target", 0.5, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    for each in json.loads((tmp_path / f"{workload}.json").read_text())["comparisons"]:
+        for row in each["rows"]:
+            ((score,),) = row["details"]["scores"]
+            is_reached = score <= 0.5 if workload == "molecules" else score >= 0.5
+            assert row["facts"]["epochs to target"] == ("1" if is_reached else "not reached")
+    result = iep_bench("async", workload, "--layers", 2)
+    assert result.exit_code == 2
+    assert "No such option '--layers'" in result.output
+
+
 def test_lists_of_settings_have_a_row_for_each_combination(tmp_path: Path):
     settings = ("--max-active-keys", "1,2", "--min-update-frequency", "auto,1,1000000", "--simulate", 2)
     for each in measured(tmp_path, *settings)["comparisons"]:

@@ -27,7 +27,10 @@ from iep.asynchronous.drivers import Record, run_threads, run_virtual, utilisati
 from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
+from iep.workloads.deduction import Deducer, deductions
 from iep.workloads.list_reduction import ListReducer, list_reductions
+from iep.workloads.molecules import PolarityRegressor, molecules
+from iep.workloads.sentiment import SentimentTreeLSTM, sentiment_trees
 
 SYNCHRONOUS, FLUSHED, ASYNCHRONOUS = "synchronous", "flush every {} instances", "asynchronous"
 CALIBRATION = 100
@@ -64,7 +67,12 @@ class Workload:
         return f"{100 * score:.1f}%" if self.is_accuracy else f"{score:.3f}"
 
 
-WORKLOADS = {"list-reduction": Workload(list_reductions, ListReducer)}
+WORKLOADS = {
+    "list-reduction": Workload(list_reductions, ListReducer),
+    "tree-lstm": Workload(sentiment_trees, SentimentTreeLSTM),
+    "deduction": Workload(deductions, Deducer),
+    "molecules": Workload(molecules, PolarityRegressor, "error", is_accuracy=False),
+}
 
 
 class Way(NamedTuple):

@@ -352,6 +352,11 @@ def trained(instance_size: int, samples: int, width: int, target: click.ParamTyp
     )
 
 
+def steps(number: int) -> Callable:
+    """Return the option for the propagation steps of a graph network."""
+    return option("--steps", type=click.IntRange(1, 64), default=number, help="Propagation steps of the graph network.")
+
+
 def train(ctx: click.Context, **given: Any) -> None:
     """Run the benchmark of a command of `iep-bench async`; a round is an epoch of a seed."""
     rounds = given["epochs"] * len(given["seeds"])
@@ -367,6 +372,43 @@ def list_reduction(ctx: click.Context, **given: Any) -> None:
 
     It reduces generated lists of digits, which is the first experiment of AMPNet (Gaunt et al. 2017). The score is the
     accuracy.
+    """
+    train(ctx, **given)
+
+
+@asynchronous.command("tree-lstm", cls=RecordedCommand)
+@trained(instance_size=16, samples=2_000, width=128)
+@click.pass_context
+def asynchronous_tree_lstm(ctx: click.Context, **given: Any) -> None:
+    """Measure training of a Tree-LSTM on sentiment.
+
+    It predicts the sentiment of every phrase of generated sentences with the sizes of the Stanford Sentiment Treebank.
+    The cell of leaves and that of inner vertices are ops of their own. The score is the accuracy over all phrases.
+    """
+    train(ctx, **given)
+
+
+@asynchronous.command(cls=RecordedCommand)
+@steps(2)
+@trained(instance_size=10, samples=1_000, width=5)
+@click.pass_context
+def deduction(ctx: click.Context, **given: Any) -> None:
+    """Measure training of a graph network on deduction.
+
+    A gated graph network answers generated questions like those of task 15 of bAbI. The score is the accuracy.
+    """
+    train(ctx, **given)
+
+
+@asynchronous.command(cls=RecordedCommand)
+@steps(4)
+@trained(instance_size=20, samples=2_000, width=100, target=click.FloatRange(min=0))
+@click.pass_context
+def molecules(ctx: click.Context, **given: Any) -> None:
+    """Measure training of a graph network on molecules.
+
+    A gated graph network predicts a number of each of generated molecules like those of QM9. The score is the mean
+    absolute error relative to the standard deviation of this number, and lower is better.
     """
     train(ctx, **given)
 
