@@ -77,6 +77,8 @@ def test_the_spread_is_median_and_quartiles():
     found = spread([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (found.lower, found.median, found.upper, found.repeats) == (2, 3, 4, 5)
     assert spread([7.0]).lower == spread([7.0]).median == 7
+    found = spread([0.9872592010330129, 0.987259201033013])  # almost equal
+    assert found.lower <= found.median <= found.upper
 
 
 def test_the_limit_is_the_longer_of_arithmetic_and_memory(monkeypatch: pytest.MonkeyPatch):

@@ -37,7 +37,8 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     """Return the spread of one or more values; quartiles are interpolated between them."""
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    lower, median, upper = sorted(found)  # those of almost equal values are rounded in any order
     return Spread(median, lower, upper, len(values))
 
 
