@@ -15,8 +15,8 @@ Shape suffixes: H W rows and columns of a picture or of a box in it, P points.
 import numpy as np
 
 from iep.synth.lights import irradiance, may_shadow, shadow, shadow_box
-from iep.synth.rays import Grid, Hits, beyond_core, dot, frame_of, intersect, nearest_hits, plane, slopes, turn
-from iep.synth.scenes import FOCAL, Camera, Scene, Thing, directions
+from iep.synth.rays import Grid, Hits, beyond_core, frame_of, intersect, nearest_hits, plane, slopes, turn
+from iep.synth.scenes import FOCAL, Camera, Scene, Thing, directions, dot
 from iep.synth.world import RGB
 
 SUPERSAMPLING = 2
