@@ -48,7 +48,11 @@ from iep.runtime.locks import alone_in
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
 @click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions, after --families.")
-@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
+@click.option(
+    "--num-samples",
+    type=click.IntRange(min=1),
+    help="Evaluate on the first N of the remaining questions, or with --backbone on the first N images.",
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=0),

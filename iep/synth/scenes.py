@@ -105,7 +105,7 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
-        camera = _sample_camera(rng)
+        camera = camera_at(_jittered(rng, CAMERA, CAMERA_JITTER))
         lamps = tuple(replace(lamp, position=_jittered(rng, lamp.position, LAMP_JITTER)) for lamp in LAMPS)
         scene = Scene(camera, _place_things(rng, rules, camera, count), lamps)
         if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
@@ -115,11 +115,20 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     )
 
 
+def camera_at(position: Vector) -> Camera:
+    """Return a camera at a position that looks at the origin."""
+    x, y, z = position
+    length = math.sqrt(x * x + y * y + z * z)
+    forward = (-x / length, -y / length, -z / length)
+    flat = math.hypot(forward[0], forward[1])
+    right = (forward[1] / flat, -forward[0] / flat, 0.0)
+    return Camera(position, right, _cross(right, forward), forward)
+
+
 def directions(camera: Camera) -> dict[str, Vector]:
     """Return CLEVR's six directions as seen by this camera, as unit vectors."""
-    flat = math.hypot(camera.forward[0], camera.forward[1])
-    behind = (camera.forward[0] / flat, camera.forward[1] / flat, 0.0)
-    right = (behind[1], -behind[0], 0.0)
+    right = camera.right  # which is level
+    behind = (-right[1], right[0], 0.0)
     return {
         "right": right,
         "behind": behind,
@@ -176,15 +185,6 @@ def _thing_json(thing: Thing, camera: Camera, width: int, height: int) -> dict:
 def _jittered(rng: Random, position: Vector, jitter: float) -> Vector:
     x, y, z = position
     return x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter), z + rng.uniform(-jitter, jitter)
-
-
-def _sample_camera(rng: Random) -> Camera:
-    x, y, z = _jittered(rng, CAMERA, CAMERA_JITTER)
-    length = math.sqrt(x * x + y * y + z * z)
-    forward = (-x / length, -y / length, -z / length)
-    flat = math.hypot(forward[0], forward[1])
-    right = (forward[1] / flat, -forward[0] / flat, 0.0)
-    return Camera((x, y, z), right, _cross(right, forward), forward)
 
 
 def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) -> tuple[Thing, ...]:
