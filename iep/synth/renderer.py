@@ -104,7 +104,7 @@ def _paint(image_3HW: Grid, index: int, scene: Scene, ground_3HW: Grid, hits: Hi
     u_W, v_H = slopes(len(hits.u_W) // step, len(hits.v_H) // step)
     u_P, v_P = u_W[columns_P + box[1].start // step], v_H[rows_P + box[0].start // step]
     light_3HW = np.zeros((3, *count_HW.shape), np.float32)
-    light_3HW[:, rows_P, columns_P] = np.minimum(shade(index, scene, ground_3HW, u_P, v_P, depth_P), 1) * count_P
+    light_3HW[:, rows_P, columns_P] = np.minimum(shade(thing, scene, ground_3HW, u_P, v_P, depth_P), 1) * count_P
     target = tuple(slice(part.start // SUPERSAMPLING, part.stop // SUPERSAMPLING) for part in box)
     cover_HW = _sum_blocks(count_HW, SUPERSAMPLING // step)
     for channel in range(3):
@@ -119,9 +119,9 @@ def _sum_blocks(grid_HW: Grid, size: int) -> Grid:
     return sum(rows_HW[:, part::size] for part in range(size))
 
 
-def shade(index: int, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
+def shade(thing: Thing, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
     """Return the (3, P) light of points of one thing; white is 1, and highlights are brighter."""
-    thing, camera = scene.things[index], scene.camera
+    camera = scene.camera
     forward, right, up = (np.array(axis, np.float32)[:, None] for axis in (camera.forward, camera.right, camera.up))
     ray_3P = forward + right * u_P + up * v_P
     point_3P = np.array(camera.position, np.float32)[:, None] + depth_P * ray_3P
@@ -134,7 +134,7 @@ def shade(index: int, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, dept
     mirror_3P = ray_3P + 2 * facing_P * normal_3P
     light_3P = _mirrored_ground(scene, ground_3HW, point_3P, mirror_3P)
     light_3P += _highlights(thing, scene, point_3P, ray_3P, normal_3P, facing_P)
-    _mirror_things(index, scene, light_3P, point_3P, mirror_3P)
+    _mirror_things(thing, scene, light_3P, point_3P, mirror_3P)
     return _color(thing) * light_3P * MIRROR
 
 
@@ -210,11 +210,11 @@ def _highlights(thing: Thing, scene: Scene, point_3P: Grid, ray_3P: Grid, normal
     return light_3P
 
 
-def _mirror_things(index: int, scene: Scene, light_3P: Grid, point_3P: Grid, mirror_3P: Grid) -> None:
+def _mirror_things(thing: Thing, scene: Scene, light_3P: Grid, point_3P: Grid, mirror_3P: Grid) -> None:
     """Replace the light along mirrored rays by that of the first other thing that they hit."""
     far_P = np.full(point_3P.shape[1], np.inf, np.float32)
     for other in scene.things:
-        if other is scene.things[index]:
+        if other is thing:
             continue
         offset_3P = np.array(other.center, np.float32)[:, None] - point_3P
         way_P = dot(mirror_3P, offset_3P)
