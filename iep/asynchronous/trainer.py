@@ -26,19 +26,17 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Note, Record, run_threads
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
-
-BackwardWeights = Literal["current", "forward"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,11 +234,11 @@ class AsynchronousTrainer:
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
-        backward_weights: BackwardWeights = "current",
+        backward_weights: str = "current",
         replicas: Mapping[int, int] | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        if backward_weights not in ("current", "forward"):
+        if backward_weights not in BACKWARD_WEIGHTS:
             raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
         owner: dict[nn.Parameter, int] = {}
         for op, module in modules.items():
@@ -275,9 +273,7 @@ class AsynchronousTrainer:
         self._staleness: list[Counter[Staleness]] = []
         """For each worker; adding to a counter is not atomic."""
 
-    def run(
-        self, instances: Iterable[Instance], driver: Driver = run_threads, note: Note = lambda _: None
-    ) -> Run:
+    def run(self, instances: Iterable[Instance], driver: Driver = run_threads, note: Note = lambda _: None) -> Run:
         """Train on the instances in order, and return when nothing is in flight; replicas are averaged then.
 
         Without `flush_every`, gradients that are too few for an update stay in the parameters' `grad` for the next run.

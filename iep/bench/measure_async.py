@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
 from iep.asynchronous.drivers import Record, run_threads, run_virtual
-from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
+from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
 from iep.workloads.list_reduction import ListReducer, Reduction, list_reductions
@@ -38,7 +38,7 @@ class Setting:
 
     max_active_keys: int
     min_update_frequency: int | None
-    backward_weights: BackwardWeights
+    backward_weights: str
     width: int
     layers: int
     learning_rate: float
@@ -134,7 +134,7 @@ def list_reduction_benchmark(
     simulate: Sequence[int],
     max_active_keys: int,
     min_update_frequency: int | None,
-    backward_weights: BackwardWeights,
+    backward_weights: str,
     instance_size: int,
     samples: int,
     val_samples: int,
