@@ -91,7 +91,7 @@ class EngineWorkers:
 
     Args:
         optimizer: holds the state of all parameters' optimisers between stretches, for checkpoints.
-        learning_rate: returns the learning rate of the present iteration.
+        learning_rate: returns the learning rate of the minibatch that `train` has just received.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EngineWorkers:
     ):
         self.task, self.config, self.optimizer, self.learning_rate = task, config, optimizer, learning_rate
         self.engine, self.planner = task.engine, InstancePlanner(task.engine, config)
-        self.names = self.engine.ops
+        self.names, self.rate = self.engine.ops, 0.0
         self.calls: dict[int, float] = {}
         """The moving average of the number of calls of each op in the minibatches that use it."""
         self.metrics: list[Metrics] = []
@@ -152,7 +152,7 @@ class EngineWorkers:
         optimizer = torch.optim.AdamW(parameters, weight_decay=self.config.weight_decay, fused=True)
 
         def before_step(*_: Any) -> None:
-            optimizer.param_groups[0]["lr"] = self.learning_rate()
+            optimizer.param_groups[0]["lr"] = self.rate
             if self.config.clip_gradients is not None:
                 nn.utils.clip_grad_norm_(parameters, self.config.clip_gradients)
 
@@ -161,7 +161,8 @@ class EngineWorkers:
 
     def _instances(self, minibatches: Iterable[Sequence[Batch]]) -> Iterator[Instance]:
         for minibatch in minibatches:
-            instances = [self._instance(batch) for batch in minibatch]
+            rate = self.learning_rate()
+            instances = [self._instance(batch, rate) for batch in minibatch]
             if not self.config.min_update_frequency:
                 self._follow(Counter(step.op for instance in instances for step in instance.steps if step.op >= 0))
             yield from instances
@@ -172,16 +173,17 @@ class EngineWorkers:
             self.calls[op] = mean = (1 - MEMORY) * self.calls.get(op, number) + MEMORY * number
             self.trainer.min_update_frequency[op] = round(mean)
 
-    def _instance(self, batch: Batch) -> Instance:
+    def _instance(self, batch: Batch, rate: float) -> Instance:
         plan = batch.plan
         if plan is None:
             with torch.no_grad():
                 programs_BL = greedy(self.task.predictor, batch.questions, self.config.max_program_length)
             plan = self.planner(programs_BL, image_rows_B=batch.image_rows).to(batch.features.device)
         dtype = torch.bfloat16 if self.config.precision == "bfloat16" else batch.features.dtype
-        return Instance(plan.plan, self.engine.inputs_of(batch.features, plan, dtype), partial(self._loss, batch))
+        inputs = self.engine.inputs_of(batch.features, plan, dtype)
+        return Instance(plan.plan, inputs, partial(self._loss, batch, rate))
 
-    def _loss(self, batch: Batch, scores_BA: Tensor, *attentions: Tensor) -> Tensor:
+    def _loss(self, batch: Batch, rate: float, scores_BA: Tensor, *attentions: Tensor) -> Tensor:
         """Return the share of an instance in the loss of its minibatch: in the mean over answers, and in the sum of the
         attentions."""
         parts = self.config.batch_size / self.config.instance_size
@@ -191,6 +193,7 @@ class EngineWorkers:
             raise NotFiniteError(batch, loss.item())
         with self._lock:
             self.metrics.append(metrics)
+        self.rate = rate  # updates have that of the newest instance whose loss is known
         return loss / parts
 
     def _collect_states(self) -> None:

@@ -251,21 +251,27 @@ class Trainer:
     ) -> None:
         """Train on the batches of instances, in stretches that end at a validation or at a signal."""
         config = self.config
-        workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step))
+        workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step - 1))
+
+        clock, examples = time.perf_counter(), 0
 
         def minibatches(end: int) -> Iterator[list[Batch]]:
-            clock, examples = time.perf_counter(), 0
+            nonlocal examples
             while self.step < end and asked() is None:
                 parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
-                yield parts
                 self.step += 1
+                yield parts
                 examples += sum(len(batch.index) for batch in parts)
                 bar.update()
-                if self.step == end or self.step % config.log_every == 0:
-                    if metrics := workers.take_metrics():
-                        agreed = Agreement(metrics["loss"].item(), 1.0, None)
-                        self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
-                    clock, examples = time.perf_counter(), 0
+                if self.step % config.log_every == 0 and self.step < end:
+                    log()
+
+        def log() -> None:
+            nonlocal clock, examples
+            if metrics := workers.take_metrics():
+                agreed = Agreement(metrics["loss"].item(), 1.0, None)
+                self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
+                clock, examples = time.perf_counter(), 0
 
         while self.step < config.iterations:
             end = min(config.iterations, (self.step // config.validate_every + 1) * config.validate_every)
@@ -273,12 +279,16 @@ class Trainer:
                 try:
                     row = workers.train(minibatches(end))
                 except NotFiniteError as error:
+                    self.step -= 1
                     self._refuse(error.batch, error.loss)
                 self.validation_due = self.step == end
+                log()
                 if records is not None:
                     records.write(self.step, row)
             if self.validation_due:
+                paused = time.perf_counter()
                 self._validate_and_save(validation, records)
+                clock += time.perf_counter() - paused  # the speed is that of training alone
 
     def _log(
         self, metrics: Metrics, agreed: Agreement, examples: int, seconds: float, records: Records | None, bar: tqdm
