@@ -7,7 +7,7 @@ costs of tasks that were measured in one thread before, and compute real gradien
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
-from iep.asynchronous.drivers import run_threads, run_virtual, utilisation
-from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
+from iep.asynchronous.drivers import Record, run_threads, run_virtual
+from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
 from iep.workloads.list_reduction import ListReducer, Reduction, list_reductions
@@ -38,7 +38,7 @@ class Setting:
 
     max_active_keys: int
     min_update_frequency: int | None
-    backward_weights: BackwardWeights
+    backward_weights: str
     width: int
     layers: int
     learning_rate: float
@@ -85,7 +85,8 @@ def instances_of(model: ListReducer, minibatches: Sequence[Sequence[Reduction]],
 def measured_costs(setting: Setting, instances: Sequence[Instance]) -> Costs:
     """Train a new network in one thread, and return the costs of its tasks; those of an update are included."""
     found = instances[:: max(1, len(instances) // CALIBRATION)]
-    records = setting.trainer(setting.model(), instances, None).run(found, run_virtual).records
+    records: list[Record] = []
+    setting.trainer(setting.model(), instances, None).run(found, run_virtual, records.append)
     taken = defaultdict(list)
     for record in records:
         taken[record.op, record.task.is_backward].append(record.end - record.start)
@@ -110,16 +111,16 @@ def competitor(
         runs.append(trainer.run([instances[each] for each in rng.permutation(len(instances))], driver))
         seconds = time.perf_counter() - start
         if driver is not run_threads:
-            seconds = max(record.end for record in runs[-1].records)
+            seconds = runs[-1].seconds
         return {"computation": seconds / len(instances)}
 
     def facts() -> dict[str, Fact]:
-        staleness = [each.updates for run in runs for each in run.staleness]
-        used = fmean(share for run in runs for share in utilisation(run.records, trainer.num_workers))
+        staleness = sum((run.staleness for run in runs), Counter())
+        used = fmean(share for run in runs for share in run.utilisation)
         return {
             "utilisation": f"{100 * used:.0f}%",
-            "mean staleness": f"{fmean(staleness):.2f}",
-            "greatest staleness": max(staleness),
+            "mean staleness": f"{fmean([each.updates for each in staleness.elements()]):.2f}",
+            "greatest staleness": max(each.updates for each in staleness),
             "updates": sum(sum(run.updates.values()) for run in runs),
             "loss": f"{fmean(runs[-1].losses):.3f}",
             "accuracy": f"{100 * accuracy(model):.1f}%",
@@ -133,7 +134,7 @@ def list_reduction_benchmark(
     simulate: Sequence[int],
     max_active_keys: int,
     min_update_frequency: int | None,
-    backward_weights: BackwardWeights,
+    backward_weights: str,
     instance_size: int,
     samples: int,
     val_samples: int,

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
 from iep.cli.options import (
@@ -298,7 +299,7 @@ def asynchronous() -> None:
 )
 @option(
     "--backward-weights",
-    type=click.Choice(["current", "forward"]),
+    type=click.Choice(BACKWARD_WEIGHTS),
     default="current",
     help="Weights of a backward pass: the current ones, or those of its forward pass.",
 )
