@@ -523,7 +523,8 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
         raise InputError(f"{name} is {value}, expected a finite number of at most {LARGEST}")
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise InputError(f"{name} is {value!r}, expected {_kind_name(kind)}")
+    found = " ".join(repr(value).split())  # of a tensor in a damaged checkpoint, this has several lines
+    raise InputError(f"{name} is {found}, expected {_kind_name(kind)}")
 
 
 def _kind_name(kind: Any) -> str:
