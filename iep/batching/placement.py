@@ -108,3 +108,18 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
         ),
         placement.devices,
     )
+
+
+def balanced_placement(costs: Mapping[int, float], workers: int, inputs: int, roots: int) -> OpPlacement:
+    """Return a placement on workers of the CPU. The most expensive op comes first, each on the least loaded worker.
+
+    Args:
+        costs: the cost of each op, in any unit.
+        inputs: the op on whose worker the inputs are.
+        roots: the op on whose worker the results are.
+    """
+    load, ops = [0.0] * workers, dict[int, int]()
+    for op in sorted(costs, key=costs.__getitem__, reverse=True):
+        ops[op] = load.index(min(load))
+        load[ops[op]] += costs[op]
+    return OpPlacement((torch.device("cpu"),) * workers, ops, ops[inputs], ops[roots])

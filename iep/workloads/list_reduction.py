@@ -7,19 +7,20 @@ with weights is an op, so that it can have a worker of its own.
 Shapes: B sequences, T tokens of a sequence, M tokens of a minibatch, H width, N nodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from iep.batching.execute import execute
-from iep.batching.graph import Graph
-from iep.batching.placement import OpPlacement, make_placed_plan
-from iep.batching.plan import Plan, Read, Signature, Types, make_plan
-from iep.batching.schedulers import make_schedule
+from iep.batching.placement import OpPlacement
+from iep.batching.plan import Plan
+from iep.dynamic.messages import Apply, Bcast, Concat, Cond, Isu, MessageGraph, Result, Ungroup
 
 REDUCTIONS = (np.sum, np.min, np.max, lambda digits: np.floor(digits.mean() + 0.5))
 """The sum, the minimum, the maximum and the rounded mean; answers are modulo 10."""
@@ -62,6 +63,34 @@ class Cell(nn.Module):
         return self.linear(torch.cat([x_GH, h_GH], dim=1)).relu()
 
 
+class Position(NamedTuple):
+    """The state of a message: the token, counted from 0, of a sequence of this length."""
+
+    token: int
+    length: int
+
+
+@cache
+def message_graph(layers: int) -> MessageGraph:
+    """Return the network of messages, in which each layer is a loop over the tokens (AMPNet, section 4)."""
+    nodes = {
+        "tokens": Ungroup("embedding", lambda at: [at._replace(token=token) for token in range(at.length)]),
+        "embedding": Apply("input0.0", EMBEDDING),
+        "head": Apply("scores", HEAD, makes=(SCORES,)),
+        "scores": Result(),
+    }
+    for layer in range(layers):
+        above, last = ([], "head") if layer == layers - 1 else ([f"input{layer + 1}.0"], None)
+        nodes |= {
+            f"input{layer}": Concat(f"cell{layer}"),
+            f"cell{layer}": Apply(f"output{layer}", CELL + layer, reads=2),
+            f"output{layer}": Bcast((f"next{layer}", *above)),
+            f"next{layer}": Isu(f"more{layer}", lambda at: at._replace(token=at.token + 1)),
+            f"more{layer}": Cond(lambda at: at.token < at.length, {True: f"input{layer}.1", False: last}),
+        }
+    return MessageGraph(**nodes)
+
+
 class ListReducer(nn.Module):
     """An embedding of tokens, `layers` recurrent layers, and a linear layer on the last state."""
 
@@ -79,33 +108,28 @@ class ListReducer(nn.Module):
 
     def plan(self, sequences: Sequence[Reduction], placement: OpPlacement | None = None) -> Plan:
         """Return the plan of a minibatch. Slot 0 is the state before the first token, and the tokens follow."""
-        total = sum(len(each.tokens) for each in sequences)
-        ops, args, example, roots, token = [], [], [], [], count(1)
-
-        def add(op: int, *arguments: int) -> int:
-            ops.append(op)
-            args.append((*arguments, -1)[:2])
-            return total + len(ops)  # the slot of the result
-
-        for number, sequence in enumerate(sequences):
-            h = [0] * self.layers
-            for _ in sequence.tokens:
-                x = add(EMBEDDING, next(token))
-                for layer in range(self.layers):
-                    x = h[layer] = add(CELL + layer, x, h[layer])
-            roots.append(add(HEAD, h[-1]))
-            example += [number] * (len(ops) - len(example))
-        graph = Graph(1 + total, np.array(ops), np.array(args), np.array(example), np.array(roots))
-        signatures = {EMBEDDING: Signature((Read(0),)), HEAD: Signature((Read(0),), (SCORES,))}
-        signatures |= {CELL + layer: Signature((Read(0), Read(1))) for layer in range(self.layers)}
-        types = Types(np.array([STATES] + [WORDS] * total), signatures, ((graph.roots, 0),))
-        schedule = make_schedule(graph, "lookahead")
-        return make_placed_plan(graph, schedule, placement, types) if placement else make_plan(graph, schedule, types)
+        instances, first = [], 1
+        for sequence in sequences:
+            start = Position(0, len(sequence.tokens))
+            before = [(f"input{layer}.1", [0], start) for layer in range(self.layers)]
+            instances.append([("tokens", range(first, first + start.length), start), *before])
+            first += start.length
+        return message_graph(self.layers).plan(instances, np.array([STATES] + [WORDS] * (first - 1)), placement)
 
     def inputs(self, sequences: Sequence[Reduction]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same sequences."""
         tokens_M = torch.from_numpy(np.concatenate([each.tokens for each in sequences]))
-        return {STATES: torch.zeros(1, self.width), WORDS: tokens_M}
+        return {STATES: self.ops[HEAD].weight.new_zeros(1, self.width), WORDS: tokens_M}
+
+    def loss(self, sequences: Sequence[Reduction]) -> Callable[..., Tensor]:
+        """Return the function that maps the scores of these sequences, (B, 10), to their mean cross-entropy."""
+        return partial(cross_entropy, target=torch.tensor([each.answer for each in sequences]))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Reduction]) -> float:
+        """Return the accuracy."""
+        answers = torch.tensor([each.answer for each in sequences])
+        return (self(sequences).argmax(dim=1) == answers).double().mean().item()
 
     def forward(self, sequences: Sequence[Reduction]) -> Tensor:
         """Return the scores of the answers, (B, 10)."""
@@ -114,7 +138,7 @@ class ListReducer(nn.Module):
     def one(self, sequence: Reduction) -> Tensor:
         """Return the scores of one sequence, (10,), token by token: the slow reference in plain PyTorch."""
         embedding, head, *cells = self.ops
-        h = [torch.zeros(1, self.width)] * self.layers
+        h = [head.weight.new_zeros(1, self.width)] * self.layers
         for token in torch.from_numpy(sequence.tokens):
             x = embedding(token[None])
             for layer, cell in enumerate(cells):

@@ -57,6 +57,12 @@ class Tree:
         found = np.flatnonzero((self.children >= 0).any(axis=1) & (self.words >= 0))
         return int(found[0]) if len(found) else None
 
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """The parent of each vertex but the root, and its position among the parent's children."""
+        children = np.argwhere(self.children >= 0)
+        return list(map(tuple, children[self.children[self.children >= 0].argsort()].tolist()))
+
     @property
     def num_leaves(self) -> int:
         """The number of vertices without children."""

@@ -1,0 +1,409 @@
+"""A static network of nodes that route messages by their states -> the graph of a minibatch, as in AMPNet.
+
+The network is the intermediate representation of Gaunt et al. 2017 (AMPNet, sections 3 and 4). It is built once, with
+loops and conditions, and an instance is a few messages that are pumped into it. A message has a *payload* of tensors
+and a *state*, any hashable value, such as a `NamedTuple` of a position and a length. Control depends on states alone,
+so that `MessageGraph.unroll` follows every message before a tensor is computed. Only `Apply` and `Reduce` become nodes
+of the graph. The other nodes decide which values these read, and cost nothing when the plan runs: a payload consists
+of references. The backward pass is that of the plan, and needs neither states nor messages.
+
+Messages need not be grouped to be computed together, as in the paper: the schedule batches the nodes of an op, within
+an instance and across instances.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import chain, count, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from iep.batching.graph import Graph
+from iep.batching.placement import OpPlacement, make_placed_plan
+from iep.batching.plan import Plan, Read, Signature, Types, make_plan
+from iep.batching.schedulers import make_schedule
+
+MOST_MESSAGES = 1_000_000
+"""The greatest number of messages of one instance. A loop without end sends more."""
+REMEMBERED = 1024
+"""The number of instances whose graphs a network remembers. Instances with equal states have equal graphs."""
+State = Hashable
+Payload = tuple[tuple[int, int], ...]
+"""The slot of each tensor's value, and the position of the tensor in the value."""
+Instance = Sequence[tuple[str, Sequence[int], State]]
+"""The messages with which an instance begins: the node, the slots of the inputs in the payload, and the state."""
+
+
+class Message(NamedTuple):
+    """A message on its way to a node."""
+
+    to: str
+    """The name of the node. For port n of a `Concat`, ".n" follows."""
+    payload: Payload
+    state: State
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A payload transform: the module of an op maps the tensors of a payload to those of the message that is sent."""
+
+    to: str
+    op: int
+    reads: int | tuple[Read, ...] = 1
+    """How the module reads the payload; a number stands for so many tensors, each of which is an argument."""
+    makes: tuple[int, ...] = (0,)
+    """The columns of the tensors that the module returns."""
+
+    @cached_property
+    def signature(self) -> Signature:
+        return Signature(tuple(map(Read, range(self.reads))) if isinstance(self.reads, int) else self.reads, self.makes)
+
+    @cached_property
+    def arity(self) -> int:
+        return max(read.first + read.width for read in self.signature.reads)
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        if len(received.payload) != self.arity:
+            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {self.arity}")
+        slot = run.add(self.op, received.payload, received)
+        return [Message(self.to, tuple([(slot, position) for position in range(len(self.makes))]), received.state)]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A payload transform that reduces any number of tensors to one, such as those of a `Group` to their sum.
+
+    All nodes of an op have the same number of arguments. The module therefore reduces `arity` tensors at a time, filled
+    up with a neutral one, and more tensors need a tree of nodes. Payloads of different sizes thus run in one call. An
+    op for each size would need a call for each, and a chain of binary ops almost as many calls as there are tensors.
+    """
+
+    to: str
+    op: int
+    """The op, whose module is associative and maps (G, arity, ...) to (G, ...)."""
+    arity: int
+    """The number of tensors at a time, 2 or more."""
+    neutral: int
+    """The slot of an input that changes no result, such as zeros for a sum."""
+    makes: tuple[int] = (0,)
+    """The column of all these tensors."""
+
+    @property
+    def signature(self) -> Signature:
+        return Signature((Read(0, self.arity),), self.makes)
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        tensors = list(received.payload) or [(-2 - self.neutral, 0)]
+        while True:
+            tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.arity)
+            parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
+            tensors = [(run.add(self.op, part, received), 0) for part in parts]
+            if len(tensors) == 1:
+                return [Message(self.to, tuple(tensors), received.state)]
+
+
+@dataclass(frozen=True)
+class Cond:
+    """A condition, which sends a message to the successor that its state determines."""
+
+    rule: Callable[[State], Hashable]
+    routes: Mapping[Hashable, str | None]
+    """The successor for each value of the rule; None ends a message, whose tensors other messages have too."""
+
+    @property
+    def to(self) -> Iterable[str | None]:
+        return self.routes.values()
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        value = self.rule(received.state)
+        if value not in self.routes:
+            raise error(received, f"no route for {value!r}, expected one of {', '.join(map(repr, self.routes))}")
+        to = self.routes[value]
+        return [] if to is None else [Message(to, received.payload, received.state)]
+
+
+@dataclass(frozen=True)
+class Phi:
+    """A join point of several predecessors, such as the begin of a loop, which sends their messages on."""
+
+    to: str
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        return [Message(self.to, received.payload, received.state)]
+
+
+@dataclass(frozen=True)
+class Isu:
+    """A state update, such as the next position of a loop. It need not be invertible here."""
+
+    to: str
+    update: Callable[[State], State]
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        return [Message(self.to, received.payload, self.update(received.state))]
+
+
+@dataclass(frozen=True)
+class Bcast:
+    """A broadcast of every message to all successors."""
+
+    to: tuple[str, ...]
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        return [Message(each, received.payload, received.state) for each in self.to]
+
+
+@dataclass(frozen=True)
+class Flatmap:
+    """A node that sends the payload on once for each of several states, which may be none."""
+
+    to: str
+    states: Callable[[State], Iterable[State]]
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        return [Message(self.to, received.payload, state) for state in self.states(received.state)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A partition, which sends the first tensor of a payload to the first successor, and so on."""
+
+    to: tuple[str | None, ...]
+    """The successors; None for a tensor that is not sent."""
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        if len(received.payload) != len(self.to):
+            raise error(received, f"{len(received.payload)} tensors for {len(self.to)} successors, expected one each")
+        parts = zip(self.to, received.payload, strict=True)
+        return [Message(to, (tensor,), received.state) for to, tensor in parts if to is not None]
+
+
+@dataclass(frozen=True)
+class Concat:
+    """A concatenation of the payloads of one message from each port in the same state, in the order of the ports."""
+
+    to: str
+    ports: int = 2
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        name, _, port = received.to.partition(".")
+        joined = run.join(received._replace(to=name), received.state, int(port), self.ports)
+        return [Message(self.to, tuple(chain(*joined)), received.state)] if joined else []
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group joins the payloads of several messages: the first tensors of all, then the second ones, and so on."""
+
+    to: str
+    size: Callable[[State], int]
+    """The state of the group -> the number of its messages, one or more."""
+    key: Callable[[State], State] = lambda state: state
+    """The state of a message -> the state of its group."""
+    order: Callable[[State], int] | None = None
+    """The state of a message -> its position in the group; None for the order of arrival."""
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        state = self.key(received.state)
+        joined = run.join(received, state, self.order and self.order(received.state), self.size(state))
+        if len(set(map(len, joined))) > 1:
+            raise error(received, f"a group of payloads of {', '.join(str(len(each)) for each in joined)} tensors")
+        return [Message(self.to, tuple(chain(*zip(*joined, strict=True))), state)] if joined else []
+
+
+@dataclass(frozen=True)
+class Ungroup:
+    """The reverse of a `Group`, which sends one message for each of several states."""
+
+    to: str
+    states: Callable[[State], Sequence[State]]
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        states, payload = self.states(received.state), received.payload
+        if not states or len(payload) % len(states):
+            raise error(received, f"{len(payload)} tensors for {len(states)} states, expected as many for each")
+        return [Message(self.to, payload[n :: len(states)], state) for n, state in enumerate(states)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of messages of one tensor each, which a run of the plan returns."""
+
+    order: Callable[[State], int] | None = None
+    """The state of a message -> its position among those of its instance; None for the order of arrival."""
+    to: tuple[()] = ()
+
+    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
+        if len(received.payload) != 1:
+            raise error(received, f"a result of {len(received.payload)} tensors, expected one")
+        results = run.results[received.to]
+        results.append((self.order(received.state) if self.order else len(results), *received.payload))
+        return []
+
+
+Node = Apply | Reduce | Cond | Phi | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
+"""A node of a network: `to` names its successors, and `receive` returns the messages that it sends for one."""
+
+
+@dataclass
+class Unrolling:
+    """The graph of one instance, while its messages pass through the network.
+
+    Slots are numbered within the instance. Input slot n of the minibatch is -2 - n.
+    """
+
+    num_inputs: int
+    nodes: list[tuple[int, Payload, Message]] = field(default_factory=list)
+    """The op and the arguments of each node, and the message for which it was added."""
+    results: dict[str, list[tuple[int, tuple[int, int]]]] = field(default_factory=lambda: defaultdict(list))
+    """The position and the tensor of each message that reached a `Result`, by name."""
+    waiting: dict[tuple[str, State], tuple[int, list[tuple[int, Payload]]]] = field(default_factory=dict)
+    """By name and state, how many messages a node joins, and the position and payload of those that have arrived."""
+
+    def add(self, op: int, arguments: Payload, received: Message) -> int:
+        """Add a node, and return its slot."""
+        self.nodes.append((op, arguments, received))
+        return self.num_inputs + len(self.nodes) - 1
+
+    def join(self, received: Message, state: State, position: int | None, size: int) -> list[Payload]:
+        """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
+        _, kept = self.waiting.setdefault((received.to, state), (size, []))
+        kept.append((len(kept) if position is None else position, received.payload))
+        if len(kept) < size:
+            return []
+        del self.waiting[received.to, state]
+        kept.sort(key=itemgetter(0))
+        if any(before == after for (before, _), (after, _) in pairwise(kept)):
+            raise error(received, "several messages for one position, expected states that tell them apart")
+        return [payload for _, payload in kept]
+
+    def check(self) -> None:
+        """Check at the end that no node waits, and that a result depends on every node."""
+        for (name, state), (size, kept) in self.waiting.items():
+            raise error(Message(name, (), state), f"only {len(kept)} of {size} messages have arrived")
+        needed = {tensor[0] for found in self.results.values() for _, tensor in found}
+        for slot, (_, arguments, received) in reversed([*enumerate(self.nodes, self.num_inputs)]):
+            if slot not in needed:
+                raise error(received, "no result depends on what it computes")
+            needed.update([argument for argument, _ in arguments])
+
+
+class MessageGraph:
+    """A network of named nodes.
+
+    Args:
+        nodes: the nodes by name. Their successors are names, such as "embedding", or "cell.0" for port 0 of a `Concat`.
+
+    Raises:
+        ValueError: a node has an unknown successor, a `Reduce` has an arity of less than 2, or nodes of one op differ
+            in what they read or make.
+    """
+
+    def __init__(self, **nodes: Node):
+        self._nodes: dict[str, Node] = {}
+        for name, node in nodes.items():
+            ports = [f"{name}.{port}" for port in range(node.ports)] if isinstance(node, Concat) else [name]
+            self._nodes.update(dict.fromkeys(ports, node))
+        computing = {name: node for name, node in nodes.items() if isinstance(node, Apply | Reduce)}
+        self._signatures = {node.op: node.signature for node in computing.values()}
+        for name, node in nodes.items():
+            for to in (node.to,) if isinstance(node.to, str) else node.to:
+                if to is not None and to not in self._nodes:
+                    raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
+        for name, node in computing.items():
+            if node.signature != self._signatures[node.op]:
+                raise ValueError(f"node {name!r} and another one of op {node.op} have different signatures")
+            if isinstance(node, Reduce) and node.arity < 2:
+                raise ValueError(f"node {name!r} reduces {node.arity} tensors at a time, expected 2 or more")
+        self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
+        self._arity = max([1, *(node.arity for node in computing.values())])
+        neutral = max([-1, *(node.neutral for node in computing.values() if isinstance(node, Reduce))])
+        self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
+        self._remembered = lru_cache(REMEMBERED)(self._follow)
+
+    def unroll(self, instances: Iterable[Instance], inputs: np.ndarray) -> tuple[Graph, Types]:
+        """Follow the messages of a minibatch, and return the graph of what they compute, with its types.
+
+        The types have a root for each `Result`, with the tensors of all instances.
+
+        Args:
+            instances: the messages with which each instance begins. Instances do not exchange messages.
+            inputs: the column of each input, (num_inputs,).
+
+        Raises:
+            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state,
+                computes twice for a state, waits for messages that do not arrive, or receives a payload of another
+                size than it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`.
+                Errors about messages name the node and the state.
+        """
+        if len(self._tail) > len(inputs) + 1:
+            raise ValueError(f"input {len(self._tail) - 2} is neutral, but there are {len(inputs)} inputs")
+        parts, slots, num_slots = [], [], len(inputs)
+        for messages in instances:
+            given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
+            if len(given) and not 0 <= given.min() <= given.max() < len(inputs):
+                raise ValueError(f"instance {len(parts)} reads inputs {given}, expected 0 to {len(inputs) - 1}")
+            parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
+            nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
+            slots.append(np.concatenate([given, nodes, self._tail]))
+        if not parts:
+            raise ValueError("there is no instance, expected one or more")
+        ops, args, *roots = zip(*parts, strict=True)
+
+        def joined(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+            """Return the slots in the minibatch and the fields of tensors of every instance."""
+            found = [slots_S[each[..., 0]] for slots_S, each in zip(slots, tensors, strict=True)]
+            return np.concatenate(found), np.concatenate(tensors)[..., 1]
+
+        (args, fields), roots = joined(args), tuple(map(joined, roots))
+        example = np.repeat(np.arange(len(ops)), list(map(len, ops)))
+        graph = Graph(len(inputs), np.concatenate(ops), args, example, np.concatenate([slots for slots, _ in roots]))
+        return graph, Types(inputs, self._signatures, roots, fields if fields.any() else None)
+
+    def plan(self, instances: Iterable[Instance], inputs: np.ndarray, placement: OpPlacement | None = None) -> Plan:
+        """Return the plan of a minibatch; arguments and errors are those of `unroll` and of `make_placed_plan`."""
+        graph, types = self.unroll(instances, inputs)
+        schedule = make_schedule(graph, "lookahead")
+        return make_placed_plan(graph, schedule, placement, types) if placement else make_plan(graph, schedule, types)
+
+    def _follow(self, messages: tuple[tuple[str, int, State], ...]) -> tuple[np.ndarray, ...]:
+        """Return the graph of one instance, given the node, the number of tensors and the state of each message.
+
+        Returns:
+            the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
+            slots and fields of what reached each `Result`, (R, 2).
+        """
+        slots, queue, computed = count(), deque[Message](), set[tuple[str, State]]()
+        for to, size, state in messages:
+            queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
+        run = Unrolling(next(slots))
+        for _ in range(MOST_MESSAGES):
+            if not queue:
+                break
+            received = queue.popleft()
+            node = self._nodes.get(received.to)
+            if node is None:
+                raise error(received, f"no such node, expected one of {', '.join(self._nodes)}")
+            if isinstance(node, Apply | Reduce):
+                if received[::2] in computed:
+                    raise error(received, "a second message, expected states that tell messages apart")
+                computed.add(received[::2])
+            queue.extend(node.receive(run, received))
+        else:
+            raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
+        run.check()
+        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload, _ in run.nodes]
+        roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
+        return (
+            np.array([op for op, _, _ in run.nodes], dtype=np.int64),
+            np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
+            *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
+        )
+
+
+def error(received: Message, what: str) -> ValueError:
+    """Return an error that names the node and the state of a message."""
+    return ValueError(f"node {received.to!r}, state {received.state!r}: {what}")
