@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.batching.schedulers import SCHEDULERS
 from iep.errors import SIMILARITY, InputError, nearest
 from iep.execution_engine import choices
@@ -56,6 +57,10 @@ CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""
 PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
+ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "replicas", "backward_weights")
+"""The settings that only asynchronous training uses."""
+SYNCHRONOUS = ("defer_weight_grads",)
+"""The settings that asynchronous training does not use."""
 SECTIONS = {
     "generator": ("pg", "joint"),
     "engine": WITH_ENGINE,
@@ -248,6 +253,21 @@ class Config:
     """The placement of the engine's functions on `devices`: none, round-robin, balanced, or a YAML file."""
     devices: tuple[str, ...] = setting((), models=WITH_ENGINE)
     """The devices of the placement. Everything that is not placed is on the first one."""
+    asynchronous: bool = setting(False, models=("ee",))
+    """Train asynchronously (Gaunt et al. 2017, AMPNet): each device of the placement is a worker, which runs its parts
+    of several instances, small minibatches, and updates the weights of each part by itself."""
+    instance_size: int = setting(8, minimum=1, models=("ee",))
+    """The number of questions of an instance. `batch_size`, the number of an iteration, must be a multiple of it."""
+    max_active_keys: int = setting(4, minimum=1, models=("ee",))
+    """The greatest number of instances in flight."""
+    min_update_frequency: int = setting(0, minimum=0, models=("ee",))
+    """The number of calls after which a part is updated; 0 for the number that it has in a minibatch of `batch_size`
+    questions, so that a rare function is updated as often as in synchronous training."""
+    replicas: tuple[str, ...] = setting((), models=("ee",))
+    """Parts that several workers hold, and how many, such as `stem=2`. Instances are dealt among the workers, whose
+    weights are averaged before each validation."""
+    backward_weights: str = setting("current", choices=BACKWARD_WEIGHTS, models=("ee",))
+    """The weights of backward passes: the current ones, or those of the forward pass, of which copies are kept."""
     validate_every: int = setting(1000, minimum=1)
     log_every: int = setting(50, minimum=1)
     keep: int = setting(2, minimum=1)
@@ -384,6 +404,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that the model of `config` uses, as plain mappings, lists, numbers and strings."""
     models = {f.name: f.metadata.get("models", SECTIONS.get(f.name, MODELS)) for f in fields(config)}
+    models |= dict.fromkeys(SYNCHRONOUS if config.asynchronous else ASYNCHRONOUS, ())
     return {name: value for name, value in to_dict(config).items() if config.model in models[name]}
 
 
@@ -406,7 +427,9 @@ def check_used(config: Config, asked: Collection[str] = ()) -> None:
         if name not in used and (value != defaults[name] or name in asked)
     ]
     if unused:
-        raise InputError(f"{', '.join(unused)}, which training {config.model} does not use")
+        how = " asynchronously" if config.asynchronous else ""
+        hint = "; only asynchronous training does" if {each.split()[0] for each in unused} & {*ASYNCHRONOUS} else ""
+        raise InputError(f"{', '.join(unused)}, which training {config.model}{how} does not use{hint}")
 
 
 def absolute(config: Config) -> Config:
@@ -500,7 +523,8 @@ def _converted(value: Any, kind: Any, name: str) -> Any:
         raise InputError(f"{name} is {value}, expected a finite number of at most {LARGEST}")
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise InputError(f"{name} is {value!r}, expected {_kind_name(kind)}")
+    found = " ".join(repr(value).split())  # of a tensor in a damaged checkpoint, this has several lines
+    raise InputError(f"{name} is {found}, expected {_kind_name(kind)}")
 
 
 def _kind_name(kind: Any) -> str:

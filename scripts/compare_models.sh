@@ -3,64 +3,45 @@
 # the three baselines, and execution engines of residual blocks and of attention modules on true and on predicted
 # programs.
 #
-#   scripts/compare_models.sh [OUT]   (default: runs/models)
+#   scripts/compare_models.sh [OUT] [KEY=VALUE]...        (OUT: runs/models)
 #
-# Two trainings run at a time; they and the evaluations use one thread each. Started again with the same OUT, the script
-# skips finished steps and resumes the others. OUT/models.txt contains the table and the duration of each training, or
-# of its last part if it was interrupted.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-OUT=${1:-runs/models}
+# Two trainings run at a time; they and the evaluations use one thread each. Settings such as batch_size=32 apply to all
+# trainings. Started again with the same OUT, the script skips finished steps and resumes the others. OUT/models.txt
+# contains the table and the duration of each training, or of its last part if it was interrupted.
+source "$(dirname "$0")/recipe.sh"
+expect 0 1
+OUT=${PLACES[0]:-runs/models}
 DATA=$OUT/data
 TIMES=$OUT/times
 mkdir -p "$TIMES"
 
-train() { # NAME: train configs/mini/NAME.yaml, and write its duration in seconds into $TIMES
-    [ ! -e "$TIMES/$1" ] || return 0
+train_on_data() { # NAME: train configs/mini/NAME.yaml, and write its duration in seconds into $TIMES
     local start=$SECONDS
-    iep-train --config "configs/mini/$1.yaml" --data "$DATA" --out "$OUT/$1" --resume >"$OUT/$1.log" 2>&1 || {
-        tail -n 5 "$OUT/$1.log" >&2
-        return 1
-    }
-    echo $((SECONDS - start)) >"$TIMES/$1"
-    echo "$1: trained in $((SECONDS - start)) s"
+    if [ ! -e "$TIMES/$1" ]; then
+        train "$OUT/$1" --config "$CONFIGS/mini/$1.yaml" --data "$DATA"
+        echo $((SECONDS - start)) >"$TIMES/$1"
+    fi
 }
 
-side_by_side() { # NAME NAME: train both at a time; fails if either fails
-    local failed=0
-    train "$1" &
-    local other=$!
-    train "$2" || failed=1
-    wait $other || failed=1
-    return $failed
-}
+answer() { evaluate "$1" "$OUT/eval/$1" --data "$DATA" "${@:2}"; }
 
-evaluate() { # NAME OPTIONS...
-    iep-eval --data "$DATA" --out "$OUT/eval/$1" --name "$1" "${@:2}" >/dev/null
-}
-
-iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
-iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
-export OMP_NUM_THREADS=1
+step iep-synth "$OUT/clevr" --preset mini --workers "$(getconf _NPROCESSORS_ONLN)"
+step iep-preprocess "$OUT/clevr" --out "$DATA" --backbone synth --dtype float16
 side_by_side lstm pg
 side_by_side cnn-lstm cnn-lstm-sa
 side_by_side ee tbd
+export OMP_NUM_THREADS=1
 for model in lstm cnn-lstm cnn-lstm-sa; do
-    evaluate $model --baseline "$OUT/$model"
+    answer $model --baseline "$OUT/$model" >/dev/null
 done
-evaluate iep --ee "$OUT/ee"
-evaluate iep-predicted --pg "$OUT/pg" --ee "$OUT/ee"
-evaluate tbd --ee "$OUT/tbd"
-AGAINST=()
-for name in lstm cnn-lstm cnn-lstm-sa iep iep-predicted tbd; do
-    AGAINST+=(--against $name "$OUT/eval/$name")
-done
+answer iep --ee "$OUT/ee" >/dev/null
+answer iep-predicted --pg "$OUT/pg" --ee "$OUT/ee" >/dev/null
+answer tbd --ee "$OUT/tbd" >/dev/null
 {
-    echo "scripts/compare_models.sh"
+    echo "scripts/compare_models.sh" "${SETTINGS[@]}"
     echo "$(date +%F), $(getconf _NPROCESSORS_ONLN) cores of $(sed -n 's/^model name[[:space:]]*: //p' /proc/cpuinfo | head -n 1)"
     echo
-    iep-eval --data "$DATA" --out "$OUT/eval/tbd-predicted" --pg "$OUT/pg" --ee "$OUT/tbd" --name tbd-predicted "${AGAINST[@]}" |
-        sed '/^Wrote /d'
+    answer tbd-predicted --pg "$OUT/pg" --ee "$OUT/tbd" | sed '/^Wrote /d'
     echo
     for model in lstm cnn-lstm cnn-lstm-sa pg ee tbd; do
         printf 'training %-12s %3d:%02d\n' $model $(($(cat "$TIMES/$model") / 60)) $(($(cat "$TIMES/$model") % 60))

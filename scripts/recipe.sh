@@ -1,9 +1,8 @@
-# Functions that the recipes share: train_clevr.sh, train_cogent.sh, train_humans.sh, train_short_long.sh, train_synth.sh
-# and train_backbone.sh source this file.
+# Functions that the recipes share, which source this file.
 #
 # Their arguments are directories, in order, and KEY=VALUE settings of iep-train, which every training step receives.
-# PREPROCESS contains options of iep-preprocess, except for the last two, which use the backbone synth. An example of a
-# small run on small data from iep-synth:
+# PREPROCESS contains options of iep-preprocess, except for recipes that generate their data. An example of a small run on
+# small data from iep-synth:
 #
 #   PREPROCESS='--backbone patches' scripts/train_clevr.sh data/mini data/small iterations=100 engine.module_dim=32
 set -euo pipefail
@@ -37,6 +36,13 @@ expect() {
     fi
 }
 
+# say TEXT: print it with the time since the start. step COMMAND...: say the command, and run it.
+say() { printf '\n[%02d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
+step() {
+    say "$@"
+    "$@"
+}
+
 # train RUN --config FILE OPTION...: train into RUN, or resume the run that is there. Settings of a network, such as
 # engine.module_dim=32, are for the steps that train it.
 train() {
@@ -45,11 +51,30 @@ train() {
     shift
     for setting in "${SETTINGS[@]}"; do
         case $model:$setting in
-        pg:engine.* | ee:generator.*) ;;
+        pg:engine.* | ee:generator.* | *lstm*:engine.* | *lstm*:generator.*) ;;
         *) settings+=("$setting") ;;
         esac
     done
-    iep-train "$@" --out "$run" --resume "${settings[@]}"
+    step iep-train "$@" --out "$run" --resume "${settings[@]}"
+}
+
+# side_by_side "NAME..." NAME: train models by the recipe's function train_on_data, the first ones in turn beside the last
+# one, on one thread each: small networks do not gain from a second core. If the last one fails, those beside it are
+# stopped; all resume when the script is started again.
+side_by_side() {
+    local log="$OUT/beside_$2.log" name others
+    export OMP_NUM_THREADS=1
+    for name in $1; do train_on_data "$name"; done >"$log" 2>&1 &
+    others=$!
+    trap "pkill -P $others || true" EXIT
+    train_on_data "$2"
+    say "$1, beside $2: $log"
+    wait $others || {
+        tail -n 5 "$log" >&2
+        exit 1
+    }
+    trap - EXIT
+    unset OMP_NUM_THREADS
 }
 
 # evaluate NAME DIR OPTION...: evaluate into DIR; the table has a column NAME beside those of earlier calls.

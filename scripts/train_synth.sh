@@ -6,20 +6,19 @@
 #   [REAL=CLEVR_v1.0] scripts/train_synth.sh [--small] [OUT] [KEY=VALUE]...        (OUT: runs/synth)
 #
 # With as many images and questions as CLEVR has, this needs a GPU, and 16 cores for making the data. --small is for two
-# cores: 15,500 images and small networks, two trainings at a time on one thread each. REAL is a directory of CLEVR's
-# layout. Its questions are answered too, without having seen one of its images. SYNTH contains options of iep-synth in
-# place of the numbers of images. Settings such as batch_size=32 apply to all training steps. Started again with the same
-# OUT, the script skips finished steps and resumes the others.
+# cores: 15,500 images and small networks, two trainings at a time on one thread each. REAL is a directory in CLEVR's
+# layout whose questions are answered too, by networks that have not seen its images. SYNTH contains options of iep-synth
+# in place of the numbers of images. Settings such as batch_size=32 apply to all training steps. Started again with the
+# same OUT, the script skips finished steps and resumes the others.
 SMALL=
-if [ "${1-}" = --small ]; then
-    SMALL=_small
+for argument in "$@"; do
     shift
-fi
+    if [ "$argument" = --small ]; then SMALL=_small; else set -- "$@" "$argument"; fi
+done
 source "$(dirname "$0")/recipe.sh"
 expect 0 1
 OUT=${PLACES[0]:-runs/synth}
 DATA=$OUT/data
-mkdir -p "$OUT"
 
 SIZE=${SMALL:+--train 15000 --val 500 --questions-per-image 20}
 read -ra SYNTH <<<"${SYNTH-${SIZE:---train 70000 --val 15000}}"
@@ -29,28 +28,12 @@ if [ -n "${REAL-}" ]; then # now, so that its errors do not come after hours of 
     iep-preprocess "$REAL" --out "$OUT/real" --backbone synth --dtype float16 --vocab "$DATA/vocab.json" --encode-unk
 fi
 
-train_on_data() { # NAME...: train the models in turn
-    local name
-    for name in "$@"; do
-        train "$OUT/$name" --config "$CONFIGS/synth/$name$SMALL.yaml" --data "$DATA"
-    done
-}
+train_on_data() { train "$OUT/$1" --config "$CONFIGS/synth/$1$SMALL.yaml" --data "$DATA"; }
 
 if [ -n "$SMALL" ]; then
-    export OMP_NUM_THREADS=1
-    train_on_data pg ee >"$OUT/others.log" 2>&1 &
-    OTHERS=$!
-    trap 'pkill -P $OTHERS || true' EXIT # if tbd fails, the training beside it is stopped, and resumes like tbd
-    train_on_data tbd
-    echo "pg and ee, beside it: $OUT/others.log"
-    wait $OTHERS || {
-        tail -n 5 "$OUT/others.log" >&2
-        exit 1
-    }
-    trap - EXIT
-    unset OMP_NUM_THREADS
+    side_by_side "pg ee" tbd
 else
-    train_on_data pg ee tbd
+    for name in pg ee tbd; do train_on_data $name; done
 fi
 
 for run in "$OUT/ee" "$OUT/tbd"; do

@@ -12,19 +12,20 @@ from evaluate_cases import iep_eval
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tiny_data import assert_one_error
+from tiny_data import assert_one_error, tiny
 from train_cases import iep_train, rows, weights
 
 from iep.backbone.augment import augmented
-from iep.backbone.network import ABSENT, ATTRIBUTES, SIZES, SceneNetwork, label_cells, named, scene_loss
+from iep.backbone.network import ABSENT, SIZES, SceneNetwork, label_cells, named, scene_loss
 from iep.cli.preprocess import main as preprocess_main
 from iep.cli.synth import main as synth_main
 from iep.evaluation.objects import NEAR, count_matches, peaks
 from iep.preprocess.backbones import Scenes
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.labelled_scenes import open_scenes, scenes_path
+from iep.synth.world import VALUES
 
-SMALL = ["backbone.widths=[4,4,8]", "backbone.depths=[0,0,1]", "backbone.image_size=32", "batch_size=4"]
+SMALL = (*tiny("backbone"), "batch_size=4")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def clevr(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(clevr: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
-    result = iep_train("--model", "backbone", "--data", clevr, "--out", out, "iterations=4", "validate_every=2", *SMALL)
+    result = iep_train("--model", "backbone", "--data", clevr, "--out", out, *SMALL)
     assert result.exit_code == 0, result.output
     assert "8 images of train and 4 images of val" in result.output
     assert all(row["images_per_second"] > 0 for row in rows(out) if "loss" in row)
@@ -160,7 +161,7 @@ def test_matches_are_those_of_the_nearest_pairs_first(seed: int):
 
 def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: Path):
     for iterations in (2, 4):
-        options = [f"iterations={iterations}", "validate_every=2", "features_in_memory=true", *SMALL]
+        options = [*SMALL, f"iterations={iterations}", "features_in_memory=true"]
         result = iep_train("--model", "backbone", "--data", clevr, "--out", tmp_path / "run", "--resume", *options)
         assert result.exit_code == 0, result.output
     for name, value in weights(run / "step-4.pt", "backbone").items():
@@ -184,11 +185,10 @@ def test_features_of_two_backbones_in_one_directory_are_refused(clevr: Path, run
 
 
 def test_training_in_bfloat16_finds_nearly_the_same_loss(clevr: Path, tmp_path: Path):
-    settings = ["iterations=1", "log_every=1", *SMALL]
     losses = []
     for precision in ("float32", "bfloat16"):
         out = tmp_path / precision
-        options = [*settings, f"precision={precision}"]
+        options = [*SMALL, "iterations=1", f"precision={precision}"]
         assert iep_train("--model", "backbone", "--data", clevr, "--out", out, *options).exit_code == 0
         losses.append(next(row["loss"] for row in rows(out) if "loss" in row))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
@@ -199,6 +199,18 @@ def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
     coarse, fine = (image_features(image, Scenes(str(run), refine)) for refine in (1, 2))
     assert coarse.shape == (1, 8, 2, 2)
     torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
+
+
+def scenes_of(clevr: Path, split: str) -> list[dict]:
+    return json.loads(scenes_path(clevr, split).read_text())["scenes"]
+
+
+def with_scenes(clevr: Path, split: str, scenes: list[dict], out: Path) -> Path:
+    """The images of `clevr` with other scenes."""
+    (out / "images").symlink_to(clevr / "images")
+    (out / "scenes").mkdir()
+    scenes_path(out, split).write_text(json.dumps({"scenes": scenes}))
+    return out
 
 
 @pytest.mark.parametrize(
@@ -215,27 +227,20 @@ def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
     ],
 )
 def test_scenes_that_cannot_be_learnt_from(clevr: Path, tmp_path: Path, keys: tuple, value: object, words: str):
-    (tmp_path / "images").symlink_to(clevr / "images")
-    (tmp_path / "scenes").mkdir()
-    scenes = json.loads(scenes_path(clevr, "train").read_text())
-    holder = scenes["scenes"][1]
+    scenes = scenes_of(clevr, "train")
+    holder = scenes[1]
     for key in keys[:-1]:
         holder = holder[key]
     holder[keys[-1]] = value
-    scenes_path(tmp_path, "train").write_text(json.dumps(scenes))
-    result = iep_train("--model", "backbone", "--data", tmp_path, "--out", tmp_path / "run", *SMALL)
-    assert_one_error(result, words)
-    assert str(tmp_path) in result.output
+    changed = with_scenes(clevr, "train", scenes, tmp_path)
+    result = iep_train("--model", "backbone", "--data", changed, "--out", tmp_path / "run", *SMALL)
+    assert_one_error(result, words, str(tmp_path))
 
 
 def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
-    (tmp_path / "images").symlink_to(clevr / "images")
-    (tmp_path / "scenes").mkdir()
-    scenes = json.loads(scenes_path(clevr, "val").read_text())
-    for scene in scenes["scenes"]:
-        scene["objects"] = []
-    scenes_path(tmp_path, "val").write_text(json.dumps(scenes))
-    assert_one_error(iep_eval("--backbone", "synth", "--scenes", tmp_path), "none of the 4 scenes has an object")
+    scenes = [scene | {"objects": []} for scene in scenes_of(clevr, "val")]
+    changed = with_scenes(clevr, "val", scenes, tmp_path)
+    assert_one_error(iep_eval("--backbone", "synth", "--scenes", changed), "none of the 4 scenes has an object")
 
 
 @pytest.mark.parametrize(
@@ -256,16 +261,13 @@ def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, m
 
 
 def test_objects_are_read_with_the_farthest_first(clevr: Path):
-    split = open_scenes(clevr, "val", 32)
-    for scene, objects in zip(
-        json.loads(scenes_path(clevr, "val").read_text())["scenes"], split.questions.answers, strict=True
-    ):
+    for scene, objects in zip(scenes_of(clevr, "val"), open_scenes(clevr, "val", 32).questions.answers, strict=True):
         there = objects[objects[:, 0] >= 0]
         order = sorted(scene["objects"], key=lambda thing: -thing["pixel_coords"][2])
-        assert len(there) == len(order)
-        for numbers, thing in zip(there, order, strict=True):
-            assert numbers[:2] == pytest.approx([thing["pixel_coords"][0] / 240, thing["pixel_coords"][1] / 160])
-            assert len(numbers) == 2 + len(ATTRIBUTES)
+        for (x, y, *values), thing in zip(there, order, strict=True):
+            assert [x, y] == pytest.approx([thing["pixel_coords"][0] / 240, thing["pixel_coords"][1] / 160])
+            for value, (attribute, names) in zip(values, VALUES.items(), strict=True):
+                assert names[int(value)] == thing[attribute]
 
 
 def test_a_peak_is_likelier_than_the_four_cells_around_it():

@@ -451,6 +451,8 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
         ("--data {data} --baseline {lstm} --images x", "are for the HTML report: give --report DIR too", 2),
         ("--data {data} --baseline {lstm} --report-questions 5", "are for the HTML report: give --report DIR too", 2),
         ("--data none --baseline {lstm}", "none/vocab.json: no such file", 1),
+        ("--backbone synth", "--backbone and --scenes go together", 2),
+        ("--backbone synth --scenes {data} --against old x", "--against does not go with --backbone", 2),
         ("--data {lstm} --baseline {lstm}", "{lstm}", 1),
         ("--data {data} --baseline {lstm} --report ''", "'--report': the name is empty, expected a directory", 2),
         ("--data {data} --baseline {lstm} --out {lstm}", "is a file", 2),

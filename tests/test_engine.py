@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections import Counter
+from functools import partial
 
 import hypothesis.strategies as st
 import numpy as np
@@ -26,6 +27,9 @@ from engine_cases import (
 )
 from hypothesis import given, settings
 
+from iep.asynchronous.drivers import run_threads
+from iep.asynchronous.trainer import AsynchronousTrainer, Instance
+from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
 from iep.data.datasets import Batch
 from iep.execution_engine.placement import rows_copied
@@ -60,6 +64,32 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
             return placed(x.to(devices[0]), plan, defer).cpu()
 
         assert_same(on_cpu(results(run, placed, features_NCHW)), expected, 1e-9)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@given(programs_BL=any_programs, sharing=st.booleans(), workers=st.integers(1, 3), seed=st.integers(0, 2**16))
+@settings(quick, max_examples=8)
+def test_a_plan_with_stem_and_classifier_matches_the_reference_on_logits_and_all_gradients(
+    name, programs_BL, sharing, workers, seed
+):
+    """Executed, and as an instance of asynchronous training."""
+    engine, rows_B = small_engine(**ENGINES[name]), np.arange(len(programs_BL)) // 2
+    features_NCHW = features(rows_B[-1] + 1)
+    scale_BA = torch.linspace(1, 2, 4 * len(rows_B), dtype=torch.float64).view(-1, 4)
+    expected_BA = engine.reference(features_NCHW[rows_B], programs_BL)
+    (expected_BA * scale_BA).sum().backward()
+    placed = placed_copy(engine, ("cpu",) * workers, seed)
+    for scheduler in SCHEDULERS:
+        plan = placed.planner(scheduler, sharing, ends=True)(programs_BL, image_rows_B=rows_B)
+        inputs = placed.inputs_of(features_NCHW, plan, torch.float64)
+        modules = {op: getattr(placed, part) for op, part in placed.ops.items()}
+        (logits_BA,) = execute(plan.plan, modules, inputs)
+        assert_same({"logits": logits_BA}, {"logits": expected_BA}, 1e-9)
+        trainer = AsynchronousTrainer(modules, partial(torch.optim.SGD, lr=0), workers)
+        trainer.run([Instance(plan.plan, inputs, lambda logits_BA: (logits_BA * scale_BA).sum())], run_threads)
+        gradients = [{key: each.grad for key, each in net.named_parameters()} for net in (placed, engine)]
+        assert_same(*gradients, 1e-9, none_is_zero=True)
+        placed.zero_grad()
 
 
 @pytest.mark.parametrize("modules", ["iep", "tbd"])

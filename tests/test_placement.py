@@ -74,7 +74,7 @@ def test_a_file_names_devices_or_their_positions(tmp_path: Path) -> None:
     placement = read_placement(tmp_path / "place.yaml", PARTS, TWO)
     assert placement.parts == {"stem": 1, "<END>": 0, "count": 1, "union": 0, "classifier": 0}
     of_ops = placement.of_ops(("<NULL>", "<END>", "count", "union"))
-    assert (of_ops.inputs, of_ops.roots, of_ops.ops) == (1, 0, {1: 0, 2: 1, 3: 0})
+    assert (of_ops.inputs, of_ops.roots, of_ops.ops) == (1, 0, {1: 0, 2: 1, 3: 0, 4: 1, 5: 0})
     assert of_ops.devices == (torch.device("cpu"), torch.device("cuda:0"))
 
 

@@ -15,10 +15,10 @@ from iep.synth.scenes import (
     CAMERA,
     GAP,
     MARGIN,
-    Camera,
     Scene,
     SceneRules,
     Thing,
+    camera_at,
     directions,
     relationships,
     sample_scene,
@@ -27,18 +27,11 @@ from iep.synth.scenes import (
 from iep.synth.world import COLORS_OF_SHAPE, LAMPS, RADIUS, RELATIONS, RGB, Lamp
 
 WIDTH, HEIGHT = 240, 160
+STANDARD = camera_at(CAMERA)
 
 
 def sampled(count: int, **rules: object) -> list[Scene]:
     return [sample_scene(Random(seed), SceneRules(**rules), visible_share) for seed in range(count)]
-
-
-def camera() -> Camera:
-    x, y, z = CAMERA
-    length, flat = math.hypot(x, y, z), math.hypot(x, y)
-    forward, right = (-x / length, -y / length, -z / length), (-y / flat, x / flat, 0.0)
-    up = (-forward[2] * x / flat * -1, -forward[2] * y / flat * -1, flat / length)
-    return Camera(CAMERA, right, up, forward)
 
 
 def thing(x: float, y: float, **given: str) -> Thing:
@@ -47,11 +40,11 @@ def thing(x: float, y: float, **given: str) -> Thing:
 
 
 def picture(*things: Thing, lamps: tuple[Lamp, ...] = LAMPS) -> np.ndarray:
-    return render(Scene(camera(), things, lamps), WIDTH, HEIGHT).astype(int)
+    return render(Scene(STANDARD, things, lamps), WIDTH, HEIGHT).astype(int)
 
 
 def pixel_of(what: Thing) -> tuple[int, int]:
-    column, row, _ = camera().project(what.center, WIDTH, HEIGHT)
+    column, row, _ = STANDARD.project(what.center, WIDTH, HEIGHT)
     return round(row), round(column)
 
 
@@ -75,10 +68,10 @@ def test_relationships_are_the_order_of_the_picture() -> None:
             assert not set(related["left"][i]) & set(related["right"][i])
             assert all(i in related["behind"][j] for j in related["front"][i])
     row, column = zip(pixel_of(thing(-2, 2)), pixel_of(thing(2, -2)), strict=True)
-    scene = Scene(camera(), (thing(-2, 2), thing(2, -2)))
+    scene = Scene(STANDARD, (thing(-2, 2), thing(2, -2)))
     assert relationships(scene)["behind"] == [[], [0]]
     assert row[0] < row[1]
-    sideways = Scene(camera(), (thing(-2, -2), thing(2, 2)))
+    sideways = Scene(STANDARD, (thing(-2, -2), thing(2, 2)))
     assert relationships(sideways)["left"] == [[], [0]]
     assert pixel_of(thing(-2, -2))[1] < pixel_of(thing(2, 2))[1]
     assert column[0] != column[1]
@@ -116,11 +109,11 @@ def test_more_things_than_there_is_room_for_are_an_input_error(rules: dict[str, 
 
 
 def test_a_thing_in_front_hides_one_behind() -> None:
-    away = camera().forward
+    away = STANDARD.forward
     back, front = thing(0, 0, size="small", color="blue"), thing(-away[0] * 2.5, -away[1] * 2.5)
-    alone = visible_share(Scene(camera(), (back,)), 1.5)[0]
+    alone = visible_share(Scene(STANDARD, (back,)), 1.5)[0]
     for order in ((back, front), (front, back)):
-        scene = Scene(camera(), order)
+        scene = Scene(STANDARD, order)
         assert visible_share(scene, 1.5)[order.index(back)] <= alone / 2
     assert picture(back)[pixel_of(back)].argmax() == 2
     assert picture(back, front)[pixel_of(front)].argmax() == 0
@@ -128,12 +121,12 @@ def test_a_thing_in_front_hides_one_behind() -> None:
 
 def test_shadows_darken_the_ground_and_the_things_they_fall_on() -> None:
     empty, one = picture(), picture(thing(0, 0))
-    x, y, _ = camera().project((-1.0, 0.45, 0.0), WIDTH, HEIGHT)  # behind the thing, as the key lamp sees it
+    x, y, _ = STANDARD.project((-1.0, 0.45, 0.0), WIDTH, HEIGHT)  # behind the thing, as the key lamp sees it
     ground = round(y), round(x)
     assert one[ground].sum() < 0.85 * empty[ground].sum()
     lit, near_lamp = thing(0.8, 0.7, size="small"), thing(-0.1, -0.1, shape="cylinder")
     lamps = (replace(LAMPS[0], position=LAMPS[1].position),)  # from the left, where the camera sees the lit side
-    seen = things_and_depth(Scene(camera(), (lit, near_lamp)), WIDTH, HEIGHT)[0] == 0
+    seen = things_and_depth(Scene(STANDARD, (lit, near_lamp)), WIDTH, HEIGHT)[0] == 0
     share = picture(lit, near_lamp, lamps=lamps)[seen].sum(1) / picture(lit, lamps=lamps)[seen].sum(1)
     assert seen.sum() > 50
     assert (share < 0.85).mean() > 0.1
@@ -172,14 +165,14 @@ def test_a_shadow_has_the_outline_that_rays_to_the_lamp_find(shape: str) -> None
 
 @pytest.mark.parametrize("shape", ["cube", "sphere", "cylinder"])
 def test_metal_mirrors_other_things_and_lamps_where_rubber_does_not(shape: str) -> None:
-    right = directions(camera())["right"]
-    front = directions(camera())["front"]
+    right = directions(STANDARD)["right"]
+    front = directions(STANDARD)["front"]
     neighbour = thing(*(1.2 * right[k] + 0.9 * front[k] for k in range(2)), color="yellow", size="small")
     changed, brightest = {}, {}
     for material in ("rubber", "metal"):
         what = Thing("large", "red", material, shape, (0.0, 0.0, RADIUS["large"]), 60.0)
         alone, beside = picture(what), picture(what, neighbour)
-        on_it = things_and_depth(Scene(camera(), (what, neighbour)), WIDTH, HEIGHT)[0] == 0
+        on_it = things_and_depth(Scene(STANDARD, (what, neighbour)), WIDTH, HEIGHT)[0] == 0
         changed[material] = (np.abs(alone - beside)[on_it].max(1) > 25).sum()
         brightest[material] = np.percentile(alone.max(2)[on_it] / np.median(alone.max(2)[on_it]), 99.5)
     assert changed["metal"] > changed["rubber"] + 10
@@ -198,11 +191,11 @@ def test_every_colour_looks_most_like_itself(color: str) -> None:
 def test_edges_of_cubes_and_cylinders_are_round() -> None:
     for shape in ("cube", "cylinder"):
         what = thing(0, 0, shape=shape)
-        hits = nearest_hits(Scene(camera(), (what,)), 960, 640, 1)
+        hits = nearest_hits(Scene(STANDARD, (what,)), 960, 640, 1)
         rows, columns = np.nonzero(hits.thing_HW == 0)
-        ray = np.stack([np.array(axis) for axis in (camera().forward, camera().right, camera().up)], 1)
+        ray = np.stack([np.array(axis) for axis in (STANDARD.forward, STANDARD.right, STANDARD.up)], 1)
         slopes = np.stack([np.ones(len(rows)), hits.u_W[columns], hits.v_H[rows]])
-        point = np.array(camera().position)[:, None] + hits.depth_HW[rows, columns] * (ray @ slopes)
+        point = np.array(STANDARD.position)[:, None] + hits.depth_HW[rows, columns] * (ray @ slopes)
         turns = np.diff(normals(what, point.astype(np.float32))[2])
         assert np.abs(turns)[np.diff(rows) == 0].max() < 0.6  # sharp edges would turn by 1
 
@@ -214,7 +207,7 @@ def test_pixel_coords_and_sizes_are_those_of_the_picture() -> None:
         row, column = pixel_of(what)
         assert abs((rows.min() + rows.max()) / 2 - row) < 4
         assert abs((columns.min() + columns.max()) / 2 - column) < 4
-        depth = camera().project(what.center, WIDTH, HEIGHT)[2]
+        depth = STANDARD.project(what.center, WIDTH, HEIGHT)[2]
         across = 2 * RADIUS["large"] * 35 / 32 * WIDTH / depth
         assert 0.8 * across < columns.max() - columns.min() < 1.3 * across
 

@@ -34,7 +34,7 @@ def make_asker(
     ee: Path | None = None,
     pg: Path | None = None,
     baseline: Path | None = None,
-    backbone: Backbone | None = None,
+    backbone: Callable[[], Backbone] | None = None,
     weights: str | None = None,
     options: Sequence[str] = (),
 ) -> Asker:
@@ -46,7 +46,7 @@ def make_asker(
         ee: the checkpoint or run of an execution engine; None for a baseline.
         pg: the checkpoint or run of a program generator; None to run only given programs.
         baseline: the checkpoint or run of a baseline.
-        backbone: the backbone to use if the checkpoint does not record one; None for the likeliest one.
+        backbone: returns the backbone to use if the checkpoint does not record one; None for the likeliest one.
         weights: a file with the weights of the recorded backbone, if it needs one.
         options: the options of `backbone` that were given, besides `--weights`.
 
@@ -76,13 +76,12 @@ def make_asker(
     if image is None:
         raise InputError(f"{path}: needs an image; give --image FILE")
     open_image(image)  # an unusable file is an error before weights are downloaded
-    dtype = "float32"
     if answering.recipe:
-        backbone, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
-    elif backbone is None:
-        backbone = _likely_backbone(answering, path, say)
-    features_1CHW = image_features(image, backbone, dtype, on)
-    check_features(answering, features_1CHW.shape[1:], f"{image}, by {_describe(backbone)}")
+        chosen, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
+    else:
+        chosen, dtype = backbone() if backbone else _likely_backbone(answering, path, say), "float32"
+    features_1CHW = image_features(image, chosen, dtype, on)
+    check_features(answering, features_1CHW.shape[1:], f"{image}, by {_describe(chosen)}")
     return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW.to(on), on)
 
 

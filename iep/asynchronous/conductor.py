@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 COPY, LOSS = -1, -2
 """The ops of a copy to another worker and of the loss; those of modules are 0 or greater."""
+BACKWARD_WEIGHTS = ("current", "forward")
+"""The weights that a backward task may use (`trainer.py`)."""
 
 
 class PlanStep(NamedTuple):

@@ -2,7 +2,7 @@
 
 Both drivers admit the instances in order, run every task once, and return when nothing is in flight. On its worker,
 the task with the lowest `priority` is next. A driver knows nothing of tensors: `begin` prepares an instance and returns
-its steps, and `run` computes a task.
+its steps, `run` computes a task, and `note` gets the record of every task when it is done, one at a time.
 """
 
 import threading
@@ -17,6 +17,7 @@ from iep.asynchronous.conductor import Conductor, PlanStep, WorkerTask, priority
 T = TypeVar("T")
 Begin = Callable[[int, T], Sequence[PlanStep]]
 """The number of an instance, and the instance -> its steps."""
+Note = Callable[["Record"], object]
 
 
 class Record(NamedTuple):
@@ -30,9 +31,14 @@ class Record(NamedTuple):
 
 
 def run_threads(
-    conductor: Conductor, num_workers: int, instances: Iterable[T], begin: Begin, run: Callable[[WorkerTask], object]
-) -> list[Record]:
-    """Run the instances on a thread for each worker, and return a record of every task.
+    conductor: Conductor,
+    num_workers: int,
+    instances: Iterable[T],
+    begin: Begin,
+    run: Callable[[WorkerTask], object],
+    note: Note,
+) -> None:
+    """Run the instances on a thread for each worker.
 
     The calling thread prepares the instances. If a task or the preparation of an instance raises an exception, or a
     signal raises one in the calling thread, the workers end after their current tasks, and the exception is raised.
@@ -41,7 +47,6 @@ def run_threads(
     work, news = [threading.Condition(lock) for _ in range(num_workers)], threading.Condition(lock)
     queues: list[list] = [[] for _ in range(num_workers)]
     failures: list[BaseException] = []
-    records: list[Record] = []
     is_over, began = False, time.perf_counter()
 
     def push(tasks: Sequence[WorkerTask]) -> None:
@@ -63,7 +68,7 @@ def run_threads(
                 run(task)
                 end = time.perf_counter()
                 with lock:
-                    records.append(Record(worker, start - began, end - began, task, op))
+                    note(Record(worker, start - began, end - began, task, op))
                     push(conductor.done(task))
                     news.notify()
         except BaseException as error:  # raised again in the calling thread
@@ -95,25 +100,24 @@ def run_threads(
                 thread.join()
     if failures:
         raise failures[0]
-    return records
 
 
 def run_virtual(
     conductor: Conductor,
     num_workers: int,
     instances: Iterable[T],
-    begin: Begin = lambda _, steps: steps,
-    run: Callable[[WorkerTask], object] | None = None,
+    begin: Begin,
+    run: Callable[[WorkerTask], object] | None,
+    note: Note,
     cost: Callable[[PlanStep, WorkerTask], float] | None = None,
     delay: Callable[[WorkerTask], float] = lambda _: 0.0,
-) -> list[Record]:
-    """Run the instances in one thread under a virtual clock, and return a record of every task in simulated seconds.
+) -> None:
+    """Run the instances in one thread under a virtual clock, whose records are in simulated seconds.
 
     The next task is always one that can start first: at the time of its worker, or when its messages have arrived. With
     given costs and delays, every run is the same to the last bit.
 
     Args:
-        instances: with the default `begin`, the steps of the instances.
         run: computes a task; None to simulate the costs only.
         cost: the seconds of a task; None to measure those of `run`.
         delay: the seconds for which a message is on its way from one worker to another. The task is the one, forward or
@@ -126,7 +130,7 @@ def run_virtual(
     """When each task of an instance in flight ended."""
     left: dict[int, float] = {}
     """When each instance ended whose place has not been taken by another."""
-    records, room, waiting, began = [], 0.0, iter(instances), time.perf_counter
+    room, waiting, began = 0.0, iter(instances), time.perf_counter
 
     def push(tasks: Sequence[WorkerTask], at: float) -> None:
         for task in tasks:
@@ -162,18 +166,8 @@ def run_virtual(
             run(task)
         seconds = began() - measured if cost is None else cost(step, task)
         clock[worker] = ends[task.instance][task] = start + seconds
-        records.append(Record(worker, start, clock[worker], task, step.op))
+        note(Record(worker, start, clock[worker], task, step.op))
         push(conductor.done(task), 0.0)
         if task.instance not in conductor.in_flight:
             left[task.instance] = max(ends.pop(task.instance).values())
             admit(waiting)
-    return records
-
-
-def utilisation(records: Sequence[Record], num_workers: int) -> list[float]:
-    """Return the share of the time from the first start to the last end in which each worker ran tasks."""
-    busy = [0.0] * num_workers
-    for record in records:
-        busy[record.worker] += record.end - record.start
-    span = max(record.end for record in records) - min(record.start for record in records)
-    return [each / span if span else 0.0 for each in busy]

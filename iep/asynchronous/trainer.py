@@ -11,27 +11,32 @@ therefore change, and it is explicit which ones the backward pass uses:
   between two updates share a copy. The gradients are those of the loss at the weights that computed it, but they are
   still applied to newer weights.
 
+Several workers may hold a replica of one op (AMPNet, section 5): a copy of its module with an optimiser of its own. The
+worker on which an instance's plan places the op determines the replica that runs its calls. When nothing is in flight,
+at the end of a run, the replicas are averaged.
+
 Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
 time. Not covered: calls of families, and weights that two ops share.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask
-from iep.asynchronous.drivers import Record, run_threads
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
+from iep.asynchronous.drivers import Note, Record, run_threads
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
-
-BackwardWeights = Literal["current", "forward"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +100,29 @@ class Run:
 
     losses: list[float]
     """The loss of each instance, in the order of admission."""
-    records: list[Record]
-    staleness: list[Staleness]
-    """The staleness of every backward pass of a module with weights, in the order in which they ran."""
+    staleness: Counter[Staleness]
+    """The number of backward passes of modules with weights of each staleness."""
     updates: dict[int, int]
-    """The number of updates of each op with weights."""
+    """The number of updates of each op with weights, of all replicas together."""
+    seconds: float
+    """The time from the first start of a task to the last end."""
+    utilisation: list[float]
+    """The share of this time in which each worker ran tasks."""
+
+
+class _Clock:
+    """Adds up the times of tasks."""
+
+    def __init__(self, num_workers: int):
+        self.busy, self.first, self.last = [0.0] * num_workers, float("inf"), 0.0
+
+    def note(self, record: Record) -> None:
+        self.busy[record.worker] += record.end - record.start
+        self.first, self.last = min(self.first, record.start), max(self.last, record.end)
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.last - self.first)
 
 
 class Driver(Protocol):
@@ -112,13 +135,14 @@ class Driver(Protocol):
         instances: Iterable[Instance],
         begin: Callable[[int, Instance], Sequence[PlanStep]],
         run: Callable[[WorkerTask], object],
-    ) -> list[Record]:
-        """Run the instances, and return a record of every task."""
+        note: Note,
+    ) -> None:
+        """Run the instances, and note the record of every task."""
         ...
 
 
 class TrainedOp:
-    """The module of an op, its optimiser, and the state of its updates. Only its worker uses it."""
+    """The module of an op or of a replica, its optimiser, and the state of its updates. Only its worker uses it."""
 
     def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
         self.module = module
@@ -126,6 +150,8 @@ class TrainedOp:
         self.optimizer = make_optimizer([*self.weights.values()]) if self.weights else None
         self.worker: int | None = None
         """The worker of its calls; None until the first instance with one."""
+        self.averaged = 0
+        """The version at which replicas were last averaged."""
         self.version = self.pending = 0
         """The number of updates, and the number of calls whose gradients have been added up since the last one."""
         self._copy: dict[str, Tensor] | None = None
@@ -148,6 +174,11 @@ class TrainedOp:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version, self.pending, self._copy = self.version + 1, 0, None
+
+    def tensors(self) -> dict[Any, Tensor]:
+        """Return all tensors that change in training: parameters, statistics, and the optimiser's state, by key."""
+        states = self.optimizer.state_dict()["state"] if self.optimizer else {}
+        return self.module.state_dict() | {(n, key): each for n, state in states.items() for key, each in state.items()}
 
 
 class _Kept(NamedTuple):
@@ -187,6 +218,8 @@ class AsynchronousTrainer:
         flush_every: the number of instances after which no new one is admitted until nothing is in flight and every op
             is updated. One is synchronous training on the workers. None never to wait.
         backward_weights: the weights that a backward pass uses, see above.
+        replicas: the number of workers that hold each op; those that are not named have one.
+        context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
         ValueError: a module is not an `nn.Module`, ops share a parameter, a number is less than 1, an op has no update
@@ -201,9 +234,11 @@ class AsynchronousTrainer:
         max_active_keys: int = 1,
         min_update_frequency: Mapping[int, int] | int | None = None,
         flush_every: int | None = None,
-        backward_weights: BackwardWeights = "current",
+        backward_weights: str = "current",
+        replicas: Mapping[int, int] | None = None,
+        context: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        if backward_weights not in ("current", "forward"):
+        if backward_weights not in BACKWARD_WEIGHTS:
             raise ValueError(f"backward_weights is {backward_weights!r}, expected 'current' or 'forward'")
         owner: dict[nn.Parameter, int] = {}
         for op, module in modules.items():
@@ -213,6 +248,13 @@ class AsynchronousTrainer:
                 if owner.setdefault(parameter, op) != op:
                     raise ValueError(f"ops {owner[parameter]} and {op} share a parameter, expected different ones")
         self.ops = {op: TrainedOp(module, make_optimizer) for op, module in modules.items()}
+        self.replicas = {op: [state] for op, state in self.ops.items()}
+        """The op and its further replicas."""
+        for op, number in (replicas or {}).items():
+            if not 1 <= number <= num_workers:
+                raise ValueError(f"op {op} has {number} replicas, expected 1 to {num_workers}, the number of workers")
+            copies = [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
+            self.replicas[op] += copies
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         for op in (op for op, state in self.ops.items() if state.weights):
@@ -222,40 +264,82 @@ class AsynchronousTrainer:
             if frequency is not None and frequency < 1:
                 raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
-        self.backward_weights = backward_weights
+        self.backward_weights, self.context = backward_weights, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
+        self._held: dict[tuple[int, int], TrainedOp] = {}
+        """The replica of each op on each worker."""
         self._losses: dict[int, float] = {}
-        self._staleness: list[Staleness] = []
+        self._staleness: list[Counter[Staleness]] = []
+        """For each worker; adding to a counter is not atomic."""
 
-    def run(self, instances: Iterable[Instance], driver: Driver = run_threads) -> Run:
-        """Train on the instances in order, and return when nothing is in flight.
+    def run(self, instances: Iterable[Instance], driver: Driver = run_threads, note: Note = lambda _: None) -> Run:
+        """Train on the instances in order, and return when nothing is in flight; replicas are averaged then.
 
         Without `flush_every`, gradients that are too few for an update stay in the parameters' `grad` for the next run.
 
+        Args:
+            note: gets the record of every task when it is done, on any thread, but one at a time.
+
         Raises:
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
-                an op on another worker than before; or a loss has several elements.
+                an op on more workers than it has replicas; or a loss has several elements.
         """
-        self._losses, self._staleness = {}, []
-        before = {op: state.version for op, state in self.ops.items() if state.weights}
+        self._losses, clock = {}, _Clock(self.num_workers)
+        self._staleness = [Counter() for _ in range(self.num_workers)]
+        before = self._versions()
+
+        def note_both(record: Record) -> None:
+            clock.note(record)
+            note(record)
+
         try:
             conductor = Conductor(self.max_active_keys, self.flush_every)
-            records = driver(conductor, self.num_workers, instances, self._begin, self._task)
+            driver(conductor, self.num_workers, instances, self._begin, self._task, note_both)
         finally:
             self.in_flight.clear()
         if self.flush_every:
             self.update()
+        self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
-        updates = {op: self.ops[op].version - version for op, version in before.items()}
-        return Run(losses, records, self._staleness, updates)
+        updates = {op: version - before[op] for op, version in self._versions().items()}
+        utilisation = [busy / clock.seconds if clock.seconds else 0.0 for busy in clock.busy]
+        return Run(losses, sum(self._staleness, Counter()), updates, clock.seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
         assert not self.in_flight
-        for state in self.ops.values():
+        for state in self._all():
             if state.weights and state.pending:
                 state.update()
+
+    def _all(self) -> Iterator[TrainedOp]:
+        return (state for replicas in self.replicas.values() for state in replicas)
+
+    def _versions(self) -> dict[int, int]:
+        return {
+            op: sum(each.version for each in replicas) for op, replicas in self.replicas.items() if replicas[0].weights
+        }
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Give all replicas of an op the mean weights, statistics and optimiser state of those that were updated.
+
+        Statistics that are integers are those of the first of them.
+        """
+        for replicas in self.replicas.values():
+            updated = [each for each in replicas if each.version > each.averaged]
+            if len(replicas) == 1 or not updated:
+                continue
+            first, *others = [each.tensors() for each in updated]
+            for key, tensor in first.items():
+                if tensor.is_floating_point() and all(key in other for other in others):
+                    tensor.add_(sum(other[key].to(tensor.device) - tensor for other in others) / len(updated))
+            for each in replicas:
+                if each is not updated[0]:
+                    each.module.load_state_dict(updated[0].module.state_dict())
+                    each.optimizer.load_state_dict(deepcopy(updated[0].optimizer.state_dict()))
+                each.averaged, each._copy = each.version, None
 
     def message_bytes(self, task: WorkerTask) -> int:
         """Return the number of bytes that the copy of a task sends; for the delays of the virtual clock."""
@@ -274,17 +358,28 @@ class AsynchronousTrainer:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
         steps, learns = instance.steps, []
         for step in steps[:-1]:
-            state = None if step.op == COPY else self.ops[step.op]
-            if state and state.worker not in (None, step.worker):
-                raise ValueError(f"op {step.op} is on worker {step.worker}, but was on {state.worker} before")
-            if state:
-                state.worker = step.worker
+            state = None if step.op == COPY else self._replica(step.op, step.worker)
             learns.append(bool(state and state.weights) or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
         self.in_flight[number] = _Active(instance, buffers, learns, remaining=len(steps))
         return steps
+
+    def _replica(self, op: int, worker: int) -> TrainedOp:
+        """Return the replica of an op that a worker holds, which is the next free one at first.
+
+        Raises:
+            ValueError: all replicas are on other workers.
+        """
+        if (op, worker) not in self._held:
+            free = [each for each in self.replicas[op] if each.worker is None]
+            if not free:
+                others = ", ".join(str(each.worker) for each in self.replicas[op])
+                raise ValueError(f"op {op} is on worker {worker}, but was on {others} before")
+            free[0].worker = worker
+            self._held[op, worker] = free[0]
+        return self._held[op, worker]
 
     def _task(self, task: WorkerTask) -> None:
         active = self.in_flight[task.instance]
@@ -300,6 +395,11 @@ class AsynchronousTrainer:
                 if not active.remaining:
                     del self.in_flight[task.instance]
 
+    def _state_of(self, active: _Active, number: int) -> TrainedOp:
+        """Return the replica that runs a call."""
+        step = active.instance.steps[number]
+        return self._held[step.op, step.worker]
+
     def _arguments(self, active: _Active, reads: Sequence[Argument], call: int) -> list[Tensor]:
         """Return the arguments of a call, or the roots, as leaves of a graph of their own."""
         arguments = [active.buffers.read(each).detach() for each in reads]
@@ -307,12 +407,14 @@ class AsynchronousTrainer:
             argument.requires_grad_(argument.is_floating_point() and any(active.learns[each] for each in sources))
         return arguments
 
-    def _compute(self, active: _Active, call: Call, arguments: Sequence[Tensor], weights: dict) -> tuple[Tensor, ...]:
+    def _compute(
+        self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         """Run the module of a call, on its own weights or on copies of them."""
-        module = self.ops[call.op].module
+        module = state.module
         if self.backward_weights == "forward" and weights:
             module = partial(_on_weights, module, weights)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.context():
             return run_call(active.instance.plan, {call.op: module}, call, arguments)
 
     def _forward(self, active: _Active, number: int) -> None:
@@ -321,9 +423,9 @@ class AsynchronousTrainer:
             arguments = [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), self.ops[call.op]
+        arguments, state = self._arguments(active, call.arguments, number), self._state_of(active, number)
         weights = state.copy() if self.backward_weights == "forward" else state.weights
-        results = self._compute(active, call, arguments, weights)
+        results = self._compute(active, call, state, arguments, weights)
         if active.learns[number]:
             active.kept[number] = _Kept(arguments, results, state.version, [*weights.values()])
         active.buffers.write(call, [each.detach() for each in results])
@@ -331,7 +433,7 @@ class AsynchronousTrainer:
     def _loss(self, number: int, active: _Active) -> None:
         plan = active.instance.plan
         roots = self._arguments(active, plan.roots, len(plan.calls))
-        with torch.enable_grad():
+        with torch.enable_grad(), self.context():
             loss = active.instance.loss(*roots)
         if loss.numel() != 1:
             raise ValueError(f"the loss of instance {number} has shape {tuple(loss.shape)}, expected one element")
@@ -361,10 +463,10 @@ class AsynchronousTrainer:
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state = self.ops[call.op]
+        state = self._state_of(active, number)
         results, weights = kept.results, kept.weights
         if self.backward_weights == "current" and state.weights and kept.version != state.version:
-            results = self._compute(active, call, kept.arguments, state.weights)
+            results = self._compute(active, call, state, kept.arguments, state.weights)
         pairs = zip(results, gradients, strict=True)
         known = [(result, grad.to(result.dtype)) for result, grad in pairs if grad is not None and result.requires_grad]
         wanted = [each for each in kept.arguments if each.requires_grad]
@@ -373,7 +475,7 @@ class AsynchronousTrainer:
             outputs, grads = zip(*known, strict=True)
             found = torch.autograd.grad(outputs, [*wanted, *weights], grads, allow_unused=True)
         if state.weights:
-            self._staleness.append(Staleness(call.op, state.version - kept.version))
+            self._staleness[state.worker][Staleness(call.op, state.version - kept.version)] += 1
             state.add(found[len(wanted) :])
             frequency = self.min_update_frequency[call.op]
             if frequency is not None and state.pending >= frequency:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from iep.backbone.network import ABSENT
+
 SCALES, SHIFT = (0.8, 1.1), 0.05
 """The side of the part of the image that is shown, as a share of the image's, and how far it may reach outside."""
 EXPOSURE, HUE, SATURATION, GAMMA, NOISE = 0.25, 0.06, 0.3, 0.25, 4.0
@@ -55,6 +57,4 @@ def _moved(pixels_BCHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
     moved_BCHW = F.grid_sample(pixels_BCHW, grid, padding_mode="border", align_corners=False)
     points_BM2 = ((2 * objects_BMF[..., :2] - 1 - offset_B2[:, None]) / scale_B2[:, None] + 1) / 2
     is_inside = ((points_BM2 >= 0) & (points_BM2 < 1)).all(2, keepdim=True) & (objects_BMF[..., :1] >= 0)
-    return moved_BCHW, torch.cat(
-        [points_BM2.where(is_inside, torch.full_like(points_BM2, -1)), objects_BMF[..., 2:]], 2
-    )
+    return moved_BCHW, torch.cat([torch.where(is_inside, points_BM2, ABSENT), objects_BMF[..., 2:]], 2)

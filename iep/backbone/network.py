@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from iep.synth.world import VALUES
+from iep.synth.world import ATTRIBUTES, VALUES
 
-ATTRIBUTES = tuple(VALUES)
-"""The order of an object's attributes in labels and scores."""
-SIZES = [len(values) for values in VALUES.values()]
+SIZES = [len(VALUES[attribute]) for attribute in ATTRIBUTES]
 STRIDE = 16
 """Pixels to a side of a cell."""
 ABSENT = -1.0

@@ -23,8 +23,8 @@ from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
-from iep.asynchronous.drivers import Record, run_threads, run_virtual, utilisation
-from iep.asynchronous.trainer import AsynchronousTrainer, BackwardWeights, Driver, Instance, Run
+from iep.asynchronous.drivers import Record, run_threads, run_virtual
+from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
 from iep.workloads.deduction import Deducer, deductions
@@ -111,7 +111,7 @@ class Training:
     network: Mapping[str, Any]
     minibatches: Sequence[Sequence]
     unseen: Sequence
-    backward_weights: BackwardWeights
+    backward_weights: str
     learning_rate: float
     epochs: int
     seeds: Sequence[int]
@@ -148,7 +148,9 @@ class Training:
 
 def run_recorded(trainer: AsynchronousTrainer, instances: Sequence[Instance], driver: Driver) -> list[Record]:
     """Train on the instances, and return the record of every task."""
-    return trainer.run(instances, driver).records
+    records: list[Record] = []
+    trainer.run(instances, driver, records.append)
+    return records
 
 
 def measured_costs(training: Training, instances: Sequence[Instance]) -> Costs:
@@ -223,9 +225,7 @@ class Learner:
                 order = [self.instances[each] for each in rng.permutation(len(self.instances))]
                 start = time.perf_counter()
                 run = trainer.run(order, driver)
-                seconds = time.perf_counter() - start
-                if driver is not run_threads:
-                    seconds = max(record.end for record in run.records)
+                seconds = time.perf_counter() - start if driver is run_threads else run.seconds
                 self.curves[-1].append(Epoch(seconds, model.score(training.unseen), run))
                 yield {"computation": seconds / len(self.instances)}
 
@@ -237,15 +237,14 @@ class Learner:
     def staleness(self) -> dict[int, Counter[int]]:
         """Return by op the number of backward passes of each staleness."""
         found: dict[int, Counter[int]] = defaultdict(Counter)
-        for (op, updates), number in sum((Counter(epoch.run.staleness) for epoch in self.epochs), Counter()).items():
+        for (op, updates), number in sum((epoch.run.staleness for epoch in self.epochs), Counter()).items():
             found[op][updates] += number
         return dict(sorted(found.items()))
 
     def facts(self) -> dict[str, Fact]:
         """Return the columns of the row; loss and score are those of the last epoch."""
         last, workload = [curve[-1] for curve in self.curves], self.training.workload
-        workers = self.instances[0].plan.num_devices
-        used = fmean(share for epoch in self.epochs for share in utilisation(epoch.run.records, workers))
+        used = fmean(share for epoch in self.epochs for share in epoch.run.utilisation)
         return {
             "utilisation": f"{100 * used:.0f}%",
             **summary(sum(self.staleness().values(), Counter())),
@@ -350,7 +349,7 @@ def async_benchmark(
     simulate: Sequence[int],
     max_active_keys: Sequence[int],
     min_update_frequency: Sequence[int | None],
-    backward_weights: BackwardWeights,
+    backward_weights: str,
     instance_size: int,
     samples: int,
     val_samples: int,

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,7 @@ def main(
         ee=ee,
         pg=pg,
         baseline=baseline,
-        backbone=chosen_backbone(given) if given else None,
+        backbone=partial(chosen_backbone, given) if given else None,
         weights=given.get("weights"),
         options=[_flag(context, name) for name in given if name != "weights"],
         beam_size=Evaluation.beam_size if beam_size is None else beam_size,

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
 from iep.cli.options import (
@@ -323,7 +324,7 @@ def trained(instance_size: int, samples: int, width: int, target: click.ParamTyp
         ),
         option(
             "--backward-weights",
-            type=click.Choice(["current", "forward"]),
+            type=click.Choice(BACKWARD_WEIGHTS),
             default="current",
             help="Weights of a backward pass: the current ones, or those of its forward pass.",
         ),

@@ -48,7 +48,11 @@ from iep.runtime.locks import alone_in
     "--batch-size", type=click.IntRange(min=1), help=f"Questions per batch.  [default: {Evaluation.batch_size}]"
 )
 @click.option("--skip-samples", type=click.IntRange(min=0), help="Skip the first N questions, after --families.")
-@click.option("--num-samples", type=click.IntRange(min=1), help="Evaluate on the first N of the remaining questions.")
+@click.option(
+    "--num-samples",
+    type=click.IntRange(min=1),
+    help="Evaluate on the first N of the remaining questions, or with --backbone on the first N images.",
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=0),
@@ -164,9 +168,9 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
         InputError: as `evaluate_backbone`.
     """
     context, used = click.get_current_context(), {"backbone", "scenes", "split", "num_samples", "device"}
-    for name in context.params:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in used:
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --backbone")
+    for option in context.command.params:
+        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and option.name not in used:
+            raise click.UsageError(f"{option.opts[0]} does not go with --backbone")
     if backbone is None or scenes is None:
         raise click.UsageError("--backbone and --scenes go together")
     from iep.evaluation.objects import evaluate_backbone
@@ -176,8 +180,8 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
 
     def scores() -> str:
         split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
-        weights = Scenes("default" if backbone == "synth" else backbone)
-        return evaluate_backbone(weights, scenes, split, options["num_samples"], device)
+        network = Scenes("default" if backbone == "synth" else backbone)
+        return evaluate_backbone(network, scenes, split, options["num_samples"], device)
 
     with joined():
         text = by_main(scores)

@@ -1,11 +1,13 @@
 """`iep-train`: train a model on preprocessed data, and write checkpoints into a run directory."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from iep.asynchronous.conductor import BACKWARD_WEIGHTS
 from iep.cli.command import Command
 from iep.cli.options import (
     PATH,
@@ -38,6 +40,18 @@ from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
+
+
+class UpdateFrequency(click.IntRange):
+    """The number of calls after which a part is updated, or `auto`, which is 0."""
+
+    name = "auto|N"
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return 0 if value == "auto" else super().convert(value, param, ctx)
 
 
 @click.command(cls=Command)
@@ -77,6 +91,42 @@ if TYPE_CHECKING:
     default=None,
     help="Compute the gradient of each module's weights once per step, over all its calls.",
 )
+@click.option(
+    "--asynchronous/--no-asynchronous",
+    default=None,
+    help="Train the engine asynchronously: workers run and update their parts by themselves, with several instances, "
+    "small minibatches of instance_size questions, in flight (AMPNet, Gaunt et al. 2017).",
+)
+@click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(2, 64),
+    help="Asynchronous: number of threads on the CPU, on which --placement places the parts (balanced, unless it is "
+    "given). For workers on other devices, give --placement and --devices.",
+)
+@click.option(
+    "--max-active-keys",
+    type=click.IntRange(min=1),
+    help=f"Asynchronous: largest number of instances in flight.  [default: {Config.max_active_keys}]",
+)
+@click.option(
+    "--min-update-frequency",
+    type=UpdateFrequency(),
+    help="Asynchronous: number of calls after which a part is updated; auto is the number that it has in a minibatch.  "
+    "[default: auto]",
+)
+@click.option(
+    "--replicas",
+    type=CommaList(click.STRING),
+    metavar="PART=N[,PART=N...]",
+    help="Asynchronous: parts that N workers hold, such as stem=2; their weights are averaged before each validation.",
+)
+@click.option(
+    "--backward-weights",
+    type=click.Choice(BACKWARD_WEIGHTS),
+    help="Asynchronous: weights of a backward pass, the current ones or those of its forward pass.  "
+    f"[default: {Config.backward_weights}]",
+)
 @click.option("--num-train-samples", type=click.IntRange(min=1), help="Train only on the first N questions.")
 @click.option(
     "--num-val-samples",
@@ -109,6 +159,7 @@ def main(
     config_file: Path | None,
     resume: bool,
     dry_run: bool,
+    num_workers: int | None,
     settings: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -121,14 +172,25 @@ def main(
     the engine is trained on.
     """
     modules = options.pop("modules")
+    if num_workers is not None:
+        if options["devices"] is not None or options["device"] is not None:
+            raise click.UsageError("--workers stands for threads on the CPU; it cannot go together with --device[s]")
+        options |= {"devices": ("cpu",) * num_workers, "placement": options["placement"] or "balanced"}
     options |= device_settings(options)
     overrides = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
     if modules is not None:
         overrides["engine"] = {"modules": modules}
     file = None if config_file is None else find_config(config_file)
     given = given_settings(file, settings, overrides)
+
+    def resolve(resume: bool) -> tuple[Config, "Saved | None"]:
+        config, start = _resolve(out, resume, given, file)
+        if num_workers is not None and not config.asynchronous:
+            raise click.UsageError("--workers is for --asynchronous")
+        return config, start
+
     if dry_run:
-        config, _ = _resolve(out, resume, given, file)
+        config, _ = resolve(resume)
         click.echo(to_yaml(config), nl=False)
         return
     # Imported late: `--help` and `--dry-run` should not wait for torch.
@@ -136,7 +198,7 @@ def main(
     from iep.training.run_training import train_from, was_restarted
 
     with joined(), alone_in(out, "*") if is_main() else nullcontext():
-        config, start = _resolve(out, resume or was_restarted(out), given, file)
+        config, start = resolve(resume or was_restarted(out))
         if resume and config.data is None and not (out / CONFIG).exists():
             raise InputError(f"{out}: holds no run to resume; to start one, give --data DIR")
         file_settings = {name: value for source, name, value in given if source == str(file)}
@@ -170,6 +232,8 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
         before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
         said = [(name, value) for _, name, value in before]
         given = [each for each in given if each[0] != str(file) or each[1:] not in said]
+    # Settings that only the other way to train uses are dropped if a resumed run changes to it.
+    base = only_used(replace(base, asynchronous=overridden(base, given).asynchronous))
     config = absolute(overridden(base, given))
     if start is not None:  # before `check_used`, which would name settings that belong to the run's own model
         changes(start, config)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from iep.backbone.network import ATTRIBUTES, SceneNetwork, named
+from iep.backbone.network import SceneNetwork, named
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches
 from iep.data.loader import on_device
 from iep.preprocess.backbones import Scenes
 from iep.preprocess.labelled_scenes import open_scenes
+from iep.synth.world import ATTRIBUTES
 
 NEAR = 1.5
 """Greatest distance, in cells, from an object's centre to the middle of the cell in which it is found."""
@@ -25,11 +26,10 @@ BATCH_SIZE = 64
 def peaks(scores_BKHW: Tensor) -> Tensor:
     """Return the (B, H, W) cells in which an object is found: its presence has a logit above 0, and none of the four
     neighbours a greater one. (Without diagonal ones, since objects often lie in cells that touch at a corner.)"""
-    presence_BHW = scores_BKHW[:, 0]
-    across_BHW, down_BHW = (
-        F.max_pool2d(presence_BHW[:, None], (3 - 2 * k, 1 + 2 * k), 1, (1 - k, k))[:, 0] for k in (0, 1)
-    )
-    return (presence_BHW > 0) & (presence_BHW == torch.maximum(across_BHW, down_BHW))
+    presence_B1HW = scores_BKHW[:, :1]
+    across_B1HW = F.max_pool2d(presence_B1HW, (1, 3), 1, (0, 1))
+    down_B1HW = F.max_pool2d(presence_B1HW, (3, 1), 1, (1, 0))
+    return ((presence_B1HW > 0) & (presence_B1HW == torch.maximum(across_B1HW, down_B1HW)))[:, 0]
 
 
 def count_matches(peaks_HW: Tensor, objects_MF: Tensor) -> int:
@@ -68,16 +68,14 @@ def score_objects(network: SceneNetwork, batches: Iterable[Batch]) -> dict[str, 
     the share of objects whose value is named right at the cell of their centre, from 0 to 1. Of objects that share a
     cell, only the nearest to the camera counts for attributes."""
     objects = found = matches = 0
-    right = torch.zeros(len(ATTRIBUTES), dtype=torch.long)
-    named_count = 0
+    is_right = []
     for batch in batches:
         scores_BKHW, objects_BMF = network(batch.features[batch.image_rows]).cpu(), batch.answers.cpu()
         peaks_BHW = peaks(scores_BKHW)
         found += int(peaks_BHW.sum())
         objects += int((objects_BMF[..., 0] >= 0).sum())
         matches += sum(map(count_matches, peaks_BHW, objects_BMF))
-        _, is_right_N4 = named(scores_BKHW, objects_BMF)
-        right += is_right_N4.sum(0)
-        named_count += len(is_right_N4)
+        is_right.append(named(scores_BKHW, objects_BMF)[1])
+    right_4 = torch.cat(is_right).float().mean(0)
     shares = {"precision": matches / max(1, found), "recall": matches / max(1, objects)}
-    return {"objects": objects} | shares | dict(zip(ATTRIBUTES, (right / max(1, named_count)).tolist(), strict=True))
+    return {"objects": objects} | shares | dict(zip(ATTRIBUTES, right_4.tolist(), strict=True))

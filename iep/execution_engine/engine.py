@@ -109,7 +109,7 @@ class ExecutionEngine(nn.Module):
         self.stem = make_stem(
             stem, feature_dim, stem_widths, module_dim, stem_stride, stem_norm, stem_bias, stem_pixels
         )
-        height, width = (-(-side // stem_stride) for side in (feature_height, feature_width))
+        self.grid = height, width = [-(-side // stem_stride) for side in (feature_height, feature_width)]
         if module_norm != "none" and height * width == 1:
             raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
         self.classifier = make_classifier(
@@ -145,6 +145,19 @@ class ExecutionEngine(nn.Module):
         """True if some module returns attentions that the penalty on attentions counts."""
         return any(role is not None and role.is_penalized for role in self.roles)
 
+    @property
+    def ops(self) -> dict[int, str]:
+        """The part that each op of a plan with `ends` runs."""
+        return self._runs | {len(self.program_tokens): STEM, len(self.program_tokens) + 1: CLASSIFIER}
+
+    def inputs_of(self, features_NCHW: torch.Tensor, plan: ProgramPlan, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """Return the inputs of a plan with `ends` for the features of its images; `dtype` is that of attentions."""
+        if plan.image_rows is not None:
+            features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
+        map_1CHW = features_NCHW.new_zeros(1, 1, *self.grid, dtype=dtype)
+        others = {kind: each for kind, each in self.module_set.scene_values(map_1CHW).items() if kind != MAP}
+        return others | {1 + max(others, default=MAP): features_NCHW}
+
     def planner(
         self,
         batching: str = DEFAULT_SCHEDULER,
@@ -152,6 +165,7 @@ class ExecutionEngine(nn.Module):
         training: bool = False,
         attentions: bool = False,
         families: bool = False,
+        ends: bool = False,
     ) -> Planner:
         """Return `plan_programs` for this engine and its placement, without weights, so that workers can receive it.
 
@@ -161,6 +175,7 @@ class ExecutionEngine(nn.Module):
             training: the plans are for training.
             attentions: as in `plan_programs`.
             families: schedule functions of the same architecture, which differ only in their weights, as one family.
+            ends: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
 
         Raises:
             ValueError: `attentions` is set, and the modules return none that the penalty counts.
@@ -176,6 +191,7 @@ class ExecutionEngine(nn.Module):
             "placement": self.placement,
             "attentions": attentions,
             "families": self._families() if families else None,
+            "ends": ends,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 

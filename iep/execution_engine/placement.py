@@ -57,10 +57,11 @@ class Placement:
         return torch.device(self.devices[self.parts[part]])
 
     def of_ops(self, program_tokens: Sequence[str]) -> OpPlacement:
-        """Return the placement of the ops of a graph, which are indices into `program_tokens`."""
+        """Return the placement of the ops of a graph: indices into `program_tokens`, then the stem, the classifier."""
+        parts = (*program_tokens, STEM, CLASSIFIER)
         return OpPlacement(
             devices=tuple(map(torch.device, self.devices)),
-            ops={op: self.parts[token] for op, token in enumerate(program_tokens) if token in self.parts},
+            ops={op: self.parts[part] for op, part in enumerate(parts) if part in self.parts},
             inputs=self.parts[STEM],
             roots=self.parts[CLASSIFIER],
         )

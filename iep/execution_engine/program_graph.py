@@ -102,6 +102,42 @@ def types_of(graph: Graph, roles: Roles, num_programs: int) -> Types | None:
     )
 
 
+def with_ends(graph: Graph, roles: Roles, num_programs: int) -> tuple[Graph, Types]:
+    """Return a graph in which the stem and the classifier are ops as well, and the kinds of its values.
+
+    With V roles, the stem is op V and the classifier op V + 1. The inputs are the images' features instead of the
+    stems, and the first roots are the scores of the answers instead of the programs' results. With K kinds, features
+    are column K and scores column K + 1.
+
+    Args:
+        graph: the graph of programs.
+        num_programs: B, the number of roots that are the programs' results.
+    """
+    kinds, inputs, nodes = _num_kinds(roles), graph.num_inputs, graph.num_nodes
+    stems = inputs - (kinds - 1)
+    first = inputs + stems  # the slot of the first function
+    slot = np.concatenate([inputs + np.arange(stems), np.arange(stems, inputs), first + np.arange(nodes), [NONE]])
+    results = slot[graph.roots[:num_programs]]
+    args = np.full((stems + nodes + num_programs, max(1, graph.args.shape[1])), NONE)
+    args[:stems, 0], args[stems : stems + nodes], args[stems + nodes :, 0] = np.arange(stems), slot[graph.args], results
+    ops = np.repeat([len(roles), len(roles) + 1], [stems, num_programs])
+    scores, attentions = first + nodes + np.arange(num_programs), slot[graph.roots[num_programs:]]
+    whole = Graph(
+        inputs,
+        np.concatenate([ops[:stems], graph.op, ops[stems:]]),
+        args,
+        np.concatenate([np.zeros(stems, dtype=np.int64), graph.example, np.arange(num_programs)]),
+        np.concatenate([scores, attentions]),
+    )
+    signatures = {op: _signature(roles[op]) for op in np.unique(graph.op).tolist()}
+    signatures |= {len(roles): Signature((Read(0),), (MAP,)), len(roles) + 1: Signature((Read(0),), (kinds + 1,))}
+    return whole, Types(
+        inputs=np.concatenate([np.full(stems, kinds), np.arange(1, kinds)]),
+        signatures=signatures,
+        roots=((scores, 0), (attentions, 0)) if len(attentions) else ((scores, 0),),
+    )
+
+
 def penalized(graph: Graph, roles: Roles) -> np.ndarray:
     """Return the slots of the attentions that a penalty counts."""
     is_penalized_V = np.array([role is not None and role.is_penalized for role in roles])

@@ -18,7 +18,7 @@ from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
 from iep.execution_engine.choices import DEFAULT_SCHEDULER
 from iep.execution_engine.placement import Placement
-from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of
+from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, with_ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,7 @@ def plan_programs(
     placement: Placement | None = None,
     attentions: bool = False,
     families: Mapping[int, int] | None = None,
+    ends: bool = False,
 ) -> ProgramPlan:
     """Return the plan of (B, L) prefix programs, well-formed or not (`iep/programs.py` defines what they mean).
 
@@ -77,6 +78,8 @@ def plan_programs(
             of them.
         families: the number of the family of each op, as for `iep.batching.schedulers.make_schedule`. One call then
             runs several functions of the same architecture.
+        ends: the stem and the classifier are ops of the graph, as `with_ends` says, so that a run computes the scores
+            of the answers from features.
 
     Raises:
         ValueError: a token is out of range, the scheduler is unknown, the vocabulary has no `scene`, `image_rows_B` is
@@ -90,8 +93,11 @@ def plan_programs(
         graph = replace(graph, roots=np.concatenate([graph.roots, penalized(graph, roles)]))
     if sharing:
         graph, rows = share(graph), None
+    if ends:
+        graph, types = with_ends(graph, roles, len(programs_BL))
+    else:
+        types = types_of(graph, roles, len(programs_BL))
     schedule = make_schedule(graph, batching, families)
-    types = types_of(graph, roles, len(programs_BL))
     if placement is None:
         plan = make_plan(graph, schedule, types)
     else:

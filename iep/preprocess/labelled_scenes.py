@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from iep.backbone.network import ABSENT, ATTRIBUTES
+from iep.backbone.network import ABSENT
 from iep.data.question_file import Questions, Split
 from iep.errors import InputError, nearest
 from iep.preprocess.images import image_batches, read_image
 from iep.runtime.distributed import is_main
 from iep.runtime.memory import available_memory
 from iep.runtime.reading import read_json, reading
-from iep.synth.world import VALUES
+from iep.synth.world import ATTRIBUTES, VALUES
 
 BELOW_1 = 1 - 2**-20
 

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from iep.synth.rays import BEVEL, Grid, box_around, dot
-from iep.synth.scenes import Camera, Thing
+from iep.synth.rays import BEVEL, Grid, box_around
+from iep.synth.scenes import Camera, Thing, dot
 from iep.synth.world import Lamp
 
 TINY = np.float32(1e-9)

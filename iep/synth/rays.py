@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from iep.synth.scenes import FOCAL, Camera, Scene, Thing
+from iep.synth.scenes import FOCAL, Camera, Scene, Thing, dot
 from iep.synth.world import Vector
 
 Grid = np.ndarray
@@ -82,9 +82,9 @@ def _box(thing: Thing, camera: Camera, width: int, height: int, samples: int) ->
     """Return the rows and columns of the sample grid that contain the thing, in whole pixels."""
     x, y, z = thing.center
     if thing.shape == "cube":
-        turns = np.radians(thing.rotation + np.array([45, 135, 225, 315]))
+        angles = np.radians(thing.rotation + np.array([45, 135, 225, 315]))
         reach = thing.extent
-        corners = [(x + reach * 2**0.5 * np.cos(turn), y + reach * 2**0.5 * np.sin(turn)) for turn in turns]
+        corners = [(x + reach * 2**0.5 * np.cos(angle), y + reach * 2**0.5 * np.sin(angle)) for angle in angles]
     else:
         # A box whose sides are along the camera's right and forward on the ground fits a round thing best.
         reach = thing.extent * (1.06 if thing.shape == "sphere" else 1.0)
@@ -115,7 +115,7 @@ def _first_hit(thing: Thing, camera: Camera, u_W: Grid, v_H: Grid) -> Grid:
     for _ in range(ROUNDING_STEPS):  # of Newton's method; the distance to the core is convex along the ray
         edge_3P = beyond_core(thing, origin[:, None] + depth_P * ray_3P)
         far_P = np.sqrt(dot(edge_3P, edge_3P))
-        depth_P += (far_P - radius) / np.maximum(-dot(edge_3P, ray_3P) / far_P, np.float32(0.01))
+        depth_P += (far_P - radius) / np.maximum(-dot(edge_3P, ray_3P) / far_P, 0.01)
     edge_3P = beyond_core(thing, origin[:, None] + depth_P * ray_3P)
     depth_P[dot(edge_3P, edge_3P) > np.float32(1.05) * radius * radius] = np.inf
     depth_HW[rows_P[near_edge_P], columns_P[near_edge_P]] = depth_P
@@ -161,7 +161,7 @@ def _hit_cylinder(origin: Grid, ray: list[Grid], half: Grid) -> Grid:
     """Return the nearest depth on a cylinder as high as wide, seen from above its top."""
     side = _hit_quadratic(origin, ray, 2, float(half))
     height = origin[2] + side * ray[2]
-    side = np.where((np.abs(height) <= half), side, np.float32(np.inf))
+    side = np.where(np.abs(height) <= half, side, np.float32(np.inf))
     top = (half - origin[2]) / ray[2]
     x, y = origin[0] + top * ray[0], origin[1] + top * ray[1]
     return np.where((x * x + y * y <= half * half) & (top > 0), np.minimum(top, side), side)
@@ -182,13 +182,8 @@ def frame_of(thing: Thing) -> Grid:
     """Return the rotation from the world to the thing's own axes."""
     if thing.shape != "cube":
         return np.eye(3)
-    turn = np.radians(thing.rotation)
-    return np.array([[np.cos(turn), np.sin(turn), 0], [-np.sin(turn), np.cos(turn), 0], [0, 0, 1]])
-
-
-def dot(a_3: Grid, b_3P: Grid) -> Grid:
-    """Return dot products, written out so that the bits do not depend on the linear algebra library and its threads."""
-    return a_3[0] * b_3P[0] + a_3[1] * b_3P[1] + a_3[2] * b_3P[2]
+    cos, sin = np.cos(np.radians(thing.rotation)), np.sin(np.radians(thing.rotation))
+    return np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
 
 
 def turn(frame_33: Grid, vector_3P: Grid) -> Grid:

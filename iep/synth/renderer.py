@@ -15,8 +15,8 @@ Shape suffixes: H W rows and columns of a picture or of a box in it, P points.
 import numpy as np
 
 from iep.synth.lights import irradiance, may_shadow, shadow, shadow_box
-from iep.synth.rays import Grid, Hits, beyond_core, dot, frame_of, intersect, nearest_hits, plane, slopes, turn
-from iep.synth.scenes import FOCAL, Camera, Scene, Thing, directions
+from iep.synth.rays import Grid, Hits, beyond_core, frame_of, intersect, nearest_hits, plane, slopes, turn
+from iep.synth.scenes import FOCAL, Camera, Scene, Thing, directions, dot
 from iep.synth.world import RGB
 
 SUPERSAMPLING = 2
@@ -42,7 +42,7 @@ def render(scene: Scene, width: int, height: int) -> np.ndarray:
     for index in range(len(scene.things)):
         _paint(image_3HW, index, scene, ground_3HW, hits)
     _soften(image_3HW)
-    levels_3HW = (image_3HW * (LEVELS - 1) + np.float32(0.5)).astype(np.int32)
+    levels_3HW = (image_3HW * (LEVELS - 1) + 0.5).astype(np.int32)
     return SRGB.take(levels_3HW, mode="clip").transpose(1, 2, 0)
 
 
@@ -66,7 +66,7 @@ def ground(scene: Scene, width: int, height: int) -> Grid:
     u_W, v_H = slopes(width, height)
     depth_H1 = ground_depth(camera, v_H)[:, None]
     x_HW, y_HW = (
-        np.float32(camera.position[k]) + depth_H1 * plane(camera.forward[k], camera.right[k] * u_W, camera.up[k] * v_H)
+        camera.position[k] + depth_H1 * plane(camera.forward[k], camera.right[k] * u_W, camera.up[k] * v_H)
         for k in range(2)
     )
     light_3HW = np.full((3, height, width), GROUND_AMBIENT, np.float32)
@@ -77,8 +77,8 @@ def ground(scene: Scene, width: int, height: int) -> Grid:
             if box is not None:
                 light_HW[box] *= 1 - shadow(thing, lamp, x_HW[box], y_HW[box], np.float32(0))
         for channel in range(3):
-            light_3HW[channel] += np.float32(lamp.strength[channel]) * light_HW
-    return light_3HW * np.float32(GROUND)
+            light_3HW[channel] += lamp.strength[channel] * light_HW
+    return light_3HW * GROUND
 
 
 def ground_depth(camera: Camera, v_H: Grid) -> Grid:
@@ -104,13 +104,13 @@ def _paint(image_3HW: Grid, index: int, scene: Scene, ground_3HW: Grid, hits: Hi
     u_W, v_H = slopes(len(hits.u_W) // step, len(hits.v_H) // step)
     u_P, v_P = u_W[columns_P + box[1].start // step], v_H[rows_P + box[0].start // step]
     light_3HW = np.zeros((3, *count_HW.shape), np.float32)
-    light_3HW[:, rows_P, columns_P] = np.minimum(shade(index, scene, ground_3HW, u_P, v_P, depth_P), 1) * count_P
+    light_3HW[:, rows_P, columns_P] = np.minimum(shade(thing, scene, ground_3HW, u_P, v_P, depth_P), 1) * count_P
     target = tuple(slice(part.start // SUPERSAMPLING, part.stop // SUPERSAMPLING) for part in box)
     cover_HW = _sum_blocks(count_HW, SUPERSAMPLING // step)
     for channel in range(3):
         under_HW = ground_3HW[channel][target]
         light_HW = _sum_blocks(light_3HW[channel], SUPERSAMPLING // step)
-        image_3HW[channel][target] += (light_HW - cover_HW * under_HW) / np.float32(SUPERSAMPLING**2)
+        image_3HW[channel][target] += (light_HW - cover_HW * under_HW) / SUPERSAMPLING**2
 
 
 def _sum_blocks(grid_HW: Grid, size: int) -> Grid:
@@ -119,9 +119,9 @@ def _sum_blocks(grid_HW: Grid, size: int) -> Grid:
     return sum(rows_HW[:, part::size] for part in range(size))
 
 
-def shade(index: int, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
+def shade(thing: Thing, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, depth_P: Grid) -> Grid:
     """Return the (3, P) light of points of one thing; white is 1, and highlights are brighter."""
-    thing, camera = scene.things[index], scene.camera
+    camera = scene.camera
     forward, right, up = (np.array(axis, np.float32)[:, None] for axis in (camera.forward, camera.right, camera.up))
     ray_3P = forward + right * u_P + up * v_P
     point_3P = np.array(camera.position, np.float32)[:, None] + depth_P * ray_3P
@@ -130,12 +130,12 @@ def shade(index: int, scene: Scene, ground_3HW: Grid, u_P: Grid, v_P: Grid, dept
     facing_P = np.clip(-dot(ray_3P, normal_3P), 0, 1)
     if thing.material == "rubber":
         light_3P = _matte(thing, scene, point_3P, normal_3P, [other for other in scene.things if other is not thing])
-        return light_3P + np.float32(HAZE) + np.float32(RIM) * (1 - facing_P) ** 5
+        return light_3P + HAZE + RIM * (1 - facing_P) ** 5
     mirror_3P = ray_3P + 2 * facing_P * normal_3P
     light_3P = _mirrored_ground(scene, ground_3HW, point_3P, mirror_3P)
     light_3P += _highlights(thing, scene, point_3P, ray_3P, normal_3P, facing_P)
-    _mirror_things(index, scene, light_3P, point_3P, mirror_3P)
-    return _color(thing) * light_3P * np.float32(MIRROR)
+    _mirror_things(thing, scene, light_3P, point_3P, mirror_3P)
+    return _color(thing) * light_3P * MIRROR
 
 
 def normals(thing: Thing, point_3P: Grid) -> Grid:
@@ -144,7 +144,7 @@ def normals(thing: Thing, point_3P: Grid) -> Grid:
     center = np.array(thing.center, np.float32)[:, None]
     out_3P = beyond_core(thing, turn(frame, point_3P - center))
     # A coarse pixel's mean depth may lie deep inside the thing, where there is no normal.
-    return turn(frame.T, out_3P / np.maximum(np.sqrt(dot(out_3P, out_3P)), np.float32(1e-6)))
+    return turn(frame.T, out_3P / np.maximum(np.sqrt(dot(out_3P, out_3P)), 1e-6))
 
 
 def _color(thing: Thing) -> Grid:
@@ -153,7 +153,7 @@ def _color(thing: Thing) -> Grid:
 
 def _matte(thing: Thing, scene: Scene, point_3P: Grid, normal_3P: Grid, shadowing: list[Thing]) -> Grid:
     """Return the (3, P) light of points of a thing as rubber, with the shadows of some things."""
-    light_3P = np.tile(np.float32(AMBIENT) + np.float32(AMBIENT_SLOPE) * normal_3P[2], (3, 1))
+    light_3P = np.tile(AMBIENT + AMBIENT_SLOPE * normal_3P[2], (3, 1))
     for lamp in scene.lamps:
         light_P = irradiance(lamp, *point_3P, normal_3P)
         for other in shadowing:
@@ -169,27 +169,27 @@ def _mirrored_ground(scene: Scene, ground_3HW: Grid, point_3P: Grid, mirror_3P: 
     What the picture does not show of the ground is as bright as at the picture's nearest edge.
     """
     camera, (height, width) = scene.camera, ground_3HW.shape[1:]
-    offset_3P = point_3P + point_3P[2] / np.maximum(-mirror_3P[2], np.float32(0.02)) * mirror_3P
+    offset_3P = point_3P + point_3P[2] / np.maximum(-mirror_3P[2], 0.02) * mirror_3P
     offset_3P -= np.array(camera.position, np.float32)[:, None]
     right_P, up_P, depth_P = (dot(np.float32(axis), offset_3P) for axis in (camera.right, camera.up, camera.forward))
-    scale_P = np.float32(FOCAL * width) / np.maximum(depth_P, np.float32(0.1))
+    scale_P = FOCAL * width / np.maximum(depth_P, 0.1)
     column_P = np.clip(width / 2 + scale_P * right_P, 0, width - 1).astype(np.int32)
     row_P = np.clip(height / 2 - scale_P * up_P, 0, height - 1).astype(np.int32)
     ground_3P = ground_3HW[:, row_P, column_P]
     behind_P = dot(np.float32(directions(camera)["behind"]), mirror_3P)
-    sky_P = SKY + BACKDROP * np.clip(behind_P * 3 - np.float32(1.4), 0, 1)
-    down_P = np.clip(np.float32(0.5) - mirror_3P[2] / np.float32(2 * HORIZON), 0, 1)
+    sky_P = SKY + BACKDROP * np.clip(behind_P * 3 - 1.4, 0, 1)
+    down_P = np.clip(0.5 - mirror_3P[2] / (2 * HORIZON), 0, 1)
     return sky_P + down_P * down_P * (3 - 2 * down_P) * (ground_3P - sky_P)
 
 
 def _highlights(thing: Thing, scene: Scene, point_3P: Grid, ray_3P: Grid, normal_3P: Grid, facing_P: Grid) -> Grid:
     """Return the (3, P) highlights of the lamps on metal: the anisotropic distribution of Trowbridge and Reitz."""
-    x_P, y_P = point_3P[0] - np.float32(thing.center[0]), point_3P[1] - np.float32(thing.center[1])
-    away_P = np.sqrt(x_P * x_P + y_P * y_P) + np.float32(1e-6)
+    x_P, y_P = point_3P[0] - thing.center[0], point_3P[1] - thing.center[1]
+    away_P = np.sqrt(x_P * x_P + y_P * y_P) + 1e-6
     around_3P = np.stack([-y_P / away_P, x_P / away_P, np.zeros_like(x_P)])
     # On the sides of a cube the direction around its axis is not in the surface.
     around_3P -= dot(around_3P, normal_3P) * normal_3P
-    around_3P /= np.sqrt(dot(around_3P, around_3P)) + np.float32(1e-6)
+    around_3P /= np.sqrt(dot(around_3P, around_3P)) + 1e-6
     light_3P = np.zeros_like(point_3P)
     for lamp in scene.lamps:
         to_lamp_3P = np.array(lamp.position, np.float32)[:, None] - point_3P
@@ -202,25 +202,25 @@ def _highlights(thing: Thing, scene: Scene, point_3P: Grid, ray_3P: Grid, normal
         direction = np.array(lamp.position, np.float32) / np.float32(np.linalg.norm(lamp.position))
         falling_P = np.maximum(dot(direction, to_lamp_3P), 0) / square_P
         falling_P *= np.clip(dot(normal_3P, to_lamp_3P) * 10, 0, 1)
-        falling_P /= np.maximum(facing_P, np.float32(0.1))
+        falling_P /= np.maximum(facing_P, 0.1)
         for strength, around, across in LOBES:
-            spread_P = along_P**2 / np.float32(around**2) + rest_P / np.float32(across**2) + up_P**2
-            light_P = np.float32(strength / (around * across)) * falling_P / (spread_P * spread_P)
+            spread_P = along_P**2 / around**2 + rest_P / across**2 + up_P**2
+            light_P = strength / (around * across) * falling_P / (spread_P * spread_P)
             light_3P += np.array(lamp.strength, np.float32)[:, None] * light_P
     return light_3P
 
 
-def _mirror_things(index: int, scene: Scene, light_3P: Grid, point_3P: Grid, mirror_3P: Grid) -> None:
+def _mirror_things(thing: Thing, scene: Scene, light_3P: Grid, point_3P: Grid, mirror_3P: Grid) -> None:
     """Replace the light along mirrored rays by that of the first other thing that they hit."""
     far_P = np.full(point_3P.shape[1], np.inf, np.float32)
     for other in scene.things:
-        if other is scene.things[index]:
+        if other is thing:
             continue
         offset_3P = np.array(other.center, np.float32)[:, None] - point_3P
         way_P = dot(mirror_3P, offset_3P)
         apart_P = dot(offset_3P, offset_3P) - way_P * way_P
         reach = other.extent * (3**0.5 if other.shape == "cube" else 2**0.5)
-        near_P = np.nonzero((way_P > 0) & (apart_P < np.float32(reach**2)))[0]
+        near_P = np.nonzero((way_P > 0) & (apart_P < reach**2))[0]
         if len(near_P) == 0:
             continue
         frame = frame_of(other)
@@ -236,7 +236,7 @@ def _soften(image_3HW: Grid) -> None:
     """Let every pixel exchange a share of its light with each of its neighbours."""
     for axis in (1, 2):
         first, last = ((slice(None),) * axis + (part,) for part in (slice(None, -1), slice(1, None)))
-        flow = np.float32(SOFTNESS) * (image_3HW[last] - image_3HW[first])
+        flow = SOFTNESS * (image_3HW[last] - image_3HW[first])
         image_3HW[first] += flow
         image_3HW[last] -= flow
 

@@ -6,9 +6,10 @@ has a minimum of visible pixels; the positions of camera and lamps are jittered.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from iep.errors import InputError
 from iep.synth.world import COLORS_OF_SHAPE, LAMPS, RADIUS, RELATIONS, VALUES, Lamp, Vector
@@ -50,14 +51,14 @@ class Camera:
     up: Vector
     forward: Vector
 
-    def project(self, point: Vector, width: int, height: int) -> Vector:
+    def project(self, point: Vector, width: float, height: float) -> Vector:
         """Return the pixel column, pixel row and depth along the viewing direction of a point of the world."""
         offset = _minus(point, self.position)
-        depth = _dot(offset, self.forward)
+        depth = dot(offset, self.forward)
         scale = FOCAL * width / depth
         return (
-            width / 2 + scale * _dot(offset, self.right),
-            height / 2 - scale * _dot(offset, self.up),
+            width / 2 + scale * dot(offset, self.right),
+            height / 2 - scale * dot(offset, self.up),
             depth,
         )
 
@@ -88,6 +89,12 @@ class Scene:
     lamps: tuple[Lamp, ...] = LAMPS
 
 
+def dot(a: Sequence, b: Sequence) -> Any:
+    """Return the dot product of two vectors of numbers or of arrays, written out so that its bits do not depend on the
+    linear algebra library and its threads."""
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
+
+
 def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene, float], list[float]]) -> Scene:
     """Draw scenes until every thing lies in the picture and is visible enough, and return that scene.
 
@@ -98,7 +105,7 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     """
     count = rng.randint(rules.min_objects, rules.max_objects)
     for _ in range(SCENE_TRIES):
-        camera = _sample_camera(rng)
+        camera = camera_at(_jittered(rng, CAMERA, CAMERA_JITTER))
         lamps = tuple(replace(lamp, position=_jittered(rng, lamp.position, LAMP_JITTER)) for lamp in LAMPS)
         scene = Scene(camera, _place_things(rng, rules, camera, count), lamps)
         if _in_picture(scene, rules.aspect) and min(visible_share(scene, rules.aspect)) >= rules.min_visible:
@@ -108,11 +115,20 @@ def sample_scene(rng: Random, rules: SceneRules, visible_share: Callable[[Scene,
     )
 
 
+def camera_at(position: Vector) -> Camera:
+    """Return a camera at a position that looks at the origin."""
+    x, y, z = position
+    length = math.sqrt(x * x + y * y + z * z)
+    forward = (-x / length, -y / length, -z / length)
+    flat = math.hypot(forward[0], forward[1])
+    right = (forward[1] / flat, -forward[0] / flat, 0.0)
+    return Camera(position, right, _cross(right, forward), forward)
+
+
 def directions(camera: Camera) -> dict[str, Vector]:
     """Return CLEVR's six directions as seen by this camera, as unit vectors."""
-    flat = math.hypot(camera.forward[0], camera.forward[1])
-    behind = (camera.forward[0] / flat, camera.forward[1] / flat, 0.0)
-    right = (behind[1], -behind[0], 0.0)
+    right = camera.right  # which is level
+    behind = (-right[1], right[0], 0.0)
     return {
         "right": right,
         "behind": behind,
@@ -129,7 +145,7 @@ def relationships(scene: Scene) -> dict[str, list[list[int]]]:
     centers = [thing.center for thing in scene.things]
     return {
         relation: [
-            [j for j, other in enumerate(centers) if j != i and _dot(_minus(other, center), towards[relation]) > 0]
+            [j for j, other in enumerate(centers) if j != i and dot(_minus(other, center), towards[relation]) > 0]
             for i, center in enumerate(centers)
         ]
         for relation in RELATIONS
@@ -169,15 +185,6 @@ def _thing_json(thing: Thing, camera: Camera, width: int, height: int) -> dict:
 def _jittered(rng: Random, position: Vector, jitter: float) -> Vector:
     x, y, z = position
     return x + rng.uniform(-jitter, jitter), y + rng.uniform(-jitter, jitter), z + rng.uniform(-jitter, jitter)
-
-
-def _sample_camera(rng: Random) -> Camera:
-    x, y, z = _jittered(rng, CAMERA, CAMERA_JITTER)
-    length = math.sqrt(x * x + y * y + z * z)
-    forward = (-x / length, -y / length, -z / length)
-    flat = math.hypot(forward[0], forward[1])
-    right = (forward[1] / flat, -forward[0] / flat, 0.0)
-    return Camera((x, y, z), right, _cross(right, forward), forward)
 
 
 def _place_things(rng: Random, rules: SceneRules, camera: Camera, count: int) -> tuple[Thing, ...]:
@@ -224,10 +231,9 @@ def _clear_of(thing: Thing, other: Thing, axes: tuple[Vector, Vector]) -> bool:
 
 def _in_picture(scene: Scene, aspect: float) -> bool:
     """Return whether every thing's centre lies inside a picture of this width / height."""
-    height = 1 / aspect
     for thing in scene.things:
-        column, row, _ = scene.camera.project(thing.center, 1, 1)
-        if not (0 < column < 1 and 0 < row + (height - 1) / 2 < height):
+        column, row, _ = scene.camera.project(thing.center, aspect, 1)
+        if not (0 < column < aspect and 0 < row < 1):
             return False
     return True
 
@@ -238,10 +244,6 @@ def _rounded(vector: Vector) -> list[float]:
 
 def _minus(a: Vector, b: Vector) -> Vector:
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
-
-
-def _dot(a: Vector, b: Vector) -> float:
-    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
 
 
 def _cross(a: Vector, b: Vector) -> Vector:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 Vector = tuple[float, float, float]
 
-ATTRIBUTES = ("size", "color", "material", "shape")  # also the order of a description's filters
+ATTRIBUTES = ("size", "color", "material", "shape")  # also the order of filters in descriptions and of scores
 RELATIONS = ("left", "right", "behind", "front")
 
 VALUES = {

@@ -9,7 +9,7 @@ two steps, and a run resumed from it gives the same bits as one that never stopp
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
 from iep.runtime.records import VALIDATION, Records
-from iep.runtime.signals import Stopped, answering, deferred
+from iep.runtime.signals import Stopped, answering, asked, deferred
+from iep.training.asynchronous import EngineWorkers, NotFiniteError
 from iep.training.freezing import train_mode
 from iep.training.parallel import Agreement, Replicas, in_step
 from iep.training.tasks import Metrics, Task
@@ -226,6 +227,9 @@ class Trainer:
             if self.validation_due:
                 self._validate_and_save(validation, records)
             self._train_mode(True)
+            if config.asynchronous:
+                self._fit_asynchronously(on_device(training, self.device), validation, records, bar)
+                return
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
                 with deferred():  # a signal stops the run between two steps
@@ -241,6 +245,50 @@ class Trainer:
                     paused = time.perf_counter()
                     self._validate_and_save(validation, records)
                     clock += time.perf_counter() - paused  # the speed is that of training alone
+
+    def _fit_asynchronously(
+        self, instances: Iterator[Batch], validation: Iterable[Batch] | None, records: Records | None, bar: tqdm
+    ) -> None:
+        """Train on the batches of instances, in stretches that end at a validation or at a signal."""
+        config = self.config
+        workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step - 1))
+
+        clock, examples = time.perf_counter(), 0
+
+        def minibatches(end: int) -> Iterator[list[Batch]]:
+            nonlocal examples
+            while self.step < end and asked() is None:
+                parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
+                self.step += 1
+                yield parts
+                examples += sum(len(batch.index) for batch in parts)
+                bar.update()
+                if self.step % config.log_every == 0 and self.step < end:
+                    log()
+
+        def log() -> None:
+            nonlocal clock, examples
+            if metrics := workers.take_metrics():
+                agreed = Agreement(metrics["loss"].item(), 1.0, None)
+                self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
+                clock, examples = time.perf_counter(), 0
+
+        while self.step < config.iterations:
+            end = min(config.iterations, (self.step // config.validate_every + 1) * config.validate_every)
+            with deferred():  # a signal stops the run when nothing is in flight
+                try:
+                    row = workers.train(minibatches(end))
+                except NotFiniteError as error:
+                    self.step -= 1
+                    self._refuse(error.batch, error.loss)
+                self.validation_due = self.step == end
+                log()
+                if records is not None:
+                    records.write(self.step, row)
+            if self.validation_due:
+                paused = time.perf_counter()
+                self._validate_and_save(validation, records)
+                clock += time.perf_counter() - paused  # the speed is that of training alone
 
     def _log(
         self, metrics: Metrics, agreed: Agreement, examples: int, seconds: float, records: Records | None, bar: tqdm

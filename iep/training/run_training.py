@@ -59,6 +59,7 @@ from iep.programs import program_lengths
 from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
+from iep.training.asynchronous import InstancePlanner, check_asynchronous
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.joined_norms import check_module_norm
 from iep.training.loop import RunData, Trainer
@@ -116,7 +117,7 @@ def changes(start: Saved, config: Config) -> list[str]:
     for settings in (before, now):
         settings["freeze"] = ", ".join(sorted(settings["freeze"])) or "nothing"
     fixed = {*SECTIONS, *FIXED} - ({"pg"} if config.model == "ee" else set())
-    changed = [name for name in before if before[name] != now[name] and name not in PLACES]
+    changed = [name for name in before if name in now and before[name] != now[name] and name not in PLACES]
     refused = [name for name in changed if name.partition(".")[0] in fixed]
     if refused:
         held, wanted = (", ".join(f"{name} {settings[name]}" for name in refused) for settings in (before, now))
@@ -167,6 +168,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     check_used(config, asked)
     check_freeze(config.model, config.freeze)
     task.check_starts(config)
+    check_asynchronous(config)
     changed = [] if start is None else changes(start, config)
     if start is not None:
         by_main(lambda: check_best(start))
@@ -365,19 +367,25 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     if isinstance(trainer.task, EngineTask) and trainer.task.predictor is None:
         planner = partial(trainer.task.engine.planner, config.batching, config.sharing)
         plan_training = planner(training=True, attentions=config.attention_penalty > 0)
+        if config.asynchronous:
+            plan_training = InstancePlanner(trainer.task.engine, config)
         plan_validation = planner(training=False)
     programs = training.questions.programs
+    # A batch of the loader is a minibatch or, in asynchronous training, an instance.
+    size = config.instance_size if config.asynchronous else config.batch_size
+    batches_each = config.batch_size // size
     order = make_order(
         program_lengths(programs, trainer.data.vocab.program) if config.curriculum and programs is not None else None,
         training.questions.image_idxs,
         config.curriculum,
-        config.batch_size,
+        size,
         config.seed,
         config.questions_per_image,
     )
+    order.stages = [(batches_each * first, pool) for first, pool in order.stages]
     _check_enough(order, trainer.task)
     loading = Loading(config.workers, config.prefetch, pin=trainer.device.type == "cuda")
-    steps = range(trainer.step, config.iterations)
+    steps = range(batches_each * trainer.step, batches_each * config.iterations)
     draws = config.max_program_length if config.model == "joint" else 0
     ranks = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)

@@ -1,0 +1,208 @@
+"""Asynchronous training of the execution engine: minibatches -> instances, which `iep/asynchronous/` runs on workers.
+
+Every part of the engine, the stem and the classifier among them, is an op with an optimiser of its own; the loss of an
+instance runs on the classifier's worker. The devices of the engine's placement are the workers. `loop.py` validates and
+saves where nothing is in flight.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
+from iep.config import Config
+from iep.data.datasets import Batch
+from iep.errors import InputError, nearest
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import NONE, Placement
+from iep.execution_engine.program_plan import Planner, ProgramPlan
+from iep.program_generator.decode import greedy
+from iep.runtime.devices import autocast
+from iep.training.tasks import EngineTask, Metrics
+
+MEMORY = 0.05
+"""The weight of the newest minibatch in the moving averages of the numbers of calls."""
+
+
+class NotFiniteError(Exception):
+    """The loss of an instance is not finite."""
+
+    def __init__(self, batch: Batch, loss: float):
+        super().__init__(loss)
+        self.batch, self.loss = batch, loss
+
+
+def check_asynchronous(config: Config) -> None:
+    """Check the settings of asynchronous training.
+
+    Raises:
+        InputError: there are no workers, or `instance_size` does not divide `batch_size`.
+    """
+    if config.asynchronous and config.placement == NONE:
+        raise InputError("asynchronous training needs workers: give --workers N, or --placement and --devices")
+    if config.asynchronous and config.batch_size % config.instance_size:
+        sizes = f"batch_size is {config.batch_size} and instance_size {config.instance_size}"
+        raise InputError(f"{sizes}; expected a multiple of instance_size")
+
+
+class InstancePlanner:
+    """Plans instances for the workers, to which it deals the replicas of parts in turn."""
+
+    def __init__(self, engine: ExecutionEngine, config: Config):
+        """Make the planner of a placed engine.
+
+        Raises:
+            InputError: `replicas` names an unknown part, or not 2 replicas or more, or more than there are workers.
+        """
+        self.placement, workers = engine.placement, len(engine.placement.devices)
+        self.replicas: dict[str, int] = {}
+        for text in config.replicas:
+            part, _, number = text.rpartition("=")
+            if part not in engine.parts:
+                raise InputError(f"replicas: {text!r} names no part of the engine{nearest(part, engine.parts)}")
+            if not number.isdecimal() or not 2 <= int(number) <= workers:
+                raise InputError(f"replicas: {text!r}, expected {part}=N with N from 2 to {workers}, the workers")
+            self.replicas[part] = int(number)
+        attentions = config.attention_penalty > 0
+        self.plan: Planner = engine.planner(
+            config.batching, config.sharing, training=True, attentions=attentions, ends=True
+        )
+        self.count = 0
+
+    def __call__(self, programs_BL: np.ndarray | Tensor, *, image_rows_B: np.ndarray | None = None) -> ProgramPlan:
+        """Return the plan of the next instance."""
+        workers = len(self.placement.devices)
+        shifted = {p: (self.placement.parts[p] + self.count % n) % workers for p, n in self.replicas.items()}
+        placement = Placement(self.placement.devices, self.placement.parts | shifted)
+        self.count += 1
+        return self.plan(programs_BL, image_rows_B=image_rows_B, placement=placement)
+
+
+class EngineWorkers:
+    """The workers of an engine, which is placed and in training mode.
+
+    Args:
+        optimizer: holds the state of all parameters' optimisers between stretches, for checkpoints.
+        learning_rate: returns the learning rate of the minibatch that `train` has just received.
+    """
+
+    def __init__(
+        self, task: EngineTask, config: Config, optimizer: torch.optim.AdamW, learning_rate: Callable[[], float]
+    ):
+        self.task, self.config, self.optimizer, self.learning_rate = task, config, optimizer, learning_rate
+        self.engine, self.planner = task.engine, InstancePlanner(task.engine, config)
+        self.names, self.rate = self.engine.ops, 0.0
+        self.calls: dict[int, float] = {}
+        """The moving average of the number of calls of each op in the minibatches that use it."""
+        self.metrics: list[Metrics] = []
+        """Those of the instances whose losses have been computed since `take_metrics`."""
+        self._lock = threading.Lock()
+        self.trainer = AsynchronousTrainer(
+            {op: getattr(self.engine, part) for op, part in self.names.items()},
+            self._make_optimizer,
+            len(self.engine.placement.devices),
+            config.max_active_keys,
+            config.min_update_frequency or 1,
+            backward_weights=config.backward_weights,
+            replicas={op: self.planner.replicas.get(part, 1) for op, part in self.names.items()},
+            context=lambda: autocast(torch.device(self.engine.placement.devices[0]), config.precision),
+        )
+        for replicas in self.trainer.replicas.values():
+            for parameter in replicas[0].weights.values():
+                if parameter in optimizer.state:
+                    replicas[0].optimizer.state[parameter] = optimizer.state[parameter]
+            for copy in replicas[1:] if replicas[0].weights else ():
+                copy.optimizer.load_state_dict(deepcopy(replicas[0].optimizer.state_dict()))
+
+    def train(self, minibatches: Iterable[Sequence[Batch]]) -> dict[str, float]:
+        """Train on minibatches, each given as its instances, and return a row of metrics when nothing is in flight.
+
+        Gradients that are too few for an update are then used as well, so that weights and optimisers are the whole
+        state.
+
+        Raises:
+            NotFiniteError: the loss of an instance is not finite.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // self.trainer.num_workers))
+        try:
+            run = self.trainer.run(self._instances(minibatches))
+        finally:
+            torch.set_num_threads(threads)
+            self._collect_states()
+        self.trainer.update()
+        self._collect_states()
+        return self._row(run)
+
+    def take_metrics(self) -> Metrics:
+        """Return the mean metrics of the instances since the last call; none if there was no instance."""
+        with self._lock:
+            metrics, self.metrics = self.metrics, []
+        return {name: torch.stack([each[name] for each in metrics]).mean() for name in (metrics or [{}])[0]}
+
+    def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, weight_decay=self.config.weight_decay, fused=True)
+
+        def before_step(*_: Any) -> None:
+            optimizer.param_groups[0]["lr"] = self.rate
+            if self.config.clip_gradients is not None:
+                nn.utils.clip_grad_norm_(parameters, self.config.clip_gradients)
+
+        optimizer.register_step_pre_hook(before_step)
+        return optimizer
+
+    def _instances(self, minibatches: Iterable[Sequence[Batch]]) -> Iterator[Instance]:
+        for minibatch in minibatches:
+            rate = self.learning_rate()
+            instances = [self._instance(batch, rate) for batch in minibatch]
+            if not self.config.min_update_frequency:
+                self._follow(Counter(step.op for instance in instances for step in instance.steps if step.op >= 0))
+            yield from instances
+
+    def _follow(self, calls: Counter[int]) -> None:
+        """Set the update frequency of each op to the mean number of its calls in the minibatches that use it."""
+        for op, number in calls.items():
+            self.calls[op] = mean = (1 - MEMORY) * self.calls.get(op, number) + MEMORY * number
+            self.trainer.min_update_frequency[op] = round(mean)
+
+    def _instance(self, batch: Batch, rate: float) -> Instance:
+        plan = batch.plan
+        if plan is None:
+            with torch.no_grad():
+                programs_BL = greedy(self.task.predictor, batch.questions, self.config.max_program_length)
+            plan = self.planner(programs_BL, image_rows_B=batch.image_rows).to(batch.features.device)
+        dtype = torch.bfloat16 if self.config.precision == "bfloat16" else batch.features.dtype
+        inputs = self.engine.inputs_of(batch.features, plan, dtype)
+        return Instance(plan.plan, inputs, partial(self._loss, batch, rate))
+
+    def _loss(self, batch: Batch, rate: float, scores_BA: Tensor, *attentions: Tensor) -> Tensor:
+        """Return the share of an instance in the loss of its minibatch: in the mean over answers, and in the sum of the
+        attentions."""
+        parts = self.config.batch_size / self.config.instance_size
+        attention = parts * sum((each.sum(dtype=torch.float32) for each in attentions), torch.zeros(()))
+        loss, metrics = self.task.engine_loss(scores_BA, attention, batch.answers.to(scores_BA.device))
+        if not math.isfinite(loss.item()):
+            raise NotFiniteError(batch, loss.item())
+        with self._lock:
+            self.metrics.append(metrics)
+        self.rate = rate  # updates have that of the newest instance whose loss is known
+        return loss / parts
+
+    def _collect_states(self) -> None:
+        for replicas in self.trainer.replicas.values():
+            if replicas[0].weights:
+                self.optimizer.state.update(replicas[0].optimizer.state)
+
+    def _row(self, run: Run) -> dict[str, float]:
+        staleness = [each.updates for each in run.staleness.elements()]
+        row = {f"utilisation/worker_{number}": share for number, share in enumerate(run.utilisation)}
+        row |= {"staleness/mean": float(np.mean(staleness)), "staleness/greatest": max(staleness)} if staleness else {}
+        return row | {f"updates/{self.names[op]}": number for op, number in run.updates.items() if number}

@@ -1,0 +1,157 @@
+"""`iep-train --asynchronous`: it trains like synchronous training, stops when nothing is in flight, and resumes."""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from batching_cases import assert_same
+from tiny_data import assert_one_error, newest, tiny
+from torch import Tensor
+from train_cases import iep_train, rows, scalars, weights
+
+from iep.models.checkpoint import load_checkpoint, load_newest
+from iep.training.tasks import EngineTask
+
+SETTINGS = [*(each for each in tiny("ee") if each != "device=cpu"), "model=ee"]
+ASYNCHRONOUS = ("--asynchronous", "--workers", 2, "instance_size=4")
+
+
+def train(data: Path, out: Path, *arguments: object) -> str:
+    result = iep_train("--data", data, "--out", out, *SETTINGS, *arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in rows(out) if "loss" in row]
+
+
+@pytest.fixture
+def at_loss(monkeypatch: pytest.MonkeyPatch):
+    """A function that makes the loss of the instance with the given number what `change` makes of it."""
+
+    def changed(number: int, change) -> None:
+        seen, engine_loss = [0], EngineTask.engine_loss
+
+        def loss(self, *arguments) -> tuple[Tensor, dict[str, Tensor]]:
+            seen[0] += 1
+            value, metrics = engine_loss(self, *arguments)
+            return (change(value) if seen[0] == number else value), metrics
+
+        monkeypatch.setattr(EngineTask, "engine_loss", loss)
+
+    return changed
+
+
+@pytest.mark.parametrize("modules", ["iep", "tbd"])
+@pytest.mark.parametrize("which", ["current", "forward"])
+def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str, which: str):
+    """Every minibatch has the same questions, so that a part is updated once in each, with its last call."""
+    same = ("num_train_samples=8", "weight_decay=0.1", "warmup=2", "decay=cosine", "--modules", modules)
+    same += ("attention_penalty=0.01",) if modules == "tbd" else ()
+    train(data, tmp_path / "synchronous", "device=cpu", *same)
+    one = ("--workers", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
+    train(data, tmp_path / "run", *same, *one)
+    actual, expected = (newest(tmp_path / name) for name in ("run", "synchronous"))
+    assert_same(weights(actual, "engine"), weights(expected, "engine"), 1e-3)
+    states = [load_checkpoint(path)["optimizer"]["state"] for path in (actual, expected)]
+    assert states[0].keys() == states[1].keys()
+    assert all(states[0][each]["step"] == states[1][each]["step"] for each in states[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--max-active-keys", 3, "replicas=stem=2", "--backward-weights", "forward", "sharing=false", "workers=1"),
+        ("--min-update-frequency", 5, "precision=bfloat16", "engine.stem_norm=true", "curriculum=[[0, 4], [20, 99]]"),
+        ("--modules", "tbd", "--replicas", "classifier=2,exist=2", "clip_gradients=1", "max_active_keys=9"),
+        ("--freeze", "stem", "--placement", "round-robin", "questions_per_image=2", "classifier_dropout=0.1"),
+    ],
+    ids=lambda settings: str(settings[0]) + str(settings[1]),
+)
+def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):
+    settings = tuple(f"engine.{each}" if str(each).startswith("classifier_d") else each for each in settings)
+    long = ("iterations=60", "validate_every=30", "log_every=10", "num_train_samples=16")
+    output = train(data, tmp_path / "run", *ASYNCHRONOUS, *long, *settings)
+    assert "placement " in output
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.6 * found[0]
+    board = scalars(tmp_path / "run")
+    assert [step for step, _ in board["staleness/mean"]] == [30, 60]
+    assert all(0 < value <= 1 for _, value in board["utilisation/worker_1"])
+    assert all(value > 0 for _, value in board["updates/classifier"])
+
+
+def test_predicted_programs_and_a_change_to_synchronous_training(data: Path, tmp_path: Path, runs):
+    out = tmp_path / "run"
+    predicted = ("--programs", "predicted", "--pg", runs["pg"])
+    train(data, out, *ASYNCHRONOUS, *predicted, "--max-active-keys", 2)
+    output = train(data, out, "--resume", "--no-asynchronous", "device=cpu", "iterations=6")
+    assert "asynchronous False instead of True" in output
+    output = train(data, out, "--resume", *ASYNCHRONOUS, "iterations=8")
+    assert "asynchronous True instead of False" in output
+    assert [row["step"] for row in rows(out) if "validation_accuracy" in row] == [2, 4, 6, 8]
+    assert load_newest(out).content["step"] == 8
+
+
+def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp_path: Path, at_loss):
+    out = tmp_path / "run"
+
+    def stop(loss: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        return loss
+
+    at_loss(7, stop)
+    result = iep_train("--data", data, "--out", out, *SETTINGS, *ASYNCHRONOUS, "iterations=40", "validate_every=30")
+    assert result.exit_code == 130
+    saved = load_newest(out).content
+    assert 4 <= saved["step"] < 30
+    assert f"Stopped by SIGINT after iteration {saved['step']}, which is saved" in result.output
+    assert scalars(out)["updates/classifier"] == [(saved["step"], saved["step"])]
+    train(data, out, "--resume", *ASYNCHRONOUS, "iterations=40", "validate_every=30")
+    assert load_newest(out).content["step"] == 40
+    found = [row["step"] for row in rows(out) if "loss" in row]
+    assert found == sorted(found)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_questions(data: Path, tmp_path: Path, at_loss):
+    at_loss(6, lambda loss: loss * math.nan)
+    result = iep_train("--data", data, "--out", tmp_path / "run", *SETTINGS, *ASYNCHRONOUS)
+    assert_one_error(result, "the loss is nan at iteration", "on 4 questions (question_index ")
+    (path,) = (tmp_path / "run").glob("not-finite-*.pt")
+    state = torch.load(path, weights_only=True)
+    assert len(state["positions"]) == 4
+    assert all(value.isfinite().all() for value in state["networks"]["engine"]["weights"].values())
+
+
+def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, at_loss):
+    def fail(loss: Tensor) -> Tensor:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    at_loss(6, fail)
+    result = iep_train("--data", data, "--out", tmp_path / "run", *SETTINGS, *ASYNCHRONOUS)
+    assert_one_error(result, "somewhere: no space left on the device")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (("--asynchronous",), "asynchronous training needs workers: give --workers N, or --placement", 1),
+        (("--workers", 2), "--workers is for --asynchronous", 2),
+        ((*ASYNCHRONOUS, "--device", "cpu"), "--workers stands for threads on the CPU; it cannot go", 2),
+        ((*ASYNCHRONOUS, "instance_size=3"), "batch_size is 8 and instance_size 3; expected a multiple", 1),
+        ((*ASYNCHRONOUS, "--replicas", "stemm=2"), "replicas: 'stemm=2' names no part of the engine; did you mean", 1),
+        ((*ASYNCHRONOUS, "--replicas", "stem=3"), "'stem=3', expected stem=N with N from 2 to 2, the workers", 1),
+        ((*ASYNCHRONOUS, "--min-update-frequency", "often"), "'often' is not a valid", 2),
+        ((*ASYNCHRONOUS, "--defer-weight-grads"), "defer_weight_grads is True, which training ee asynchronously", 1),
+        (("--max-active-keys", 2), "max_active_keys is 2, which training ee does not use; only asynchronous", 1),
+        ((*ASYNCHRONOUS, "model=pg"), "asynchronous is True", 1),
+    ],
+)
+def test_invalid_settings_are_errors_of_one_line(data: Path, tmp_path: Path, arguments: tuple, words: str, code: int):
+    result = iep_train("--data", data, "--out", tmp_path / "run", *SETTINGS, *arguments)
+    assert_one_error(result, words, code=code)
+    assert not list(tmp_path.glob("run/*.pt"))
