@@ -32,10 +32,10 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, t
         assert flushed["facts"]["updates per epoch"] == 2 * 4
         ops = synchronous["details"]["ops"]
         assert {name: op["updates per epoch"] for name, op in ops.items()} == {
-            "0 Embedding": 5,
-            "1 Linear": 5,
-            "2 Cell": 5,
-            "3 Cell": 5,
+            "Embedding": 5,
+            "Linear": 5,
+            "Cell 2": 5,
+            "Cell 3": 5,
         }
         of_ops = [op["greatest staleness"] for op in asynchronous["details"]["ops"].values()]
         assert asynchronous["facts"]["greatest staleness"] == max(of_ops)
@@ -60,6 +60,29 @@ def test_other_workloads_train_in_the_same_ways(workload: str, tmp_path: Path):
     result = iep_bench("async", workload, "--layers", 2)
     assert result.exit_code == 2
     assert "No such option '--layers'" in result.output
+
+
+def test_an_engine_trains_on_preprocessed_questions(data: Path, tmp_path: Path):
+    small = ("--samples", 30, "--val-samples", 9, "--instance-size", 8, "--epochs", 1, "--simulate", 3)
+    (tmp_path / "ee.yaml").write_text("model: ee\nengine: {module_dim: 4, stem_widths: [], classifier_hidden: [8]}\n")
+    settings = ("--data", data, "--config", tmp_path / "ee.yaml", "engine.modules=tbd", "--replicas", "stem=2,exist=2")
+    result = iep_bench("async", "engine", *small, *settings, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for each in json.loads((tmp_path / "out" / "engine.json").read_text())["comparisons"]:
+        assert each["instances"] == 4
+        for row in each["rows"]:
+            assert {"stem", "exist", "classifier"} <= row["details"]["ops"].keys()
+            assert row["details"]["ops"]["classifier"]["updates per epoch"] in (1, 4)
+
+
+def test_replicas_reduce_the_time_of_the_bottleneck(tmp_path: Path):
+    """The cell has one of eight workers, or four; sequences are long."""
+    larger = ("--samples", 320, "--width", 64, "--simulate", 8, "--max-active-keys", 8)
+    speeds = []
+    for name, settings in (("one", ()), ("four", ("--replicas", "Cell=4"))):
+        *_, simulated = measured(tmp_path / name, *larger, *settings)["comparisons"]
+        speeds.append(simulated["rows"][2]["samples_per_second"]["median"])
+    assert speeds[1] > 1.2 * speeds[0]
 
 
 def test_lists_of_settings_have_a_row_for_each_combination(tmp_path: Path):
@@ -109,8 +132,13 @@ def test_rows_of_several_seeds_have_means_and_ranges(tmp_path: Path):
         (("--workers", 0), "0 is not in the range 1<=x<=64"),
         (("--simulate", "4,many"), "expected integers separated by commas"),
         (("--max-active-keys", "1,0"), "0 is not in the range"),
-        (("--min-update-frequency", "auto,often"), "'often', expected auto or integers separated by commas"),
-        (("--min-update-frequency", "0"), "0 is not in the range"),
+        (("--min-update-frequency", "auto,often"), "'often', expected auto or an integer of 1 or greater"),
+        (("--min-update-frequency", "0"), "'0', expected auto or an integer of 1 or greater"),
+        (
+            ("--replicas", "Sell=2"),
+            "'Sell=2' names no op, expected NAME=N with one of Embedding, Linear, Cell",
+        ),
+        (("--replicas", "Cell=1"), "replicas: 'Cell=1', expected Cell=N with N of 2 or more"),
         (("--seeds", ""), "expected integers separated by commas"),
         (("--target", 90), "90.0 is not in the range 0<=x<=1"),
         (("--backward-weights", "newest"), "'newest' is not one of 'current', 'forward'"),
@@ -119,6 +147,6 @@ def test_rows_of_several_seeds_have_means_and_ranges(tmp_path: Path):
 )
 def test_invalid_options_are_errors_of_one_line(arguments: tuple, words: str):
     result = iep_bench("async", "list-reduction", *arguments)
-    assert result.exit_code == 2
+    assert result.exit_code == (1 if "--replicas" in arguments else 2)
     assert words in result.output
     assert "Traceback" not in result.output

@@ -354,11 +354,12 @@ class AsynchronousTrainer:
         plan = instance.plan
         if self.flush_every and number % self.flush_every == 0:
             self.update()
+            self._average()
         if plan.num_devices != self.num_workers:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
         steps, learns = instance.steps, []
         for step in steps[:-1]:
-            state = None if step.op == COPY else self._replica(step.op, step.worker)
+            state = None if step.op == COPY else self.replica(step.op, step.worker)
             learns.append(bool(state and state.weights) or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
@@ -366,7 +367,7 @@ class AsynchronousTrainer:
         self.in_flight[number] = _Active(instance, buffers, learns, remaining=len(steps))
         return steps
 
-    def _replica(self, op: int, worker: int) -> TrainedOp:
+    def replica(self, op: int, worker: int) -> TrainedOp:
         """Return the replica of an op that a worker holds, which is the next free one at first.
 
         Raises:

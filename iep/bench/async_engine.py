@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from iep.batching.placement import OpPlacement
 from iep.batching.plan import Plan
 from iep.config import Config
-from iep.data.datasets import ClevrDataset
+from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
 from iep.execution_engine.placement import BALANCED, Placement, Sample, costs_of, make_placement
 from iep.execution_engine.program_plan import ProgramPlan
@@ -66,15 +67,19 @@ class EngineNetwork(nn.Module):
         # Tokens without a module have a place that is never used.
         self.ops = nn.ModuleList(getattr(self.engine, name) if name else nn.Identity() for name in self.op_names)
 
-    def placement(self, workers: int) -> Placement:
+    def placement(self, workers: int) -> OpPlacement:
         """Return the placement of the parts on workers of the CPU, balanced by the work of the training questions."""
         known = self.questions.splits[self.questions.config.train_split].questions
         costs = costs_of(self.engine, Sample(known.programs, known.image_idxs, known.path))
-        return make_placement(BALANCED, ("cpu",) * workers, self.engine.parts, costs.work, known.path)
+        placement = make_placement(BALANCED, ("cpu",) * workers, self.engine.parts, costs.work, known.path)
+        return placement.of_ops(self.engine.program_tokens)
 
-    def plan(self, samples: Sequence[Question], placement: Placement | None = None) -> Plan:
+    def plan(self, samples: Sequence[Question], placement: OpPlacement | None = None) -> Plan:
         """Return the plan of a minibatch of questions."""
-        return self._program_plan(samples, placement).plan
+        if placement is None:
+            return self._program_plan(samples, None).plan
+        parts = {self.op_names[op]: worker for op, worker in placement.ops.items()}
+        return self._program_plan(samples, Placement(tuple(map(str, placement.devices)), parts)).plan
 
     def inputs(self, samples: Sequence[Question]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same questions."""
@@ -100,7 +105,7 @@ class EngineNetwork(nn.Module):
     def _loss(answers_B: Tensor, scores_BA: Tensor) -> Tensor:
         return cross_entropy(scores_BA, answers_B)
 
-    def _batch(self, samples: Sequence[Question]):
+    def _batch(self, samples: Sequence[Question]) -> Batch:
         dataset = self.questions.splits[samples[0].split]
         return dataset.batch((np.array([each.position for each in samples]), None)).to(torch.device("cpu"))
 

@@ -9,9 +9,10 @@ network. Simulated workers have the costs that `measured_costs` found in one thr
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, product
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -25,8 +26,11 @@ from torch import nn
 from iep.asynchronous.conductor import PlanStep, WorkerTask
 from iep.asynchronous.drivers import Record, run_threads, run_virtual
 from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
+from iep.bench.async_engine import EngineNetwork, EngineQuestions
 from iep.bench.compare import Case, Competitor, Fact
 from iep.bench.tables import Benchmark
+from iep.config import Config
+from iep.errors import InputError
 from iep.workloads.deduction import Deducer, deductions
 from iep.workloads.list_reduction import ListReducer, list_reductions
 from iep.workloads.molecules import PolarityRegressor, molecules
@@ -61,6 +65,8 @@ class Workload:
     network: Callable[..., nn.Module]
     score: str = "accuracy"
     is_accuracy: bool = True
+    unseen: Callable[[int, np.random.Generator], list] | None = None
+    """The unseen samples; None for those of `samples`."""
 
     def text(self, score: float) -> str:
         """Return a score as it is printed."""
@@ -75,18 +81,31 @@ WORKLOADS = {
 }
 
 
+def workload_of(name: str, data: Path | None, config: Config | None) -> Workload:
+    """Return a workload by its name; `data` and `config` are for that of the engine.
+
+    Raises:
+        InputError: the data are missing or damaged.
+    """
+    if name != "engine":
+        return WORKLOADS[name]
+    questions = EngineQuestions(data, config)
+    known, unseen = (partial(questions.samples, each) for each in (config.train_split, config.val_split))
+    return Workload(known, partial(EngineNetwork, questions), unseen=unseen)
+
+
 class Way(NamedTuple):
     """One way to train, which has a row in each table."""
 
     name: str
     max_active_keys: int
-    min_update_frequency: int | None = None
-    """None for the number of calls that the op has in an instance on average."""
+    min_update_frequency: int = 0
+    """0 for the number of calls that the op has in an instance on average."""
     flush_every: int | None = None
     """None for asynchronous training."""
 
 
-def ways_to_train(keys: Sequence[int], frequencies: Sequence[int | None]) -> list[Way]:
+def ways_to_train(keys: Sequence[int], frequencies: Sequence[int]) -> list[Way]:
     """Return synchronous training, a flush for each number of keys, and asynchronous training in each combination."""
     ways = [Way(SYNCHRONOUS, 1, flush_every=1)]
     ways += [Way(FLUSHED.format(each), each, flush_every=each) for each in keys if each > 1]
@@ -116,6 +135,8 @@ class Training:
     epochs: int
     seeds: Sequence[int]
     target: float | None
+    replicas: Mapping[int, int]
+    """The number of workers that hold each op, of those that several do."""
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -123,26 +144,31 @@ class Training:
         return self.workload.network(**self.network)
 
     def instances(self, workers: int) -> list[Instance]:
-        """Return an instance for each minibatch, with its plan for the workers."""
-        model = self.model(self.seeds[0])
+        """Return an instance for each minibatch, with its plan for the workers, among which replicas are dealt."""
+        model, instances = self.model(self.seeds[0]), []
         placement = model.placement(workers)
-        return [
-            Instance(model.plan(each, placement), model.inputs(each), model.loss(each)) for each in self.minibatches
-        ]
+        for number, minibatch in enumerate(self.minibatches):
+            dealt = {op: (placement.ops[op] + number % min(n, workers)) % workers for op, n in self.replicas.items()}
+            plan = model.plan(minibatch, replace(placement, ops={**placement.ops, **dealt}))
+            instances.append(Instance(plan, model.inputs(minibatch), model.loss(minibatch)))
+        return instances
 
     def trainer(self, model: nn.Module, instances: Sequence[Instance], way: Way) -> AsynchronousTrainer:
         """Return a trainer of a network."""
         calls = Counter(step.op for instance in instances for step in instance.steps)
         # By default, each op has as many updates as in synchronous training.
         frequency = {op: way.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
+        workers = instances[0].plan.num_devices
+        ops = {op: module for op, module in enumerate(model.ops) if op in calls}
         return AsynchronousTrainer(
-            dict(enumerate(model.ops)),
+            ops,
             partial(torch.optim.Adam, lr=self.learning_rate),
-            instances[0].plan.num_devices,
+            workers,
             way.max_active_keys,
             None if way.flush_every else frequency,
             way.flush_every,
             self.backward_weights,
+            {op: min(number, workers) for op, number in self.replicas.items() if op in ops},
         )
 
 
@@ -176,20 +202,21 @@ def simulated(costs: Costs, latency: float, bandwidth: float, trainer: Asynchron
     An update between instances, as in synchronous training, delays the next task of its op.
     """
     of_tasks, of_updates = costs
-    versions: dict[int, int] = defaultdict(int)
-    """The version of each op after its last task."""
+    versions: dict[tuple[int, int], int] = defaultdict(int)
+    """The version of each op on each worker after its last task there."""
     used: dict[tuple[int, int], int] = {}
     """The version in the forward pass of each call in flight."""
 
     def cost(step: PlanStep, task: WorkerTask) -> float:
         seconds, op = of_tasks[step.op, task.is_backward], step.op
         if op in of_updates:
-            before, versions[op] = versions[op], trainer.ops[op].version
+            place = op, step.worker
+            before, versions[place] = versions[place], trainer.replica(*place).version
             if not task.is_backward:
-                used[task.instance, task.call] = versions[op]
+                used[task.instance, task.call] = versions[place]
             elif used.pop((task.instance, task.call)) < before and trainer.backward_weights == "current":
                 seconds += of_tasks[op, False]
-            seconds += of_updates[op] * (versions[op] - before)
+            seconds += of_updates[op] * (versions[place] - before)
         return seconds
 
     def delay(task: WorkerTask) -> float:
@@ -270,7 +297,7 @@ class Learner:
 
     def details(self) -> dict[str, Any]:
         """Return the scores and seconds of every seed's epochs, and the updates and the staleness of each op."""
-        names, ops = op_names(self.training), {}
+        names, ops = op_names(self.training.model(self.training.seeds[0])), {}
         for op, staleness in self.staleness().items():
             updates = fmean(epoch.run.updates[op] for epoch in self.epochs)
             ops[names[op]] = {"updates per epoch": updates, **summary(staleness)}
@@ -290,9 +317,29 @@ def over_seeds(values: Sequence[float], text: Callable[[float], str]) -> str:
     return text(fmean(values)) + extent
 
 
-def op_names(training: Training) -> list[str]:
-    """Return a name for each op."""
-    return [f"{op} {type(module).__name__}" for op, module in enumerate(training.model(training.seeds[0]).ops)]
+def op_names(model: nn.Module) -> list[str]:
+    """Return a name for each op: that which the network gives it, or the type of its module, numbered if not unique."""
+    types = [type(module).__name__ for module in model.ops]
+    numbered = [name if types.count(name) == 1 else f"{name} {op}" for op, name in enumerate(types)]
+    return getattr(model, "op_names", numbered)
+
+
+def replicas_of(texts: Sequence[str], names: Sequence[str]) -> dict[int, int]:
+    """Return the number of replicas of each op, given as `NAME=N`.
+
+    Raises:
+        InputError: a name is unknown, or a number is not an integer from 2 on.
+    """
+    found = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        if name not in names:
+            known = ", ".join(filter(None, names))
+            raise InputError(f"replicas: {text!r} names no op, expected NAME=N with one of {known}")
+        if not number.isdecimal() or int(number) < 2:
+            raise InputError(f"replicas: {text!r}, expected {name}=N with N of 2 or more")
+        found[names.index(name)] = int(number)
+    return found
 
 
 def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
@@ -300,7 +347,7 @@ def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
     figure = Figure(figsize=(4 * len(learners), 3.5), layout="constrained")
     axes = figure.subplots(1, len(learners), squeeze=False)[0]
     for axis, (title, learner) in zip(axes, learners.items(), strict=True):
-        names, staleness = op_names(learner.training), learner.staleness()
+        names, staleness = op_names(learner.training.model(learner.training.seeds[0])), learner.staleness()
         for place, (op, counts) in enumerate(staleness.items()):
             x = np.array(sorted(counts)) + 0.8 * ((place + 0.5) / len(staleness) - 0.5)
             shares = [100 * counts[each] / counts.total() for each in sorted(counts)]
@@ -348,8 +395,9 @@ def async_benchmark(
     workers: int,
     simulate: Sequence[int],
     max_active_keys: Sequence[int],
-    min_update_frequency: Sequence[int | None],
+    min_update_frequency: Sequence[int],
     backward_weights: str,
+    replicas: Sequence[str] | None,
     instance_size: int,
     samples: int,
     val_samples: int,
@@ -359,24 +407,35 @@ def async_benchmark(
     epochs: int,
     seeds: Sequence[int],
     target: float | None,
+    data: Path | None = None,
+    config: Config | None = None,
     **network: int,
 ) -> Benchmark:
     """Return the comparison on threads, and that of every simulated number of workers.
 
     Args:
-        workload: one of `WORKLOADS`.
+        workload: one of `WORKLOADS`, or `engine`.
         max_active_keys: the numbers K of instances in flight.
-        min_update_frequency: None among them for the number of calls that the op has in an instance on average.
+        min_update_frequency: 0 among them for the number of calls that the op has in an instance on average.
+        replicas: the ops that several workers hold, as `NAME=N`.
         latency: microseconds that a message between simulated workers takes, besides the time for its bytes.
         bandwidth: gigabytes per second of each link.
         seeds: seeds of the initial weights and of the order of the instances; the first one makes the samples.
         target: the score up to which epochs and seconds are reported.
-        network: the settings of the network.
+        data: the data of an engine.
+        config: the settings of an engine.
+        network: the settings of another network.
+
+    Raises:
+        InputError: the data are missing or damaged, or `replicas` is invalid.
     """
-    kind, rng = WORKLOADS[workload], np.random.default_rng(seeds[0])
-    known, unseen = kind.samples(samples, rng), kind.samples(val_samples, rng)
-    minibatches = [known[first : first + instance_size] for first in range(0, samples, instance_size)]
-    training = Training(kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target)
+    kind, rng = workload_of(workload, data, config), np.random.default_rng(seeds[0])
+    known, unseen = kind.samples(samples, rng), (kind.unseen or kind.samples)(val_samples, rng)
+    minibatches = [known[first : first + instance_size] for first in range(0, len(known), instance_size)]
+    held = replicas_of(replicas or (), op_names(kind.network(**network)))
+    training = Training(
+        kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target, held
+    )
     ways = ways_to_train(max_active_keys, min_update_frequency)
     largest = max(max_active_keys)
     # The pictures show the largest number of keys with the first frequency.
@@ -401,8 +460,9 @@ def async_benchmark(
                 pictures.setdefault("timeline", partial(draw_timeline, training, instances, drawn, driver_of))
 
     frequencies = ", ".join(str(each or "calls in an instance") for each in min_update_frequency)
+    settings = [f"{name} {value}" for name, value in network.items()] + [f"replicas {each}" for each in replicas or ()]
     description = (
-        f"{workload}: {', '.join(f'{name} {value}' for name, value in network.items())}; {samples} samples in "
+        f"{workload}: {', '.join(settings) or data}; {len(known)} samples in "
         f"instances of {instance_size}; up to {', '.join(map(str, max_active_keys))} instances in flight, update "
         f"frequency: {frequencies}; {backward_weights} weights in backward passes, Adam {learning_rate:g}, "
         f"seeds {', '.join(map(str, seeds))}" + (f", target {kind.text(target)}" if target is not None else "")

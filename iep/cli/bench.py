@@ -1,6 +1,5 @@
 """`iep-bench`: measure the speed of the engine, the data loader, other networks and training, and show schedules."""
 
-import re
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from iep.cli.options import (
     PATH,
     CommaList,
     DirectoryPath,
+    UpdateFrequency,
     all_of,
     device_options,
     device_settings,
@@ -285,17 +285,6 @@ def moe(ctx: click.Context, **given: Any) -> None:
     run(ctx, "measure_experts", **given)
 
 
-class UpdateFrequency(click.ParamType):
-    """A number of calls, or `auto`, which becomes None."""
-
-    name = "frequency"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value != "auto" and not re.fullmatch("[0-9]+", value):
-            self.fail(f"{value!r}, expected auto or integers separated by commas, such as auto,1,64", param, ctx)
-        return None if value == "auto" else SIZE.convert(value, param, ctx)
-
-
 @main.group("async", cls=CommandGroup)
 def asynchronous() -> None:
     """Measure synchronous training, training with flushes, and asynchronous training of a network.
@@ -305,7 +294,7 @@ def asynchronous() -> None:
     """
 
 
-def trained(instance_size: int, samples: int, width: int, target: click.ParamType = SHARE) -> Callable:
+def trained(instance_size: int, samples: int, width: int | None = None, target: click.ParamType = SHARE) -> Callable:
     """Return the options that all workloads of asynchronous training share, with the defaults of one."""
     return all_of(
         option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed."),
@@ -328,10 +317,17 @@ def trained(instance_size: int, samples: int, width: int, target: click.ParamTyp
             default="current",
             help="Weights of a backward pass: the current ones, or those of its forward pass.",
         ),
+        option(
+            "--replicas",
+            type=CommaList(click.STRING),
+            metavar="OP=N[,OP=N...]",
+            default=None,
+            help="Ops that N workers hold, named as in the picture of the staleness.",
+        ),
         option("--instance-size", type=SIZE, default=instance_size, help="Samples per instance."),
-        option("--samples", type=SIZE, default=samples, help="Generated samples for training."),
-        option("--val-samples", type=SIZE, default=1_000, help="Generated samples for the score."),
-        option("--width", type=SIZE, default=width, help="Hidden size."),
+        option("--samples", type=SIZE, default=samples, help="Samples for training."),
+        option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),
+        *([option("--width", type=SIZE, default=width, help="Hidden size.")] if width else []),
         option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam."),
         option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message."),
         option(
@@ -412,6 +408,22 @@ def molecules(ctx: click.Context, **given: Any) -> None:
     absolute error relative to the standard deviation of this number, and lower is better.
     """
     train(ctx, **given)
+
+
+@asynchronous.command("engine", cls=RecordedCommand)
+@option("--data", type=PATH, required=True, help="Directory written by iep-preprocess.")
+@option("--config", type=PATH, required=True, help="YAML file of settings, or the name of a config, such as mini/ee.")
+@trained(instance_size=32, samples=2_000)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def asynchronous_engine(ctx: click.Context, **given: Any) -> None:
+    """Measure training of an execution engine on true programs.
+
+    The stem, every module and the classifier are ops. Of the settings, those of the engine, of its batching and of the
+    splits are used. The score is the accuracy.
+    """
+    config = read_config(find_config(given.pop("config")), given.pop("settings"))
+    train(ctx, **given, config=config)
 
 
 if __name__ == "__main__":

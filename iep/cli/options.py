@@ -52,6 +52,17 @@ class DirectoryPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class UpdateFrequency(click.ParamType):
+    """The number of calls after which asynchronous training updates an op; `auto` becomes 0."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if not re.fullmatch("auto|0*[1-9][0-9]{0,8}", str(value)):
+            self.fail(f"{value!r}, expected auto or an integer of 1 or greater", param, ctx)
+        return 0 if value == "auto" else int(value)
+
+
 class CommaList(click.ParamType):
     """A comma-separated list whose items `item` converts, as a tuple; without duplicates unless `repeated` is set."""
 

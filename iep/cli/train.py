@@ -13,6 +13,7 @@ from iep.cli.options import (
     PATH,
     CommaList,
     DirectoryPath,
+    UpdateFrequency,
     device_settings,
     execution_options,
     network_options,
@@ -40,18 +41,6 @@ from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
     from iep.models.checkpoint import Saved
-
-
-class UpdateFrequency(click.IntRange):
-    """The number of calls after which a part is updated, or `auto`, which is 0."""
-
-    name = "auto|N"
-
-    def __init__(self) -> None:
-        super().__init__(min=1)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return 0 if value == "auto" else super().convert(value, param, ctx)
 
 
 @click.command(cls=Command)
