@@ -1,5 +1,6 @@
 """Asynchronous training: tasks in any possible order, gradients and weights of every op, bounds, and failures."""
 
+import itertools
 import os
 import signal
 import threading
@@ -397,7 +398,7 @@ def interrupt() -> None:
 @pytest.mark.parametrize(("action", "error"), [(fail, ArithmeticError), (interrupt, KeyboardInterrupt)])
 def test_a_worker_that_raises_and_ctrl_c_end_the_run_with_one_error(action, error):
     trainer = AsynchronousTrainer({0: Fails(action)}, partial(torch.optim.SGD, lr=0.1), 2, 2, 1)
-    forever = (square_instance(1.0) for _ in iter(int, 1))
+    forever = itertools.repeat(square_instance(1.0))
     with pytest.raises(error):
         trainer.run(forever)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker ")]
