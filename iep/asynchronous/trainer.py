@@ -218,8 +218,6 @@ class _Active:
     kept: dict[int, _Kept] = field(default_factory=dict)
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
     """The values of each copy that reads a call of another process."""
-    leaving: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """The gradients of each such copy."""
     remaining: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
@@ -285,6 +283,10 @@ class AsynchronousTrainer:
             frequency = self.min_update_frequency[op]
             if frequency is not None and frequency < 1:
                 raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
+        if peers is not None and peers.size != num_workers:
+            raise ValueError(f"there are {num_workers} workers, but {peers.size} processes")
+        if peers is not None and flush_every and any(number > 1 for number in (replicas or {}).values()):
+            raise ValueError("flush_every averages replicas, which are in different processes")
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
         self.backward_weights, self.peers, self.context = backward_weights, peers, context
         self.in_flight: dict[int, _Active] = {}
@@ -314,7 +316,7 @@ class AsynchronousTrainer:
                 few for an update stay in the parameters' `grad` for the next run.
 
         Raises:
-            PeerError: another process has failed, has ended, or is silent.
+            PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
                 an op on more workers than it has replicas; or a loss has several elements.
         """
@@ -331,13 +333,13 @@ class AsynchronousTrainer:
             if self.peers is None:
                 driver(conductor, self.num_workers, instances, self.begin, self.compute, note_both)
             else:
-                self.peers.drive(self, conductor, instances, note_both)
+                self._merge(
+                    clock, self.peers.drive(self, conductor, instances, note_both, partial(self._own, clock, update))
+                )
         finally:
             self.in_flight.clear()
-        if self.flush_every or update:
+        if self.peers is None and (self.flush_every or update):
             self.update()
-        if self.peers is not None:
-            self._share(clock)
         self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: version - before[op] for op, version in self._versions().items()}
@@ -354,23 +356,28 @@ class AsynchronousTrainer:
     def _all(self) -> Iterator[TrainedOp]:
         return (state for replicas in self.replicas.values() for state in replicas)
 
-    def _share(self, clock: _Clock) -> None:
-        """Give all processes the weights, optimiser states, gradients and results of the one that has computed them."""
-        rank, states = self.peers.rank, list(self._all())
-        own = {
+    def _own(self, clock: _Clock, update: bool) -> tuple[Any, ...]:
+        """Return what only this process knows at the end of a run: the state of its ops, and results."""
+        if self.flush_every or update:
+            self.update()
+        rank = self.peers.rank
+        states = {
             number: (each.version, each.pending, each.tensors(), [weight.grad for weight in each.weights.values()])
-            for number, each in enumerate(states)
+            for number, each in enumerate(self._all())
             if each.worker == rank
         }
-        found = self.peers.gather((own, self._losses, self._staleness[rank], clock.busy[rank], clock.first, clock.last))
-        for worker, (theirs, losses, staleness, busy, first, last) in enumerate(found):
-            if worker == rank:
-                continue
-            self._losses |= losses
-            self._staleness[worker], clock.busy[worker] = staleness, busy
-            clock.first, clock.last = min(clock.first, first), max(clock.last, last)
-            for number, held in theirs.items():
-                states[number].restore(*held)
+        return states, self._losses, self._staleness[rank], clock.busy[rank], clock.first, clock.last
+
+    def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
+        """Take what the other processes have returned from `_own`, by rank."""
+        held = list(self._all())
+        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
+            if worker != self.peers.rank:
+                self._losses |= losses
+                self._staleness[worker], clock.busy[worker] = staleness, busy
+                clock.first, clock.last = min(clock.first, first), max(clock.last, last)
+                for number, state in states.items():
+                    held[number].restore(*state)
 
     def _versions(self) -> dict[int, int]:
         return {
@@ -426,15 +433,13 @@ class AsynchronousTrainer:
             self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
         return steps
 
-    def outgoing(self, number: int, copy: int, is_backward: bool) -> list[Tensor | None]:
-        """Return what crosses to another process: the values that a copy there reads, or the gradients of one here."""
+    def outgoing(self, number: int, copy: int) -> list[Tensor]:
+        """Return the values that a copy in another process reads."""
         active = self.in_flight[number]
-        if is_backward:
-            return active.leaving.pop(copy)
         return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
 
     def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
-        """Take what `outgoing` has returned in another process."""
+        """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
         active = self.in_flight[number]
         if not is_backward:
             active.arrived[copy] = tensors
@@ -458,13 +463,14 @@ class AsynchronousTrainer:
             self._held[op, worker] = free[0]
         return self._held[op, worker]
 
-    def compute(self, task: WorkerTask) -> None:
-        """Compute a task of an instance in flight."""
+    def compute(self, task: WorkerTask) -> list[Tensor | None]:
+        """Compute a task of an instance in flight, and return the gradients that go to another process, if any."""
+        leaving: list[Tensor | None] = []
         active = self.in_flight[task.instance]
         if task.call == len(active.instance.plan.calls):
             self._loss(task.instance, active)
         elif task.is_backward:
-            self._backward(active, task.call)
+            leaving = self._backward(active, task.call)
         else:
             self._forward(active, task.call)
         if task.is_backward:
@@ -472,6 +478,7 @@ class AsynchronousTrainer:
                 active.remaining -= 1
                 if not active.remaining:
                     del self.in_flight[task.instance]
+        return leaving
 
     def _state_of(self, active: _Active, number: int) -> TrainedOp:
         """Return the replica that runs a call."""
@@ -522,25 +529,24 @@ class AsynchronousTrainer:
             for argument, root in zip(plan.roots, roots, strict=True):
                 active.buffers.add_gradient(argument, next(gradients, None) if root.requires_grad else None)
 
-    def _backward(self, active: _Active, number: int) -> None:
+    def _backward(self, active: _Active, number: int) -> list[Tensor | None]:
         plan = active.instance.plan
         call = plan.calls[number]
         if not active.learns[number]:
-            active.leaving[number] = [None] * len(call.arguments)
-            return
+            return [None] * len(call.arguments) if number in active.arrived else []
         with active.lock:
             gradients = [active.buffers.gradient(each) for each in call.results]
         if call.op < 0:
             devices = [plan.columns[each.column].device for each in call.arguments]
             of_arguments = [None if each is None else each.to(to) for each, to in zip(gradients, devices, strict=True)]
             if number in active.arrived:
-                active.leaving[number] = of_arguments
-                return
+                return of_arguments
         else:
             of_arguments = self._differentiate(active, number, gradients)
         with active.lock:
             for argument, gradient in zip(call.arguments, of_arguments, strict=True):
                 active.buffers.add_gradient(argument, gradient)
+        return []
 
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
