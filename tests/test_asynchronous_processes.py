@@ -1,4 +1,4 @@
-"""Asynchronous training with a worker in each process: weights, gradients, results, bounds, and failures of processes."""
+"""Asynchronous training with a worker in each process: weights, gradients, results, bounds, and failures."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from test_asynchronous import (
 )
 from torch import nn
 
-from iep.asynchronous.processes import Peers
+from iep.asynchronous.processes import PeerError, Peers
 from iep.asynchronous.trainer import AsynchronousTrainer
 from iep.batching.execute import execute
 from iep.runtime.distributed import rank, total, world_size
@@ -172,10 +172,10 @@ def stop() -> None:
 
 
 def end_badly(answers: Path, action: Callable[[], None], silence: float) -> None:
-    """Write how a run ends in each process into a file with its rank as the name: the error, and threads that remain."""
+    """Write how a run ends in each process into a file named by its rank: the error, and threads that remain."""
     make = partial(torch.optim.SGD, lr=1e-6)
     trainer = AsynchronousTrainer({0: Ends(action)}, make, world_size(), 2, 1, peers=Peers(silence))
-    with pytest.raises(BaseException) as caught:
+    with pytest.raises((PeerError, ArithmeticError, KeyboardInterrupt)) as caught:
         trainer.run(square_instance(1.0, world_size(), at=1) for _ in iter(int, 1))
     remaining = [thread.name for thread in threading.enumerate() if thread.name.startswith("worker ")]
     (answers / str(rank())).write_text(f"{caught.type.__name__}: {caught.value} {remaining}")

@@ -237,10 +237,9 @@ class Peers:
                 self._wait(lambda: not self._heard)
             return found
         except BaseException as error:
-            what = (
-                f"worker {self.rank} of {self.size} has failed: {' '.join(f'{type(error).__name__}: {error}'.split())}"
-            )
-            self._tell_all(Message(failure=str(error) if isinstance(error, PeerError) else what, is_last=True))
+            what = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            own = f"worker {self.rank} of {self.size} has failed: {what}"
+            self._tell_all(Message(failure=str(error) if isinstance(error, PeerError) else own, is_last=True))
             raise
         finally:
             with self._lock:
