@@ -271,9 +271,9 @@ class Trainer:
                 if self.step % config.log_every == 0 and self.step < end:
                     log(workers.exchange)
 
-        def log(gather: Callable[[Any], list[Any] | None]) -> None:
+        def log(collect: Callable[[Any], list[Any] | None]) -> None:
             nonlocal clock, examples
-            found = gather((workers.take_metrics(), peak_memory(self.device)))
+            found = collect((workers.take_metrics(), peak_memory(self.device)))
             metrics = next((each for each, _ in found or () if each), None)  # of the process that computes the losses
             if metrics is not None:
                 row = {name: value.item() for name, value in metrics.items()}
