@@ -269,7 +269,7 @@ class Peers:
                 if time.monotonic() - heard > self.silence:
                     raise PeerError(f"worker {rank} of {self.size} has been silent for {self.silence:g} seconds")
         if self._failures:
-            raise self._failures[0]
+            raise self._failures.pop(0)  # an error that is kept would keep the frames that it passes
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         def run() -> None:

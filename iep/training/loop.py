@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -229,7 +229,9 @@ class Trainer:
                 self._validate_and_save(validation, records)
             self._train_mode(True)
             if config.asynchronous:
-                self._fit_asynchronously(on_device(training, self.device), validation, records, bar)
+                # An error of a worker may keep frames, and with them the loader, whose processes would not end.
+                with closing(on_device(training, self.device)) as instances:
+                    self._fit_asynchronously(instances, validation, records, bar)
                 return
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
