@@ -183,9 +183,9 @@ def weights_of(modules: nn.Module, which: str = "data") -> dict:
 
 
 @st.composite
-def minibatches(draw, max_size: int = 4, replicas: bool = False):
+def minibatches(draw, max_size: int = 4, replicas: bool = False, workers: int | None = None):
     """Draw instances on up to three workers, with a placement for all or for each, and what `execute` needs."""
-    workers = draw(st.integers(1, 3))
+    workers = workers or draw(st.integers(1, 3))
     at = st.integers(0, workers - 1)
     instances, plain, places = [], [], None
     for graph, types in draw(st.lists(typed_graphs(), min_size=1, max_size=max_size)):

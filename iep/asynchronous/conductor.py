@@ -106,6 +106,16 @@ class Conductor:
 
     def done(self, task: WorkerTask) -> list[WorkerTask]:
         """Record that a task is done, and return the tasks that it makes ready. An instance leaves with its last."""
+        ready = self.unblocked(task)
+        if task.is_backward:
+            instance = self.in_flight[task.instance]
+            instance.remaining -= 1
+            if not instance.remaining:
+                del self.in_flight[task.instance]
+        return ready
+
+    def unblocked(self, task: WorkerTask) -> list[WorkerTask]:
+        """Return the tasks that wait for no other task now that this one is done."""
         instance, last = self.in_flight[task.instance], len(self.in_flight[task.instance].steps) - 1
         waiting = instance.steps[task.call].reads if task.is_backward else instance.readers[task.call]
         ready = []
@@ -115,10 +125,6 @@ class Conductor:
             missing[call] -= 1
             if not missing[call]:
                 ready.append(WorkerTask(task.instance, call, is_backward))
-        if task.is_backward:
-            instance.remaining -= 1
-            if not instance.remaining:
-                del self.in_flight[task.instance]
         return ready
 
     def step(self, task: WorkerTask) -> PlanStep:

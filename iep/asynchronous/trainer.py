@@ -20,7 +20,7 @@ time. Not covered: calls of families, and weights that two ops share.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -35,6 +35,7 @@ from torch.func import functional_call
 
 from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
 from iep.asynchronous.drivers import Note, Record, run_threads
+from iep.asynchronous.processes import Peers
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
 
@@ -175,6 +176,21 @@ class TrainedOp:
         self.optimizer.zero_grad(set_to_none=True)
         self.version, self.pending, self._copy = self.version + 1, 0, None
 
+    def restore(
+        self, version: int, pending: int, tensors: dict[Any, Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Take the state of another process: its version, pending calls, `tensors()` and gradients."""
+        self.version, self.pending, self._copy = version, pending, None
+        self.module.load_state_dict({key: each for key, each in tensors.items() if isinstance(key, str)})
+        for weight, gradient in zip(self.weights.values(), gradients, strict=True):
+            weight.grad = gradient
+        if self.optimizer is not None:
+            state = defaultdict(dict)
+            for key, each in tensors.items():
+                if not isinstance(key, str):
+                    state[key[0]][key[1]] = each
+            self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": dict(state)})
+
     def tensors(self) -> dict[Any, Tensor]:
         """Return all tensors that change in training: parameters, statistics, and the optimiser's state, by key."""
         states = self.optimizer.state_dict()["state"] if self.optimizer else {}
@@ -200,6 +216,8 @@ class _Active:
     learns: list[bool]
     """Whether the results of each call depend on weights."""
     kept: dict[int, _Kept] = field(default_factory=dict)
+    arrived: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The values of each copy that reads a call of another process."""
     remaining: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while gradients are added, as a copy adds them to the buffers of another worker."""
@@ -219,6 +237,7 @@ class AsynchronousTrainer:
             is updated. One is synchronous training on the workers. None never to wait.
         backward_weights: the weights that a backward pass uses, see above.
         replicas: the number of workers that hold each op; those that are not named have one.
+        peers: the processes that are the other workers; None if all workers are in this process.
         context: returns a context in which modules and losses run, on whatever thread, such as that of autocast.
 
     Raises:
@@ -236,6 +255,7 @@ class AsynchronousTrainer:
         flush_every: int | None = None,
         backward_weights: str = "current",
         replicas: Mapping[int, int] | None = None,
+        peers: Peers | None = None,
         context: Callable[[], AbstractContextManager] = nullcontext,
     ):
         if backward_weights not in BACKWARD_WEIGHTS:
@@ -263,8 +283,12 @@ class AsynchronousTrainer:
             frequency = self.min_update_frequency[op]
             if frequency is not None and frequency < 1:
                 raise ValueError(f"the update frequency of op {op} is {frequency}, expected 1 or greater")
+        if peers is not None and peers.size != num_workers:
+            raise ValueError(f"there are {num_workers} workers, but {peers.size} processes")
+        if peers is not None and flush_every and any(number > 1 for number in (replicas or {}).values()):
+            raise ValueError("flush_every averages replicas, which are in different processes")
         self.num_workers, self.max_active_keys, self.flush_every = num_workers, max_active_keys, flush_every
-        self.backward_weights, self.context = backward_weights, context
+        self.backward_weights, self.peers, self.context = backward_weights, peers, context
         self.in_flight: dict[int, _Active] = {}
         """The values and gradients of every instance in flight."""
         self._held: dict[tuple[int, int], TrainedOp] = {}
@@ -273,15 +297,26 @@ class AsynchronousTrainer:
         self._staleness: list[Counter[Staleness]] = []
         """For each worker; adding to a counter is not atomic."""
 
-    def run(self, instances: Iterable[Instance], driver: Driver = run_threads, note: Note = lambda _: None) -> Run:
+    def run(
+        self,
+        instances: Iterable[Instance],
+        driver: Driver = run_threads,
+        note: Note = lambda _: None,
+        update: bool = False,
+    ) -> Run:
         """Train on the instances in order, and return when nothing is in flight; replicas are averaged then.
 
-        Without `flush_every`, gradients that are too few for an update stay in the parameters' `grad` for the next run.
+        With `peers`, every process calls this with the same instances, and all have the same weights, optimiser states
+        and results at the end.
 
         Args:
-            note: gets the record of every task when it is done, on any thread, but one at a time.
+            driver: how the workers run, if there are no `peers`.
+            note: gets the record of every task of this process when it is done, on any thread, but one at a time.
+            update: then update every op that has gradients, as with `flush_every`. Otherwise, gradients that are too
+                few for an update stay in the parameters' `grad` for the next run.
 
         Raises:
+            PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
                 an op on more workers than it has replicas; or a loss has several elements.
         """
@@ -293,12 +328,17 @@ class AsynchronousTrainer:
             clock.note(record)
             note(record)
 
+        conductor = Conductor(self.max_active_keys, self.flush_every)
         try:
-            conductor = Conductor(self.max_active_keys, self.flush_every)
-            driver(conductor, self.num_workers, instances, self._begin, self._task, note_both)
+            if self.peers is None:
+                driver(conductor, self.num_workers, instances, self.begin, self.compute, note_both)
+            else:
+                self._merge(
+                    clock, self.peers.drive(self, conductor, instances, note_both, partial(self._own, clock, update))
+                )
         finally:
             self.in_flight.clear()
-        if self.flush_every:
+        if self.peers is None and (self.flush_every or update):
             self.update()
         self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
@@ -315,6 +355,29 @@ class AsynchronousTrainer:
 
     def _all(self) -> Iterator[TrainedOp]:
         return (state for replicas in self.replicas.values() for state in replicas)
+
+    def _own(self, clock: _Clock, update: bool) -> tuple[Any, ...]:
+        """Return what only this process knows at the end of a run: the state of its ops, and results."""
+        if self.flush_every or update:
+            self.update()
+        rank = self.peers.rank
+        states = {
+            number: (each.version, each.pending, each.tensors(), [weight.grad for weight in each.weights.values()])
+            for number, each in enumerate(self._all())
+            if each.worker == rank
+        }
+        return states, self._losses, self._staleness[rank], clock.busy[rank], clock.first, clock.last
+
+    def _merge(self, clock: _Clock, found: Sequence[tuple[Any, ...]]) -> None:
+        """Take what the other processes have returned from `_own`, by rank."""
+        held = list(self._all())
+        for worker, (states, losses, staleness, busy, first, last) in enumerate(found):
+            if worker != self.peers.rank:
+                self._losses |= losses
+                self._staleness[worker], clock.busy[worker] = staleness, busy
+                clock.first, clock.last = min(clock.first, first), max(clock.last, last)
+                for number, state in states.items():
+                    held[number].restore(*state)
 
     def _versions(self) -> dict[int, int]:
         return {
@@ -349,7 +412,7 @@ class AsynchronousTrainer:
         of_rows = ((kinds[each.column], call.size * (each.count or 1)) for each in call.arguments)
         return sum(rows * kind.shape.numel() * kind.dtype.itemsize for kind, rows in of_rows)
 
-    def _begin(self, number: int, instance: Instance) -> list[PlanStep]:
+    def begin(self, number: int, instance: Instance) -> list[PlanStep]:
         """Write the inputs of an instance into its buffers, and return its steps."""
         plan = instance.plan
         if self.flush_every and number % self.flush_every == 0:
@@ -364,8 +427,26 @@ class AsynchronousTrainer:
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
-        self.in_flight[number] = _Active(instance, buffers, learns, remaining=len(steps))
+        own = None if self.peers is None else self.peers.rank
+        remaining = sum(step.worker == own or own is None for step in steps)
+        if remaining:
+            self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
         return steps
+
+    def outgoing(self, number: int, copy: int) -> list[Tensor]:
+        """Return the values that a copy in another process reads."""
+        active = self.in_flight[number]
+        return [active.buffers.read(each) for each in active.instance.plan.calls[copy].arguments]
+
+    def incoming(self, number: int, copy: int, is_backward: bool, tensors: list[Tensor | None]) -> None:
+        """Take the values that a copy here reads, or the gradients that a copy in another process has computed."""
+        active = self.in_flight[number]
+        if not is_backward:
+            active.arrived[copy] = tensors
+            return
+        with active.lock:
+            for argument, gradient in zip(active.instance.plan.calls[copy].arguments, tensors, strict=True):
+                active.buffers.add_gradient(argument, gradient)
 
     def replica(self, op: int, worker: int) -> TrainedOp:
         """Return the replica of an op that a worker holds, which is the next free one at first.
@@ -382,12 +463,14 @@ class AsynchronousTrainer:
             self._held[op, worker] = free[0]
         return self._held[op, worker]
 
-    def _task(self, task: WorkerTask) -> None:
+    def compute(self, task: WorkerTask) -> list[Tensor | None]:
+        """Compute a task of an instance in flight, and return the gradients that go to another process, if any."""
+        leaving: list[Tensor | None] = []
         active = self.in_flight[task.instance]
         if task.call == len(active.instance.plan.calls):
             self._loss(task.instance, active)
         elif task.is_backward:
-            self._backward(active, task.call)
+            leaving = self._backward(active, task.call)
         else:
             self._forward(active, task.call)
         if task.is_backward:
@@ -395,6 +478,7 @@ class AsynchronousTrainer:
                 active.remaining -= 1
                 if not active.remaining:
                     del self.in_flight[task.instance]
+        return leaving
 
     def _state_of(self, active: _Active, number: int) -> TrainedOp:
         """Return the replica that runs a call."""
@@ -421,7 +505,7 @@ class AsynchronousTrainer:
     def _forward(self, active: _Active, number: int) -> None:
         call = active.instance.plan.calls[number]
         if call.op < 0:  # a copy keeps nothing
-            arguments = [active.buffers.read(each) for each in call.arguments]
+            arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
             return
         arguments, state = self._arguments(active, call.arguments, number), self._state_of(active, number)
@@ -445,21 +529,24 @@ class AsynchronousTrainer:
             for argument, root in zip(plan.roots, roots, strict=True):
                 active.buffers.add_gradient(argument, next(gradients, None) if root.requires_grad else None)
 
-    def _backward(self, active: _Active, number: int) -> None:
+    def _backward(self, active: _Active, number: int) -> list[Tensor | None]:
         plan = active.instance.plan
         call = plan.calls[number]
         if not active.learns[number]:
-            return
+            return [None] * len(call.arguments) if number in active.arrived else []
         with active.lock:
             gradients = [active.buffers.gradient(each) for each in call.results]
         if call.op < 0:
             devices = [plan.columns[each.column].device for each in call.arguments]
             of_arguments = [None if each is None else each.to(to) for each, to in zip(gradients, devices, strict=True)]
+            if number in active.arrived:
+                return of_arguments
         else:
             of_arguments = self._differentiate(active, number, gradients)
         with active.lock:
             for argument, gradient in zip(call.arguments, of_arguments, strict=True):
                 active.buffers.add_gradient(argument, gradient)
+        return []
 
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""

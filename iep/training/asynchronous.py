@@ -1,8 +1,8 @@
 """Asynchronous training of the execution engine: minibatches -> instances, which `iep/asynchronous/` runs on workers.
 
 Every part of the engine, the stem and the classifier among them, is an op with an optimiser of its own; the loss of an
-instance runs on the classifier's worker. The devices of the engine's placement are the workers. `loop.py` validates and
-saves where nothing is in flight.
+instance runs on the classifier's worker. The devices of the engine's placement are the workers: threads, or the
+processes of a job, which all read the same instances. `loop.py` validates and saves where nothing is in flight.
 """
 
 import math
@@ -10,23 +10,29 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iep.asynchronous.drivers import Record
+from iep.asynchronous.processes import PeerError, Peers
 from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
 from iep.config import Config
 from iep.data.datasets import Batch
 from iep.errors import InputError, nearest
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import NONE, Placement
+from iep.execution_engine.placement import BALANCED, NONE, Placement
 from iep.execution_engine.program_plan import Planner, ProgramPlan
 from iep.program_generator.decode import greedy
 from iep.runtime.devices import autocast
+from iep.runtime.distributed import world_size
 from iep.training.tasks import EngineTask, Metrics
+
+T = TypeVar("T")
 
 MEMORY = 0.05
 """The weight of the newest minibatch in the moving averages of the numbers of calls."""
@@ -36,8 +42,25 @@ class NotFiniteError(Exception):
     """The loss of an instance is not finite."""
 
     def __init__(self, batch: Batch, loss: float):
-        super().__init__(loss)
+        super().__init__(f"the loss is {loss}")
         self.batch, self.loss = batch, loss
+
+
+def with_processes(config: Config) -> Config:
+    """Return the settings with the processes of a job of several as the workers, if training is asynchronous.
+
+    Raises:
+        InputError: there are other devices, or another number of workers.
+    """
+    if not config.asynchronous or world_size() == 1:
+        return config
+    if {config.device, *config.devices} - {"auto", "cpu"}:
+        raise InputError("asynchronous training in several processes runs on CPUs; remove --device and --devices")
+    if len(config.devices) not in (0, world_size()):
+        counts = f"{len(config.devices)} workers, but {world_size()} processes"
+        raise InputError(f"{counts}, each of which is a worker; give --workers {world_size()}")
+    placement = BALANCED if config.placement == NONE else config.placement
+    return replace(config, device="auto", devices=("cpu",) * world_size(), placement=placement)
 
 
 def check_asynchronous(config: Config) -> None:
@@ -99,7 +122,8 @@ class EngineWorkers:
     ):
         self.task, self.config, self.optimizer, self.learning_rate = task, config, optimizer, learning_rate
         self.engine, self.planner = task.engine, InstancePlanner(task.engine, config)
-        self.names, self.rate = self.engine.ops, 0.0
+        self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
+        """The learning rate of the next updates is that of the newest instance that has run on a worker here."""
         self.calls: dict[int, float] = {}
         """The moving average of the number of calls of each op in the minibatches that use it."""
         self.metrics: list[Metrics] = []
@@ -113,6 +137,7 @@ class EngineWorkers:
             config.min_update_frequency or 1,
             backward_weights=config.backward_weights,
             replicas={op: self.planner.replicas.get(part, 1) for op, part in self.names.items()},
+            peers=Peers() if world_size() > 1 else None,
             context=lambda: autocast(torch.device(self.engine.placement.devices[0]), config.precision),
         )
         for replicas in self.trainer.replicas.values():
@@ -130,17 +155,23 @@ class EngineWorkers:
 
         Raises:
             NotFiniteError: the loss of an instance is not finite.
+            InputError: another process has failed, has ended, or is silent.
         """
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads // self.trainer.num_workers))
+        threads, self.rates, self.newest = torch.get_num_threads(), [], 0
+        if self.trainer.peers is None:
+            torch.set_num_threads(max(1, threads // self.trainer.num_workers))
         try:
-            run = self.trainer.run(self._instances(minibatches))
+            run = self.trainer.run(self._instances(minibatches), note=self._note, update=True)
+        except PeerError as error:
+            raise InputError(f"{error}; --resume continues from the last checkpoint") from None
         finally:
             torch.set_num_threads(threads)
             self._collect_states()
-        self.trainer.update()
-        self._collect_states()
         return self._row(run)
+
+    def exchange(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank. All must call this at the same minibatch, as they read it."""
+        return [value] if self.trainer.peers is None else self.trainer.peers.exchange(value)
 
     def take_metrics(self) -> Metrics:
         """Return the mean metrics of the instances since the last call; none if there was no instance."""
@@ -159,10 +190,15 @@ class EngineWorkers:
         optimizer.register_step_pre_hook(before_step)
         return optimizer
 
+    def _note(self, record: Record) -> None:
+        self.newest = max(self.newest, record.task.instance)
+        self.rate = self.rates[self.newest]
+
     def _instances(self, minibatches: Iterable[Sequence[Batch]]) -> Iterator[Instance]:
         for minibatch in minibatches:
             rate = self.learning_rate()
-            instances = [self._instance(batch, rate) for batch in minibatch]
+            instances = [self._instance(batch) for batch in minibatch]
+            self.rates += [rate] * len(instances)
             if not self.config.min_update_frequency:
                 self._follow(Counter(step.op for instance in instances for step in instance.steps if step.op >= 0))
             yield from instances
@@ -173,7 +209,7 @@ class EngineWorkers:
             self.calls[op] = mean = (1 - MEMORY) * self.calls.get(op, number) + MEMORY * number
             self.trainer.min_update_frequency[op] = round(mean)
 
-    def _instance(self, batch: Batch, rate: float) -> Instance:
+    def _instance(self, batch: Batch) -> Instance:
         plan = batch.plan
         if plan is None:
             with torch.no_grad():
@@ -181,9 +217,9 @@ class EngineWorkers:
             plan = self.planner(programs_BL, image_rows_B=batch.image_rows).to(batch.features.device)
         dtype = torch.bfloat16 if self.config.precision == "bfloat16" else batch.features.dtype
         inputs = self.engine.inputs_of(batch.features, plan, dtype)
-        return Instance(plan.plan, inputs, partial(self._loss, batch, rate))
+        return Instance(plan.plan, inputs, partial(self._loss, batch))
 
-    def _loss(self, batch: Batch, rate: float, scores_BA: Tensor, *attentions: Tensor) -> Tensor:
+    def _loss(self, batch: Batch, scores_BA: Tensor, *attentions: Tensor) -> Tensor:
         """Return the share of an instance in the loss of its minibatch: in the mean over answers, and in the sum of the
         attentions."""
         parts = self.config.batch_size / self.config.instance_size
@@ -193,7 +229,6 @@ class EngineWorkers:
             raise NotFiniteError(batch, loss.item())
         with self._lock:
             self.metrics.append(metrics)
-        self.rate = rate  # updates have that of the newest instance whose loss is known
         return loss / parts
 
     def _collect_states(self) -> None:

@@ -8,9 +8,10 @@ two steps, and a run resumed from it gives the same bits as one that never stopp
 
 import itertools
 import math
+import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -228,7 +229,9 @@ class Trainer:
                 self._validate_and_save(validation, records)
             self._train_mode(True)
             if config.asynchronous:
-                self._fit_asynchronously(on_device(training, self.device), validation, records, bar)
+                # An error of a worker may keep frames, and with them the loader, whose processes would not end.
+                with closing(on_device(training, self.device)) as instances:
+                    self._fit_asynchronously(instances, validation, records, bar)
                 return
             clock, examples = time.perf_counter(), 0
             for batch in itertools.islice(on_device(training, self.device), config.iterations - self.step):
@@ -254,23 +257,30 @@ class Trainer:
         workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step - 1))
 
         clock, examples = time.perf_counter(), 0
+        stop: signal.Signals | None = None
 
         def minibatches(end: int) -> Iterator[list[Batch]]:
-            nonlocal examples
-            while self.step < end and asked() is None:
+            nonlocal examples, stop
+            while self.step < end:
+                stop = next(filter(None, workers.exchange(asked())), None)
+                if stop is not None:
+                    return
                 parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
                 self.step += 1
                 yield parts
                 examples += sum(len(batch.index) for batch in parts)
                 bar.update()
                 if self.step % config.log_every == 0 and self.step < end:
-                    log()
+                    log(workers.exchange)
 
-        def log() -> None:
+        def log(collect: Callable[[Any], list[Any] | None]) -> None:
             nonlocal clock, examples
-            if metrics := workers.take_metrics():
-                agreed = Agreement(metrics["loss"].item(), 1.0, None)
-                self._log(metrics, agreed, examples, time.perf_counter() - clock, records, bar)
+            found = collect((workers.take_metrics(), peak_memory(self.device)))
+            metrics = next((each for each, _ in found or () if each), None)  # of the process that computes the losses
+            if metrics is not None:
+                row = {name: value.item() for name, value in metrics.items()}
+                memory = max(each for _, each in found)
+                self._record(row, examples / (time.perf_counter() - clock), memory, records, bar)
                 clock, examples = time.perf_counter(), 0
 
         while self.step < config.iterations:
@@ -282,9 +292,11 @@ class Trainer:
                     self.step -= 1
                     self._refuse(error.batch, error.loss)
                 self.validation_due = self.step == end
-                log()
+                log(gather)
                 if records is not None:
                     records.write(self.step, row)
+            if stop is not None:
+                raise Stopped(stop)
             if self.validation_due:
                 paused = time.perf_counter()
                 self._validate_and_save(validation, records)
@@ -301,11 +313,16 @@ class Trainer:
         """
         row = self.replicas.mean(metrics, agreed.weight)
         speed = int(total(torch.tensor(examples))) / seconds
-        row[f"{self.task.examples}_per_second"] = speed
         memory = gather(peak_memory(self.device))
-        if records is None or memory is None:
+        if memory is not None:
+            self._record(row, speed, max(memory), records, bar)
+
+    def _record(self, row: dict[str, float], speed: float, memory: float, records: Records | None, bar: tqdm) -> None:
+        """Write a row of metrics with the speed, in examples per second, and the greatest memory, in bytes."""
+        if records is None:
             return
-        row["peak_memory_gb"] = max(memory) / 1e9
+        row[f"{self.task.examples}_per_second"] = speed
+        row["peak_memory_gb"] = memory / 1e9
         row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         records.write(self.step, row)
         accuracy = f", accuracy {100 * row['accuracy']:.0f}%" if "accuracy" in row else ""
@@ -345,7 +362,12 @@ class Trainer:
             InputError: always.
         """
         iteration = self.step + 1
-        gathered = gather((batch.index.cpu().numpy(), self._images_not_finite(batch)))
+        seen_here = batch.index.cpu().numpy(), self._images_not_finite(batch)
+        if self.config.asynchronous and world_size() > 1:  # only this process knows, and has only some of the weights
+            questions = self.data.training.questions.orig_idxs[seen_here[0]]
+            about = f"on {len(questions)} questions (question_index {_first(questions)})"
+            raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}, {about}; {HINT}")
+        gathered = gather(seen_here)
         if gathered is None:
             raise InputError(f"{self.out}: the loss is {loss} at iteration {iteration}")
         positions = np.concatenate([positions for positions, _ in gathered])

@@ -41,6 +41,8 @@ class Replicas:
         if world_size() == 1:
             return
         _exchange([parameter.detach() for parameter in parameters], lambda flat: dist.broadcast(flat, 0))
+        if task.config.asynchronous:  # a process runs its own parts, each on whole instances
+            return
         for network in task.networks.values():
             for part in parts_that_all_call(network):
                 synchronize_norms(part)

@@ -59,7 +59,7 @@ from iep.programs import program_lengths
 from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
-from iep.training.asynchronous import InstancePlanner, check_asynchronous
+from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
 from iep.training.freezing import check_freeze, freeze, is_trained
 from iep.training.joined_norms import check_module_norm
 from iep.training.loop import RunData, Trainer
@@ -147,7 +147,7 @@ def train_from(
         InputError: the config, the data or a checkpoint does not fit.
         Stopped: a signal has asked the run to stop; all finished steps are saved.
     """
-    config = absolute(config)
+    config = with_processes(absolute(config))
     data = _open(start, config, out, asked)
     if data is None:
         return None
@@ -186,7 +186,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         return None
     if changed and is_main():
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
-    check_options(config.placement, config.devices, config.device)
+    check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
     device = main_device(config.placement, config.devices, config.device)
     # A backbone reads a CLEVR directory, which has no vocabulary: it names the attributes of CLEVR's.
     vocab = Vocab.clevr() if config.model == "backbone" else load_vocab(Path(config.data))
@@ -237,7 +237,9 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
     task = TASKS[config.model](config, networks, predictor)
     freeze(task.networks, config.freeze)
     if config.placement != NONE:
-        tqdm.write(_place(task, config, data.training))
+        placed = _place(task, config, data.training)
+        if is_main():
+            tqdm.write(placed)
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
@@ -389,7 +391,8 @@ def _batches(trainer: Trainer) -> tuple[Batches, Batches | None]:
     draws = config.max_program_length if config.model == "joint" else 0
     ranks = {"rank": rank(), "world_size": world_size()}
     dataset = ClevrDataset(training.questions, training.features, plan_training)
-    batches = training_batches(dataset, order, steps, loading, draws, **ranks)
+    dealt = {} if config.asynchronous else ranks  # asynchronously, all processes read all instances
+    batches = training_batches(dataset, order, steps, loading, draws, **dealt)
     if validation is None:
         return batches, None
     dataset = ClevrDataset(validation.questions, validation.features, plan_validation)
@@ -403,7 +406,7 @@ def _check_enough(order: Order, task: Task) -> None:
         InputError: a minibatch has too few examples.
     """
     fewest = min(order.batch_size, *(len(pool) for _, pool in order.stages))
-    if fewest < world_size():
+    if fewest < world_size() and not task.config.asynchronous:
         count = f"{fewest} {task.examples} for {world_size()} processes"
         raise InputError(f"a minibatch has {count}, expected at least one each")
     layers = (layer for network in task.networks.values() for layer in network.modules())

@@ -1,0 +1,215 @@
+"""Asynchronous training with a worker in each process: weights, gradients, results, bounds, and failures."""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batching_cases import assert_same, quick
+from hypothesis import Phase, given, settings
+from processes import together
+from test_asynchronous import (
+    Collect,
+    Square,
+    by_op,
+    minibatches,
+    square_instance,
+    typed_modules,
+    uneven_sum,
+    weights_of,
+)
+from torch import nn
+
+from iep.asynchronous.processes import PeerError, Peers
+from iep.asynchronous.trainer import AsynchronousTrainer
+from iep.batching.execute import execute
+from iep.runtime.distributed import rank, total, world_size
+
+same_in_all = settings(quick, max_examples=12, derandomize=True, database=None, phases=[Phase.generate])
+WEIGHTS = st.sampled_from(["current", "forward"])
+
+
+def one_at_a_time() -> None:
+    peers, size = Peers(), world_size()
+
+    @given(drawn=minibatches(workers=size), weights=WEIGHTS)
+    @same_in_all
+    def check(drawn, weights):
+        _, instances, plain = drawn
+        actual, expected = typed_modules(), typed_modules()
+        make = partial(torch.optim.AdamW, lr=0.1)
+        trainer = AsynchronousTrainer(by_op(actual), make, size, backward_weights=weights, peers=peers)
+        optimizer = make(expected.parameters())
+        for instance, (plan, inputs) in zip(instances, plain, strict=True):
+            run = trainer.run([instance])
+            loss = uneven_sum(*execute(plan, by_op(expected), inputs))
+            if loss.requires_grad:
+                loss.backward()
+            assert run.losses == pytest.approx([loss.item()], rel=1e-9)
+            assert_same(weights_of(actual, "grad"), weights_of(expected, "grad"), 1e-9, none_is_zero=True)
+            ran = [op for op, state in trainer.ops.items() if state.pending]
+            for module in (networks[op] for networks in (actual, expected) for op in ran):
+                for weight in module.parameters():  # a call without a reader has no gradient, or one of zeros
+                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            trainer.update()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_same(weights_of(actual), weights_of(expected), 1e-9)
+
+    check()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_one_optimiser(size: int):
+    together(one_at_a_time, world_size=size)
+
+
+def several_in_flight() -> list[tuple]:
+    peers, size, results = Peers(), world_size(), []
+
+    @given(
+        data=st.data(), weights=WEIGHTS, keys=st.integers(1, 5), frequency=st.integers(1, 4), replicated=st.booleans()
+    )
+    @same_in_all
+    def check(data, weights, keys, frequency, replicated):
+        _, instances, plain = data.draw(minibatches(max_size=6, workers=size, replicas=replicated))
+        modules, held = typed_modules(), dict.fromkeys(range(4), size if replicated else 1)
+        trainer = AsynchronousTrainer(by_op(modules), Collect, size, keys, frequency, None, weights, held, peers)
+        in_flight = []
+        run = trainer.run(instances, note=lambda _: in_flight.append([*trainer.in_flight]), update=True)
+        assert all(max(numbers) - min(numbers) < keys for numbers in in_flight if numbers)
+        sums = {
+            f"{op}.{name}": total(
+                sum(
+                    (each.optimizer.sums[each.weights[name]] for each in replicas if each.worker == rank()),
+                    torch.zeros_like(weight),
+                )
+            )
+            for op, replicas in trainer.replicas.items()
+            for name, weight in replicas[0].weights.items()
+        }
+        loss = sum(uneven_sum(*execute(plan, by_op(modules), inputs)) for plan, inputs in plain)
+        if loss.requires_grad:
+            loss.backward()
+        assert_same(sums, weights_of(modules, "grad"), 1e-9, none_is_zero=True)
+        assert sum(run.losses) == pytest.approx(loss.item(), rel=1e-9)
+        calls = sum((Counter(step.op for step in instance.steps) for instance in instances), Counter())
+        passes = Counter()
+        for (op, _), count in run.staleness.items():
+            passes[op] += count
+        assert passes == {op: count for op, count in calls.items() if op in run.updates}
+        results.append((run.losses, run.staleness, run.updates))
+
+    check()
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_with_several_in_flight_summed_gradients_are_those_of_the_minibatch_and_all_have_the_same_results(size: int):
+    first, *others = together(several_in_flight, world_size=size)
+    assert len(first) >= 12
+    assert all(each == first for each in others)
+
+
+def learn(replicas: int, flush_every: int | None) -> tuple[float, dict, list[float], dict[int, int]]:
+    module, xs = Square(), [1.0, 2.0, 3.0, 0.5] * 5
+    make = partial(torch.optim.AdamW, lr=0.01)
+    trainer = AsynchronousTrainer({0: module}, make, 2, 3, 2, flush_every, replicas={0: replicas}, peers=Peers())
+    for _ in range(2):
+        run = trainer.run([square_instance(x, at=number % replicas) for number, x in enumerate(xs)])
+    state = trainer.ops[0].optimizer.state_dict()["state"][0]
+    return module.w.item(), {key: value.item() for key, value in state.items()}, run.losses, run.updates
+
+
+@pytest.mark.parametrize(("replicas", "flush_every"), [(1, None), (2, None), (1, 3)])
+def test_all_processes_have_the_same_weights_and_optimiser_states_at_the_end(replicas: int, flush_every: int | None):
+    one, two = together(learn, replicas, flush_every)
+    assert one == two
+    assert one[0] < 1.45
+    assert len(one[2]) == 20
+
+
+class Ends(nn.Module):
+    """Does something in one process, in its third call."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.square, self.action, self.count = Square(), action, 0
+
+    def forward(self, x_G):
+        self.count += 1
+        if self.count == 3:
+            self.action()
+        return self.square(x_G)
+
+
+def fail() -> None:
+    raise ArithmeticError("the third\ncall fails")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stop() -> None:
+    """Stop this process; another one continues it in six seconds."""
+    if not os.fork():
+        time.sleep(6)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_badly(answers: Path, action: Callable[[], None], silence: float) -> None:
+    """Write how a run ends in each process into a file named by its rank: the error, and threads that remain."""
+    make = partial(torch.optim.SGD, lr=1e-6)
+    trainer = AsynchronousTrainer({0: Ends(action)}, make, world_size(), 2, 1, peers=Peers(silence))
+    with pytest.raises((PeerError, ArithmeticError, KeyboardInterrupt)) as caught:
+        trainer.run(square_instance(1.0, world_size(), at=1) for _ in iter(int, 1))
+    remaining = [thread.name for thread in threading.enumerate() if thread.name.startswith("worker ")]
+    (answers / str(rank())).write_text(f"{caught.type.__name__}: {caught.value} {remaining}")
+
+
+@pytest.mark.parametrize(
+    ("action", "own", "others"),
+    [
+        (fail, "ArithmeticError: the third\ncall fails []", "has failed: ArithmeticError: the third call fails []"),
+        (interrupt, "KeyboardInterrupt:  []", "has failed: KeyboardInterrupt []"),
+        (kill, None, "has ended []"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_process_that_fails_or_is_killed_ends_the_run_in_all_with_an_error_that_names_it(
+    tmp_path: Path, size: int, action: Callable[[], None], own: str | None, others: str
+):
+    ends = partial(together, end_badly, tmp_path, action, 60.0, world_size=size)
+    if own is None:
+        with pytest.raises(AssertionError, match="process 1 ended without an answer"):
+            ends()
+    else:
+        ends()
+    expected = {str(number): f"PeerError: worker 1 of {size} {others}" for number in range(size)}
+    expected["1"] = own
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        name: text for name, text in expected.items() if text is not None
+    }
+
+
+def test_a_process_that_is_silent_for_too_long_ends_the_run_in_the_others(tmp_path: Path):
+    began = time.monotonic()
+    together(end_badly, tmp_path, stop, 1.5, world_size=3)
+    assert time.monotonic() - began < 30
+    for number in (0, 2):
+        said = (tmp_path / str(number)).read_text()
+        assert said.startswith("PeerError: worker 1 of 3 has been silent for 1.5 seconds")
