@@ -324,7 +324,8 @@ class Peers:
                     self._values[rank].append(message.value)
                 else:
                     take(message, list(_unpack(packet, int(sizes[0]), kinds)))
-                self._news.notify()
+                if message.task is None:
+                    self._news.notify()
 
     @contextmanager
     def _naming(self, rank: int) -> Iterator[None]:
