@@ -251,14 +251,14 @@ class Trainer:
     ) -> None:
         """Train on the batches of instances, in stretches that end at a validation or at a signal."""
         config = self.config
-        workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step - 1))
-
+        workers = EngineWorkers(self.task, config, self.optimizer)
         clock, examples = time.perf_counter(), 0
 
         def minibatches(end: int) -> Iterator[list[Batch]]:
             nonlocal examples
             while self.step < end and asked() is None:
                 parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
+                self.optimizer.param_groups[0]["lr"] = learning_rate(config, self.step)
                 self.step += 1
                 yield parts
                 examples += sum(len(batch.index) for batch in parts)
