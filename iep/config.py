@@ -428,7 +428,8 @@ def check_used(config: Config, asked: Collection[str] = ()) -> None:
     ]
     if unused:
         how = " asynchronously" if config.asynchronous else ""
-        hint = "; only asynchronous training does" if {each.split()[0] for each in unused} & {*ASYNCHRONOUS} else ""
+        forgotten = not config.asynchronous and {each.split()[0] for each in unused} & {*ASYNCHRONOUS}
+        hint = "; only asynchronous training does" if forgotten else ""
         raise InputError(f"{', '.join(unused)}, which training {config.model}{how} does not use{hint}")
 
 

@@ -55,25 +55,35 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     train(data, tmp_path / "synchronous", "device=cpu", *same)
     one = ("--workers", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
     train(data, tmp_path / "run", *same, *one)
-    actual, expected = (newest(tmp_path / name) for name in ("run", "synchronous"))
+    names = ("run", "synchronous")
+    actual, expected = (newest(tmp_path / name) for name in names)
     assert_same(weights(actual, "engine"), weights(expected, "engine"), 1e-3)
     states = [load_checkpoint(path)["optimizer"]["state"] for path in (actual, expected)]
     assert states[0].keys() == states[1].keys()
     assert all(states[0][each]["step"] == states[1][each]["step"] for each in states[0])
+    rates = [{row["step"]: row["learning_rate"] for row in rows(tmp_path / name) if "loss" in row} for name in names]
+    assert 4 in rates[0]
+    assert rates[0].items() <= rates[1].items()
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         ("--max-active-keys", 3, "replicas=stem=2", "--backward-weights", "forward", "sharing=false", "workers=1"),
-        ("--min-update-frequency", 5, "precision=bfloat16", "engine.stem_norm=true", "curriculum=[[0, 4], [20, 99]]"),
+        (
+            "--min-update-frequency",
+            5,
+            "precision=bfloat16",
+            "engine.classifier_dropout=0.1",
+            "engine.stem_norm=true",
+            "curriculum=[[0, 4], [20, 99]]",
+        ),
         ("--modules", "tbd", "--replicas", "classifier=2,exist=2", "clip_gradients=1", "max_active_keys=9"),
-        ("--freeze", "stem", "--placement", "round-robin", "questions_per_image=2", "classifier_dropout=0.1"),
+        ("--freeze", "stem", "--placement", "round-robin", "questions_per_image=2", "engine.classifier_norm=true"),
     ],
     ids=lambda settings: str(settings[0]) + str(settings[1]),
 )
 def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):
-    settings = tuple(f"engine.{each}" if str(each).startswith("classifier_d") else each for each in settings)
     long = ("iterations=60", "validate_every=30", "log_every=10", "num_train_samples=16")
     output = train(data, tmp_path / "run", *ASYNCHRONOUS, *long, *settings)
     assert "placement " in output
@@ -147,6 +157,7 @@ def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, at_loss):
         ((*ASYNCHRONOUS, "--replicas", "stem=3"), "'stem=3', expected stem=N with N from 2 to 2, the workers", 1),
         ((*ASYNCHRONOUS, "--min-update-frequency", "often"), "'often', expected auto or an integer of 1", 2),
         ((*ASYNCHRONOUS, "--defer-weight-grads"), "defer_weight_grads is True, which training ee asynchronously", 1),
+        ((*ASYNCHRONOUS, "instance_size=1", "engine.classifier_norm=true"), "an instance has 1 question, expected", 1),
         (("--max-active-keys", 2), "max_active_keys is 2, which training ee does not use; only asynchronous", 1),
         ((*ASYNCHRONOUS, "model=pg"), "asynchronous is True", 1),
     ],

@@ -234,7 +234,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
     from torch.utils.flop_counter import FlopCounterMode  # a slow import, which few runs need
 
     with torch.device("meta"):
-        copy = type(engine)(**engine.kwargs)
+        copy = type(engine)(**engine.kwargs).eval()  # a batch norm would not train on one example
         features_1CHW = torch.empty(1, *(engine.kwargs[f"feature_{side}"] for side in ("dim", "height", "width")))
     flops = {}
 

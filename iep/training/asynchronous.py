@@ -8,7 +8,7 @@ processes of a job, which all read the same instances. `loop.py` validates and s
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -113,14 +113,12 @@ class EngineWorkers:
     """The workers of an engine, which is placed and in training mode.
 
     Args:
-        optimizer: holds the state of all parameters' optimisers between stretches, for checkpoints.
-        learning_rate: returns the learning rate of the minibatch that `train` has just received.
+        optimizer: holds the learning rate of the minibatch that `train` has just received and, between stretches, the
+            state of all parameters' optimisers, for checkpoints.
     """
 
-    def __init__(
-        self, task: EngineTask, config: Config, optimizer: torch.optim.AdamW, learning_rate: Callable[[], float]
-    ):
-        self.task, self.config, self.optimizer, self.learning_rate = task, config, optimizer, learning_rate
+    def __init__(self, task: EngineTask, config: Config, optimizer: torch.optim.AdamW):
+        self.task, self.config, self.optimizer = task, config, optimizer
         self.engine, self.planner = task.engine, InstancePlanner(task.engine, config)
         self.names, self.rate, self.rates, self.newest = self.engine.ops, 0.0, list[float](), 0
         """The learning rate of the next updates is that of the newest instance that has run on a worker here."""
@@ -196,7 +194,7 @@ class EngineWorkers:
 
     def _instances(self, minibatches: Iterable[Sequence[Batch]]) -> Iterator[Instance]:
         for minibatch in minibatches:
-            rate = self.learning_rate()
+            rate = self.optimizer.param_groups[0]["lr"]
             instances = [self._instance(batch) for batch in minibatch]
             self.rates += [rate] * len(instances)
             if not self.config.min_update_frequency:

@@ -254,8 +254,7 @@ class Trainer:
     ) -> None:
         """Train on the batches of instances, in stretches that end at a validation or at a signal."""
         config = self.config
-        workers = EngineWorkers(self.task, config, self.optimizer, lambda: learning_rate(config, self.step - 1))
-
+        workers = EngineWorkers(self.task, config, self.optimizer)
         clock, examples = time.perf_counter(), 0
         stop: signal.Signals | None = None
 
@@ -266,6 +265,7 @@ class Trainer:
                 if stop is not None:
                     return
                 parts = list(itertools.islice(instances, config.batch_size // config.instance_size))
+                self.optimizer.param_groups[0]["lr"] = learning_rate(config, self.step)
                 self.step += 1
                 yield parts
                 examples += sum(len(batch.index) for batch in parts)

@@ -411,4 +411,5 @@ def _check_enough(order: Order, task: Task) -> None:
         raise InputError(f"a minibatch has {count}, expected at least one each")
     layers = (layer for network in task.networks.values() for layer in network.modules())
     if fewest < 2 and any(isinstance(layer, nn.BatchNorm1d) and is_trained(layer) for layer in layers):
-        raise InputError("a minibatch has 1 question, expected at least 2 for the batch norm of classifier_norm")
+        unit = "an instance" if task.config.asynchronous else "a minibatch"
+        raise InputError(f"{unit} has 1 question, expected at least 2 for the batch norm of classifier_norm")
