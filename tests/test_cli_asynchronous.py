@@ -121,7 +121,7 @@ def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp
     assert 4 <= saved["step"] < 30
     assert f"Stopped by SIGINT after iteration {saved['step']}, which is saved" in result.output
     assert scalars(out)["updates/classifier"] == [(saved["step"], saved["step"])]
-    train(data, out, "--resume", *ASYNCHRONOUS, "iterations=40", "validate_every=30")
+    assert iep_train("--out", out, "--resume").exit_code == 0  # with the workers of the run
     assert load_newest(out).content["step"] == 40
     found = [row["step"] for row in rows(out) if "loss" in row]
     assert found == sorted(found)

@@ -217,6 +217,9 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
                 changes(start, begun)
         elif begun is not None:  # the run was stopped before its first checkpoint
             base = update(begun, {key: getattr(Config, key) for key in PLACES}, str(out / CONFIG))
+        if begun is not None and {*begun.devices} == {"cpu"} and overridden(base, given).asynchronous:
+            # Unlike other devices, the workers of asynchronous training on the CPU exist on every machine.
+            base = replace(base, devices=begun.devices, placement=begun.placement)
         # Settings that the file had when the run started are not new: other settings may have replaced them since.
         before = given_settings(out / GIVEN) if (out / GIVEN).exists() else []
         said = [(name, value) for _, name, value in before]
