@@ -172,21 +172,17 @@ class Training:
         )
 
 
-def run_recorded(trainer: AsynchronousTrainer, instances: Sequence[Instance], driver: Driver) -> list[Record]:
-    """Train on the instances, and return the record of every task."""
-    records: list[Record] = []
-    trainer.run(instances, driver, records.append)
-    return records
-
-
 def measured_costs(training: Training, instances: Sequence[Instance]) -> Costs:
     """Train a new network in one thread, one instance after the other, and return the costs."""
     trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, NEVER))
     numbers = {step.op: number for number, instance in enumerate(instances) for step in instance.steps}
     tasks, updates = defaultdict(list), defaultdict(list)
+
+    def note(record: Record) -> None:
+        tasks[record.op, record.task.is_backward].append(record.end - record.start)
+
     for number in {*range(0, len(instances), max(1, len(instances) // CALIBRATION)), *numbers.values()}:
-        for record in run_recorded(trainer, [instances[number]], run_virtual):
-            tasks[record.op, record.task.is_backward].append(record.end - record.start)
+        trainer.run([instances[number]], run_virtual, note)
         for op, state in trainer.ops.items():
             if state.pending:
                 start = time.perf_counter()
@@ -261,12 +257,12 @@ class Learner:
         """The epochs of all seeds."""
         return [epoch for curve in self.curves for epoch in curve]
 
-    def staleness(self) -> dict[int, Counter[int]]:
-        """Return by op the number of backward passes of each staleness."""
-        found: dict[int, Counter[int]] = defaultdict(Counter)
-        for (op, updates), number in sum((epoch.run.staleness for epoch in self.epochs), Counter()).items():
-            found[op][updates] += number
-        return dict(sorted(found.items()))
+    def staleness(self) -> dict[str, Counter[int]]:
+        """Return the number of backward passes of each staleness by the name of the op."""
+        names, found = op_names(self.training.model(self.training.seeds[0])), defaultdict(Counter)
+        for (op, updates), number in sorted(sum((epoch.run.staleness for epoch in self.epochs), Counter()).items()):
+            found[names[op]][updates] += number
+        return found
 
     def facts(self) -> dict[str, Fact]:
         """Return the columns of the row; loss and score are those of the last epoch."""
@@ -298,9 +294,9 @@ class Learner:
     def details(self) -> dict[str, Any]:
         """Return the scores and seconds of every seed's epochs, and the updates and the staleness of each op."""
         names, ops = op_names(self.training.model(self.training.seeds[0])), {}
-        for op, staleness in self.staleness().items():
-            updates = fmean(epoch.run.updates[op] for epoch in self.epochs)
-            ops[names[op]] = {"updates per epoch": updates, **summary(staleness)}
+        for name, staleness in self.staleness().items():
+            updates = fmean(epoch.run.updates[names.index(name)] for epoch in self.epochs)
+            ops[name] = {"updates per epoch": updates, **summary(staleness)}
         scores = [[epoch.score for epoch in curve] for curve in self.curves]
         return {"scores": scores, "seconds": [[epoch.seconds for epoch in curve] for curve in self.curves], "ops": ops}
 
@@ -347,11 +343,10 @@ def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
     figure = Figure(figsize=(4 * len(learners), 3.5), layout="constrained")
     axes = figure.subplots(1, len(learners), squeeze=False)[0]
     for axis, (title, learner) in zip(axes, learners.items(), strict=True):
-        names, staleness = op_names(learner.training.model(learner.training.seeds[0])), learner.staleness()
-        for place, (op, counts) in enumerate(staleness.items()):
-            x = np.array(sorted(counts)) + 0.8 * ((place + 0.5) / len(staleness) - 0.5)
-            shares = [100 * counts[each] / counts.total() for each in sorted(counts)]
-            axis.bar(x, shares, 0.8 / len(staleness), label=names[op])
+        staleness = learner.staleness()
+        shares = [[100 * n / counts.total() for n in counts.values()] for counts in staleness.values()]
+        bins = np.arange(max(map(max, staleness.values())) + 2) - 0.5
+        axis.hist([[*counts] for counts in staleness.values()], bins, weights=shares, label=[*staleness])
         axis.set(title=title, xlabel="updates between forward and backward pass", ylabel="% of backward passes")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(fontsize="x-small")
@@ -372,7 +367,8 @@ def draw_timeline(
     length = 0.0
     for axis, way in zip(figure.subplots(len(ways), 1, squeeze=False)[:, 0], ways, strict=True):
         trainer = training.trainer(training.model(seed), instances, way)
-        records = run_recorded(trainer, [instances[each] for each in order], driver_of(trainer))
+        records: list[Record] = []
+        trainer.run([instances[each] for each in order], driver_of(trainer), records.append)
         length = length or SHOWN * max(record.end for record in records) / len(order)  # the first way is synchronous
         start = min(record.start for record in records if record.task.instance == 2 * keys) - length / 2
         for record in (each for each in records if start < each.end and each.start < start + length):
