@@ -16,7 +16,7 @@ from iep.batching.execute import execute
 from iep.workloads import molecules as chemistry
 from iep.workloads.deduction import AFRAID, IS, Deducer, deductions
 from iep.workloads.gated_graphs import TypedGraph
-from iep.workloads.list_reduction import ListReducer, list_reductions
+from iep.workloads.list_reduction import DIGITS, ListReducer, list_reductions
 from iep.workloads.molecules import DEVIATION, MEAN, PolarityRegressor, molecules, polarity
 from iep.workloads.sentiment import VALUES, SentimentTreeLSTM, sentiment_trees
 from iep.workloads.trees import Tree
@@ -120,6 +120,15 @@ def test_a_score_is_that_of_one_sample_at_a_time(case: str):
             [output.argmax().item() == each.answer for output, each in zip(outputs, samples, strict=True)]
         )
     assert model.score(samples) == pytest.approx(expected, abs=1e-6)
+
+
+def test_answers_are_the_reductions_modulo_ten():
+    by_hand = [sum, min, max, lambda digits: (2 * sum(digits) + len(digits)) // (2 * len(digits))]
+    sequences = list_reductions(400, np.random.default_rng(0))
+    assert {int(each.tokens[0]) - DIGITS for each in sequences} == {0, 1, 2, 3}
+    for each in sequences:
+        kind, *digits = each.tokens.tolist()
+        assert each.answer == by_hand[kind - DIGITS](digits) % 10
 
 
 def test_a_deduction_follows_two_facts_from_the_animal_that_is_named():
