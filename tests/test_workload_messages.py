@@ -112,13 +112,10 @@ def test_a_score_is_that_of_one_sample_at_a_time(case: str):
     if case == "molecules":
         answers = torch.tensor([(each.answer - MEAN) / DEVIATION for each in samples])
         expected = (torch.cat(outputs) - answers).abs().mean().item()
-    elif case == "sentiment":
-        right = [output.argmax(dim=1).numpy() == each.labels for output, each in zip(outputs, samples, strict=True)]
-        expected = np.concatenate(right).mean()
     else:
-        expected = np.mean(
-            [output.argmax().item() == each.answer for output, each in zip(outputs, samples, strict=True)]
-        )
+        answers = [each.labels if case == "sentiment" else [each.answer] for each in samples]
+        outputs = [output if case == "sentiment" else output.view(1, -1) for output in outputs]
+        expected = np.mean(torch.cat([output.argmax(dim=1) for output in outputs]).numpy() == np.concatenate(answers))
     assert model.score(samples) == pytest.approx(expected, abs=1e-6)
 
 
