@@ -31,12 +31,8 @@ def test_every_way_to_train_has_its_row_on_threads_and_simulated(weights: str, t
         assert synchronous["facts"]["updates per epoch"] == 5 * 4  # instances, ops
         assert flushed["facts"]["updates per epoch"] == 2 * 4
         ops = synchronous["details"]["ops"]
-        assert {name: op["updates per epoch"] for name, op in ops.items()} == {
-            "Embedding": 5,
-            "Linear": 5,
-            "Cell 2": 5,
-            "Cell 3": 5,
-        }
+        updates = {name: op["updates per epoch"] for name, op in ops.items()}
+        assert updates == {"Embedding": 5, "Linear": 5, "Cell 2": 5, "Cell 3": 5}
         of_ops = [op["greatest staleness"] for op in asynchronous["details"]["ops"].values()]
         assert asynchronous["facts"]["greatest staleness"] == max(of_ops)
         assert asynchronous["samples_per_second"]["repeats"] == 2
@@ -134,10 +130,7 @@ def test_rows_of_several_seeds_have_means_and_ranges(tmp_path: Path):
         (("--max-active-keys", "1,0"), "0 is not in the range"),
         (("--min-update-frequency", "auto,often"), "'often', expected auto or an integer of 1 or greater"),
         (("--min-update-frequency", "0"), "'0', expected auto or an integer of 1 or greater"),
-        (
-            ("--replicas", "Sell=2"),
-            "'Sell=2' names no op, expected NAME=N with one of Embedding, Linear, Cell",
-        ),
+        (("--replicas", "Sell=2"), "'Sell=2' names no op, expected NAME=N with one of Embedding, Linear, Cell"),
         (("--replicas", "Cell=1"), "replicas: 'Cell=1', expected Cell=N with N of 2 or more"),
         (("--seeds", ""), "expected integers separated by commas"),
         (("--target", 90), "90.0 is not in the range 0<=x<=1"),

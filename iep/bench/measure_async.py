@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
@@ -36,7 +35,7 @@ from iep.workloads.list_reduction import ListReducer, list_reductions
 from iep.workloads.molecules import PolarityRegressor, molecules
 from iep.workloads.sentiment import SentimentTreeLSTM, sentiment_trees
 
-SYNCHRONOUS, FLUSHED, ASYNCHRONOUS = "synchronous", "flush every {} instances", "asynchronous"
+SYNCHRONOUS = "synchronous"
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
 NEVER = 10**9
@@ -59,6 +58,7 @@ class Workload:
             `inputs`, `loss` and `score` like `ListReducer`.
         score: the name of its score.
         is_accuracy: whether the score is an accuracy from 0 to 1. Otherwise it is an error, and lower is better.
+        unseen: a number and a generator -> the samples for the score; None for those of `samples`.
     """
 
     samples: Callable[[int, np.random.Generator], list]
@@ -66,7 +66,6 @@ class Workload:
     score: str = "accuracy"
     is_accuracy: bool = True
     unseen: Callable[[int, np.random.Generator], list] | None = None
-    """The unseen samples; None for those of `samples`."""
 
     def text(self, score: float) -> str:
         """Return a score as it is printed."""
@@ -108,9 +107,9 @@ class Way(NamedTuple):
 def ways_to_train(keys: Sequence[int], frequencies: Sequence[int]) -> list[Way]:
     """Return synchronous training, a flush for each number of keys, and asynchronous training in each combination."""
     ways = [Way(SYNCHRONOUS, 1, flush_every=1)]
-    ways += [Way(FLUSHED.format(each), each, flush_every=each) for each in keys if each > 1]
+    ways += [Way(f"flush every {each} instances", each, flush_every=each) for each in keys if each > 1]
     found = [*product(keys, frequencies)]
-    name = f"{ASYNCHRONOUS}, {{}} in flight, frequency {{}}" if len(found) > 1 else ASYNCHRONOUS
+    name = "asynchronous, {} in flight, frequency {}" if len(found) > 1 else "asynchronous"
     return ways + [Way(name.format(number, each or "auto"), number, each) for number, each in found]
 
 
@@ -137,6 +136,7 @@ class Training:
     target: float | None
     replicas: Mapping[int, int]
     """The number of workers that hold each op, of those that several do."""
+    op_names: Sequence[str]
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -259,9 +259,9 @@ class Learner:
 
     def staleness(self) -> dict[str, Counter[int]]:
         """Return the number of backward passes of each staleness by the name of the op."""
-        names, found = op_names(self.training.model(self.training.seeds[0])), defaultdict(Counter)
+        found: dict[str, Counter[int]] = defaultdict(Counter)
         for (op, updates), number in sorted(sum((epoch.run.staleness for epoch in self.epochs), Counter()).items()):
-            found[names[op]][updates] += number
+            found[self.training.op_names[op]][updates] += number
         return found
 
     def facts(self) -> dict[str, Fact]:
@@ -283,9 +283,8 @@ class Learner:
             return {}
         sign, reached = (1 if self.training.workload.is_accuracy else -1), []
         for curve in self.curves:
-            times = accumulate(epoch.seconds for epoch in curve)
-            found = zip(range(1, 1 + len(curve)), times, curve, strict=True)
-            reached += [(number, at) for number, at, epoch in found if sign * epoch.score >= sign * target][:1]
+            found = [number for number, epoch in enumerate(curve, 1) if sign * epoch.score >= sign * target]
+            reached += [(number, sum(epoch.seconds for epoch in curve[:number])) for number in found[:1]]
         failed = len(self.curves) - len(reached)
         text = f"not reached by {failed} of {len(self.curves)}" if len(self.curves) > 1 else "not reached"
         texts = [text] * 2 if failed else [over_seeds(each, "{:.4g}".format) for each in zip(*reached, strict=True)]
@@ -293,9 +292,9 @@ class Learner:
 
     def details(self) -> dict[str, Any]:
         """Return the scores and seconds of every seed's epochs, and the updates and the staleness of each op."""
-        names, ops = op_names(self.training.model(self.training.seeds[0])), {}
+        ops = {}
         for name, staleness in self.staleness().items():
-            updates = fmean(epoch.run.updates[names.index(name)] for epoch in self.epochs)
+            updates = fmean(epoch.run.updates[self.training.op_names.index(name)] for epoch in self.epochs)
             ops[name] = {"updates per epoch": updates, **summary(staleness)}
         scores = [[epoch.score for epoch in curve] for curve in self.curves]
         return {"scores": scores, "seconds": [[epoch.seconds for epoch in curve] for curve in self.curves], "ops": ops}
@@ -348,7 +347,7 @@ def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
         bins = np.arange(max(map(max, staleness.values())) + 2) - 0.5
         axis.hist([[*counts] for counts in staleness.values()], bins, weights=shares, label=[*staleness])
         axis.set(title=title, xlabel="updates between forward and backward pass", ylabel="% of backward passes")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize="x-small")
     return figure
 
@@ -428,9 +427,10 @@ def async_benchmark(
     kind, rng = workload_of(workload, data, config), np.random.default_rng(seeds[0])
     known, unseen = kind.samples(samples, rng), (kind.unseen or kind.samples)(val_samples, rng)
     minibatches = [known[first : first + instance_size] for first in range(0, len(known), instance_size)]
-    held = replicas_of(replicas or (), op_names(kind.network(**network)))
+    names = op_names(kind.network(**network))
+    held = replicas_of(replicas or (), names)
     training = Training(
-        kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target, held
+        kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target, held, names
     )
     ways = ways_to_train(max_active_keys, min_update_frequency)
     largest = max(max_active_keys)
