@@ -88,14 +88,10 @@ def test_messages_are_joined_and_taken_apart_in_order():
         sum=Reduce("sums", SUM, 2, neutral=0),
         sums=Result(order=lambda at: at.number),
     )
-    inputs = np.zeros(4, dtype=np.int64)
-    graph, types = network.unroll([[("start", [1, 2, 3], 3)]], inputs)
-    assert len(types.roots) == 2
-    values = torch.tensor([0.0, 1, 2, 4])[:, None]
-    differences, sums = execute(network.plan([[("start", [1, 2, 3], 3)]], inputs), MODULES, {0: values})
+    plan = network.plan([[("start", [1, 2, 3], 3)]], np.zeros(4, dtype=np.int64))
+    differences, sums = execute(plan, MODULES, {0: torch.tensor([0.0, 1, 2, 4])[:, None]})
     assert differences.flatten().tolist() == [99, 99, 99]
     assert sums.flatten().tolist() == [3 + 5, 5]
-    assert graph.op.tolist().count(SUM) == 2
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), arity=st.integers(2, 5))
