@@ -38,8 +38,6 @@ from iep.workloads.sentiment import SentimentTreeLSTM, sentiment_trees
 SYNCHRONOUS = "synchronous"
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
-NEVER = 10**9
-"""The update frequency of an op that is not updated by itself."""
 SHOWN = 4
 """The number of instances of synchronous training in the picture of the timeline."""
 COLOURS = {"forward pass": "#9ecae1", "backward pass": "#fdae6b"}
@@ -174,7 +172,7 @@ class Training:
 
 def measured_costs(training: Training, instances: Sequence[Instance]) -> Costs:
     """Train a new network in one thread, one instance after the other, and return the costs."""
-    trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, NEVER))
+    trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, 10**9))  # no op updates itself
     numbers = {step.op: number for number, instance in enumerate(instances) for step in instance.steps}
     tasks, updates = defaultdict(list), defaultdict(list)
 
@@ -232,12 +230,8 @@ class Learner:
     curves: list[list[Epoch]] = field(default_factory=list)
     """The epochs of every seed."""
 
-    def competitor(self) -> Competitor:
-        """Return the row of this way to train; a round is an epoch."""
-        return Competitor(self.way.name, partial(next, self.rounds()), None, self.facts, details=self.details)
-
     def rounds(self) -> Iterator[dict[str, float]]:
-        """Train for an epoch, and yield the seconds for an instance."""
+        """Train for an epoch, which is a round of the comparison, and yield the seconds for an instance."""
         training = self.training
         for seed in training.seeds:
             model, rng = training.model(seed), np.random.default_rng(seed)
@@ -448,7 +442,10 @@ def async_benchmark(
                 driver_of = partial(simulated, measured_costs(training, instances), latency, bandwidth)
             learners = {way: Learner(training, way, instances, driver_of) for way in ways}
             facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
-            rows = [each.competitor() for each in learners.values()]
+            rows = [
+                Competitor(way.name, partial(next, each.rounds()), None, each.facts, details=each.details)
+                for way, each in learners.items()
+            ]
             yield Case({"clock": clock, "workers": count}, 1, rows, SYNCHRONOUS, facts, warm_up=False)
             shown[f"{count} {clock if clock == 'threads' else 'simulated workers'}"] = learners[drawn[-1]]
             pictures["staleness"] = partial(draw_staleness, shown)
