@@ -289,14 +289,18 @@ def asynchronous() -> None:
     """
 
 
-def trained(instance_size: int, samples: int, width: int | None = None, target: click.ParamType = SHARE) -> Callable:
-    """Return the options that all workloads of asynchronous training share, with the defaults of one."""
+def trained(
+    instance_size: int, samples: int, width: int = 0, steps: int = 0, target: click.ParamType = SHARE
+) -> Callable:
+    """Return the options of a workload of asynchronous training; there is no option for a width or for steps of 0."""
+    of_graphs = option("--steps", type=click.IntRange(1, 64), default=steps, help="Steps of the graph network.")
     keys = "Largest numbers of instances in flight; each is measured with each update frequency."
     calls = "Numbers of calls after which an op is updated; auto: those of the op in an instance, on average."
     weights = "Weights of a backward pass: the current ones, or those of its forward pass."
     replicas = "Ops that N workers hold, named as in the picture of the staleness."
     seeds = "Seeds of the weights and the order of instances; the first also generates the samples."
     return all_of(
+        *([of_graphs] if steps else []),
         option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed."),
         option("--simulate", type=SIZES, default="4,8", help="Numbers of workers to simulate with measured costs."),
         option("--max-active-keys", type=SIZES, default="4", help=keys),
@@ -316,11 +320,6 @@ def trained(instance_size: int, samples: int, width: int | None = None, target: 
         option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of each worker."),
         option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and pictures."),
     )
-
-
-def steps(number: int) -> Callable:
-    """Return the option for the propagation steps of a graph network."""
-    return option("--steps", type=click.IntRange(1, 64), default=number, help="Propagation steps of the graph network.")
 
 
 def train(ctx: click.Context, **given: Any) -> None:
@@ -355,8 +354,7 @@ def asynchronous_tree_lstm(ctx: click.Context, **given: Any) -> None:
 
 
 @asynchronous.command(cls=RecordedCommand)
-@steps(2)
-@trained(instance_size=10, samples=1_000, width=5)
+@trained(instance_size=10, samples=1_000, width=5, steps=2)
 @click.pass_context
 def deduction(ctx: click.Context, **given: Any) -> None:
     """Measure training of a graph network on deduction.
@@ -367,8 +365,7 @@ def deduction(ctx: click.Context, **given: Any) -> None:
 
 
 @asynchronous.command(cls=RecordedCommand)
-@steps(4)
-@trained(instance_size=20, samples=2_000, width=100, target=click.FloatRange(min=0))
+@trained(instance_size=20, samples=2_000, width=100, steps=4, target=click.FloatRange(min=0))
 @click.pass_context
 def molecules(ctx: click.Context, **given: Any) -> None:
     """Measure training of a graph network on molecules.
