@@ -74,10 +74,8 @@ class EngineNetwork(nn.Module):
         placement = make_placement(BALANCED, ("cpu",) * workers, self.engine.parts, costs.work, known.path)
         return placement.of_ops(self.engine.program_tokens)
 
-    def plan(self, samples: Sequence[Question], placement: OpPlacement | None = None) -> Plan:
+    def plan(self, samples: Sequence[Question], placement: OpPlacement) -> Plan:
         """Return the plan of a minibatch of questions."""
-        if placement is None:
-            return self._program_plan(samples, None).plan
         parts = {self.op_names[op]: worker for op, worker in placement.ops.items()}
         return self._program_plan(samples, Placement(tuple(map(str, placement.devices)), parts)).plan
 
