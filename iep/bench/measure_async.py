@@ -158,15 +158,10 @@ class Training:
         frequency = {op: way.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
         workers = instances[0].plan.num_devices
         ops = {op: module for op, module in enumerate(model.ops) if op in calls}
+        adam, updates = partial(torch.optim.Adam, lr=self.learning_rate), None if way.flush_every else frequency
+        held = {op: min(number, workers) for op, number in self.replicas.items() if op in ops}
         return AsynchronousTrainer(
-            ops,
-            partial(torch.optim.Adam, lr=self.learning_rate),
-            workers,
-            way.max_active_keys,
-            None if way.flush_every else frequency,
-            way.flush_every,
-            self.backward_weights,
-            {op: min(number, workers) for op, number in self.replicas.items() if op in ops},
+            ops, adam, workers, way.max_active_keys, updates, way.flush_every, self.backward_weights, held
         )
 
 
