@@ -66,14 +66,11 @@ def test_an_engine_trains_on_preprocessed_questions(data: Path, tmp_path: Path):
             assert row["details"]["ops"]["classifier"]["updates per epoch"] in (1, 4)
 
 
-def test_replicas_reduce_the_time_of_the_bottleneck(tmp_path: Path):
-    """The cell has one of eight workers, or four; sequences are long."""
-    larger = ("--samples", 320, "--width", 64, "--simulate", 8, "--max-active-keys", 8)
-    speeds = []
-    for name, settings in (("one", ()), ("four", ("--replicas", "Cell=4"))):
-        *_, simulated = measured(tmp_path / name, *larger, *settings)["comparisons"]
-        speeds.append(simulated["rows"][2]["samples_per_second"]["median"])
-    assert speeds[1] > 1.2 * speeds[0]
+def test_a_replica_is_updated_after_its_own_share_of_the_instances(tmp_path: Path):
+    """Each of two epochs has five instances. One embedding is called ten times, two are called six and four times."""
+    for replicas, updates in (((), 2), (("--replicas", "Embedding=2"), 1)):
+        for each in measured(tmp_path, "--min-update-frequency", 5, "--simulate", 3, *replicas)["comparisons"]:
+            assert each["rows"][2]["details"]["ops"]["Embedding"]["updates per epoch"] == updates / 2
 
 
 def test_lists_of_settings_have_a_row_for_each_combination(tmp_path: Path):
