@@ -327,17 +327,20 @@ def replicas_of(texts: Sequence[str], names: Sequence[str]) -> dict[int, int]:
 
 
 def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
-    """Draw a histogram of the staleness by op for each of several rows."""
-    figure = Figure(figsize=(4 * len(learners), 3.5), layout="constrained")
-    axes = figure.subplots(1, len(learners), squeeze=False)[0]
-    for axis, (title, learner) in zip(axes, learners.items(), strict=True):
-        staleness = learner.staleness()
-        shares = [[100 * n / counts.total() for n in counts.values()] for counts in staleness.values()]
-        bins = np.arange(max(map(max, staleness.values())) + 2) - 0.5
-        axis.hist([[*counts] for counts in staleness.values()], bins, weights=shares, label=[*staleness])
-        axis.set(title=title, xlabel="updates between forward and backward pass", ylabel="% of backward passes")
+    """Draw how many backward passes of each op had how much staleness, for each of several rows."""
+    found = {title: learner.staleness() for title, learner in learners.items()}
+    names = list(dict.fromkeys(name for staleness in found.values() for name in staleness))
+    size = 3 + 3 * len(found), 1.5 + 0.2 * len(names)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axis, (title, staleness) in zip(axes, found.items(), strict=True):
+        shares = np.zeros((len(names), 1 + max(map(max, staleness.values()))))
+        for name, counts in staleness.items():
+            shares[names.index(name), [*counts]] = [100 * n / counts.total() for n in counts.values()]
+        image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        axis.set(title=title, xlabel="staleness, updates", yticks=range(len(names)), yticklabels=names)
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(fontsize="x-small")
+    figure.colorbar(image, ax=axes, label="% of backward passes")
     return figure
 
 
