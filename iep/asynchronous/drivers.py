@@ -129,8 +129,8 @@ def run_virtual(
     ends: dict[int, dict[WorkerTask, float]] = defaultdict(dict)
     """When each task of an instance in flight ended."""
     left: dict[int, float] = {}
-    """When each instance ended whose place has not been taken by another."""
-    room, waiting, began = 0.0, iter(instances), time.perf_counter
+    """When each instance ended whose end no later admission has waited for."""
+    freed, waiting, began = 0.0, iter(instances), time.perf_counter
 
     def push(tasks: Sequence[WorkerTask], at: float) -> None:
         for task in tasks:
@@ -142,11 +142,11 @@ def run_virtual(
             heappush(arriving[worker], (max(times), priority(task), task))
 
     def admit(waiting: Iterator[T]) -> None:
-        nonlocal room
+        nonlocal freed
         while conductor.can_admit and (instance := next(waiting, None)) is not None:
             needed = [number for number in left if number <= conductor.last_needed]
-            room = max([room, *map(left.pop, needed)])
-            push(conductor.admit(begin(conductor.num_admitted, instance)), room)
+            freed = max([freed, *map(left.pop, needed)])
+            push(conductor.admit(begin(conductor.num_admitted, instance)), freed)
 
     def start_of(worker: int) -> float:
         if arrived[worker]:

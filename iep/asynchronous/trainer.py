@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
-from iep.asynchronous.drivers import Note, Record, run_threads
+from iep.asynchronous.drivers import Begin, Note, Record, run_threads
 from iep.asynchronous.processes import Peers
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
@@ -106,7 +106,7 @@ class Run:
     updates: dict[int, int]
     """The number of updates of each op with weights, of all replicas together."""
     seconds: float
-    """The time from the first start of a task to the last end."""
+    """The time from the beginning of the first task to the end of the last one."""
     utilisation: list[float]
     """The share of this time in which each worker ran tasks."""
 
@@ -126,20 +126,8 @@ class _Clock:
         return max(0.0, self.last - self.first)
 
 
-class Driver(Protocol):
-    """`run_threads`, or `run_virtual` with its costs."""
-
-    def __call__(
-        self,
-        conductor: Conductor,
-        num_workers: int,
-        instances: Iterable[Instance],
-        begin: Callable[[int, Instance], Sequence[PlanStep]],
-        run: Callable[[WorkerTask], object],
-        note: Note,
-    ) -> None:
-        """Run the instances, and note the record of every task."""
-        ...
+Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
+"""`run_threads`, or `run_virtual` with its costs."""
 
 
 class TrainedOp:
@@ -273,8 +261,7 @@ class AsynchronousTrainer:
         for op, number in (replicas or {}).items():
             if not 1 <= number <= num_workers:
                 raise ValueError(f"op {op} has {number} replicas, expected 1 to {num_workers}, the number of workers")
-            copies = [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
-            self.replicas[op] += copies
+            self.replicas[op] += [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         for op in (op for op, state in self.ops.items() if state.weights):
@@ -496,9 +483,11 @@ class AsynchronousTrainer:
         self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Run the module of a call, on its own weights or on copies of them."""
-        module = state.module
-        if self.backward_weights == "forward" and weights:
-            module = partial(_on_weights, module, weights)
+
+        def on_copies(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+            return functional_call(state.module, weights, given)
+
+        module = on_copies if self.backward_weights == "forward" and weights else state.module
         with torch.enable_grad(), self.context():
             return run_call(active.instance.plan, {call.op: module}, call, arguments)
 
@@ -570,7 +559,3 @@ class AsynchronousTrainer:
                 state.update()
         of_arguments = iter(found)
         return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
-
-
-def _on_weights(module: nn.Module, weights: dict[str, Tensor], *arguments: Tensor) -> Tensor | tuple[Tensor, ...]:
-    return functional_call(module, weights, arguments)
