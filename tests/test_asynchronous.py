@@ -122,19 +122,15 @@ def test_a_worker_prefers_backward_passes_then_the_oldest_instance_then_the_orde
     two = [PlanStep(0, 0, ()), PlanStep(0, 0, ()), PlanStep(LOSS, 1, (0, 1))]
     records = recorded(run_virtual, Conductor(2), 2, [two] * 2, cost=lambda *_: 1.0)
     order = [record.task for record in records if not record.worker]
-    assert order == [
-        WorkerTask(*each) for each in [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]
-    ] + [
-        WorkerTask(1, 1, True),
-        WorkerTask(1, 0, True),
-    ]
+    tasks = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 0, 1)]
+    assert order == [WorkerTask(*each) for each in tasks]
 
 
-def test_messages_take_their_time_on_the_way_forward_and_back():
+def test_messages_delay_forward_and_backward_passes():
     steps = [PlanStep(0, 0, ()), PlanStep(COPY, 1, (0,)), PlanStep(1, 1, (1,)), PlanStep(LOSS, 1, (2,))]
     clock = {"cost": lambda *_: 1.0, "delay": lambda task: 10.0 * (task.call == 1)}
     records = recorded(run_virtual, Conductor(1), 2, [steps] * 2, **clock)
-    # 1 forward, 10 on the way, 2 forward, the loss, 2 backward, 10 on the way, 1 backward
+    # calls 0, 1 and 2 forward with 10 before 1, the loss, calls 2, 1 and 0 backward with 10 before 0
     assert [record.start for record in records] == [0, 11, 12, 13, 14, 15, 26, 27, 38, 39, 40, 41, 42, 53]
 
 

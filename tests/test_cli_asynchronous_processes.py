@@ -68,7 +68,7 @@ def test_a_signal_to_one_process_finishes_what_is_in_flight_in_all_and_the_run_r
     assert train(replace(config, iterations=15, devices=("cpu", "cpu"), placement="balanced", device="auto"), out, True)
 
 
-def end(config: Config, out: Path, what: str) -> str:
+def end(config: Config, out: Path, what: str) -> None:
     def change(loss: torch.Tensor) -> torch.Tensor:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
