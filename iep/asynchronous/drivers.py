@@ -8,7 +8,7 @@ its steps, `run` computes a task, and `note` gets the record of every task when 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
@@ -141,7 +141,7 @@ def run_virtual(
                 times.append(ends[task.instance][other] + (delay(max(task, other)) if crosses else 0.0))
             heappush(arriving[worker], (max(times), priority(task), task))
 
-    def admit(waiting: Iterator[T]) -> None:
+    def admit() -> None:
         nonlocal freed
         while conductor.can_admit and (instance := next(waiting, None)) is not None:
             needed = [number for number in left if number <= conductor.last_needed]
@@ -153,7 +153,7 @@ def run_virtual(
             return clock[worker]
         return max(clock[worker], arriving[worker][0][0]) if arriving[worker] else float("inf")
 
-    admit(waiting)
+    admit()
     while conductor.in_flight:
         worker = min(range(num_workers), key=start_of)
         start = start_of(worker)
@@ -170,4 +170,4 @@ def run_virtual(
         push(conductor.done(task), 0.0)
         if task.instance not in conductor.in_flight:
             left[task.instance] = max(ends.pop(task.instance).values())
-            admit(waiting)
+            admit()

@@ -112,18 +112,15 @@ class Run:
 
 
 class _Clock:
-    """Adds up the times of tasks."""
+    """Adds up the times of tasks, and passes their records on."""
 
-    def __init__(self, num_workers: int):
-        self.busy, self.first, self.last = [0.0] * num_workers, float("inf"), 0.0
+    def __init__(self, num_workers: int, pass_on: Note):
+        self.busy, self.first, self.last, self.pass_on = [0.0] * num_workers, float("inf"), 0.0, pass_on
 
     def note(self, record: Record) -> None:
         self.busy[record.worker] += record.end - record.start
         self.first, self.last = min(self.first, record.start), max(self.last, record.end)
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self.last - self.first)
+        self.pass_on(record)
 
 
 Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
@@ -307,22 +304,15 @@ class AsynchronousTrainer:
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
                 an op on more workers than it has replicas; or a loss has several elements.
         """
-        self._losses, clock = {}, _Clock(self.num_workers)
+        self._losses, clock = {}, _Clock(self.num_workers, note)
         self._staleness = [Counter() for _ in range(self.num_workers)]
-        before = self._versions()
-
-        def note_both(record: Record) -> None:
-            clock.note(record)
-            note(record)
-
-        conductor = Conductor(self.max_active_keys, self.flush_every)
+        before, conductor = self._versions(), Conductor(self.max_active_keys, self.flush_every)
         try:
             if self.peers is None:
-                driver(conductor, self.num_workers, instances, self.begin, self.compute, note_both)
+                driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
             else:
-                self._merge(
-                    clock, self.peers.drive(self, conductor, instances, note_both, partial(self._own, clock, update))
-                )
+                own = partial(self._own, clock, update)
+                self._merge(clock, self.peers.drive(self, conductor, instances, clock.note, own))
         finally:
             self.in_flight.clear()
         if self.peers is None and (self.flush_every or update):
@@ -330,8 +320,9 @@ class AsynchronousTrainer:
         self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: version - before[op] for op, version in self._versions().items()}
-        utilisation = [busy / clock.seconds if clock.seconds else 0.0 for busy in clock.busy]
-        return Run(losses, sum(self._staleness, Counter()), updates, clock.seconds, utilisation)
+        seconds = max(0.0, clock.last - clock.first)
+        utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
+        return Run(losses, sum(self._staleness, Counter()), updates, seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
