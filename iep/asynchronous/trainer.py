@@ -198,6 +198,8 @@ class _Active:
 
     instance: Instance
     buffers: Buffers
+    states: list[TrainedOp | None]
+    """The replica that runs each call; None for copies."""
     learns: list[bool]
     """Whether the results of each call depend on weights."""
     kept: dict[int, _Kept] = field(default_factory=dict)
@@ -398,17 +400,16 @@ class AsynchronousTrainer:
             self._average()
         if plan.num_devices != self.num_workers:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
-        steps, learns = instance.steps, []
+        steps, states, learns = instance.steps, [], []
         for step in steps[:-1]:
-            state = None if step.op == COPY else self.replica(step.op, step.worker)
-            learns.append(bool(state and state.weights) or any(learns[each] for each in step.reads))
+            states.append(None if step.op == COPY else self.replica(step.op, step.worker))
+            learns.append(bool(states[-1] and states[-1].weights) or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
-        own = None if self.peers is None else self.peers.rank
-        remaining = sum(step.worker == own or own is None for step in steps)
+        remaining = sum(self.peers is None or step.worker == self.peers.rank for step in steps)
         if remaining:
-            self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
+            self.in_flight[number] = _Active(instance, buffers, states, learns, remaining=remaining)
         return steps
 
     def outgoing(self, number: int, copy: int) -> list[Tensor]:
@@ -458,11 +459,6 @@ class AsynchronousTrainer:
                     del self.in_flight[task.instance]
         return leaving
 
-    def _state_of(self, active: _Active, number: int) -> TrainedOp:
-        """Return the replica that runs a call."""
-        step = active.instance.steps[number]
-        return self._held[step.op, step.worker]
-
     def _arguments(self, active: _Active, reads: Sequence[Argument], call: int) -> list[Tensor]:
         """Return the arguments of a call, or the roots, as leaves of a graph of their own."""
         arguments = [active.buffers.read(each).detach() for each in reads]
@@ -488,7 +484,7 @@ class AsynchronousTrainer:
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), self._state_of(active, number)
+        arguments, state = self._arguments(active, call.arguments, number), active.states[number]
         weights = state.copy() if self.backward_weights == "forward" else state.weights
         results = self._compute(active, call, state, arguments, weights)
         if active.learns[number]:
@@ -531,8 +527,7 @@ class AsynchronousTrainer:
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state = self._state_of(active, number)
-        results, weights = kept.results, kept.weights
+        state, results, weights = active.states[number], kept.results, kept.weights
         if self.backward_weights == "current" and state.weights and kept.version != state.version:
             results = self._compute(active, call, state, kept.arguments, state.weights)
         pairs = zip(results, gradients, strict=True)
