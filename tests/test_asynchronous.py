@@ -36,9 +36,8 @@ def random_steps(random: Random, workers: int, ops: int = 4) -> list[PlanStep]:
     steps = []
     for call in range(random.randint(0, 12)):
         op = random.randrange(ops)
-        steps.append(
-            PlanStep(op, op % workers, tuple(sorted(random.sample(range(call), min(call, random.randrange(3))))))
-        )
+        reads = sorted(random.sample(range(call), min(call, random.randrange(3))))
+        steps.append(PlanStep(op, op % workers, tuple(reads)))
     unread = set(range(len(steps))).difference(*(step.reads for step in steps))
     return [*steps, PlanStep(LOSS, random.randrange(workers), tuple(sorted(unread)))]
 

@@ -23,10 +23,6 @@ def train(data: Path, out: Path, *arguments: object) -> str:
     return result.output
 
 
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in rows(out) if "loss" in row]
-
-
 @pytest.mark.parametrize("modules", ["iep", "tbd"])
 @pytest.mark.parametrize("which", ["current", "forward"])
 def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str, which: str):
@@ -64,7 +60,7 @@ def test_several_instances_in_flight_learn_the_training_questions(data: Path, tm
     long = ("iterations=60", "validate_every=30", "log_every=10", "num_train_samples=16")
     output = train(data, tmp_path / "run", *ASYNCHRONOUS, *long, *settings)
     assert "placement " in output
-    found = losses(tmp_path / "run")
+    found = [row["loss"] for row in rows(tmp_path / "run") if "loss" in row]
     assert found[-1] < 0.6 * found[0]
     board = scalars(tmp_path / "run")
     assert [step for step, _ in board["staleness/mean"]] == [30, 60]
@@ -86,12 +82,7 @@ def test_predicted_programs_and_a_change_to_synchronous_training(data: Path, tmp
 
 def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp_path: Path, monkeypatch):
     out = tmp_path / "run"
-
-    def stop(loss: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGINT)
-        return loss
-
-    at_loss(monkeypatch, 7, stop)
+    at_loss(monkeypatch, 7, lambda _: os.kill(os.getpid(), signal.SIGINT))
     result = iep_train("--data", data, "--out", out, *SETTINGS, *ASYNCHRONOUS, "iterations=40", "validate_every=30")
     assert result.exit_code == 130
     saved = load_newest(out).content

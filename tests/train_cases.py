@@ -50,13 +50,17 @@ def assert_same_training(actual: Path, expected: Path) -> None:
     assert updates == others
 
 
-def at_loss(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the loss of the instance of an engine with this number, counted from 1 in this process."""
+def at_loss(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Apply `change` to the loss of the instance of an engine with this number, counted from 1 in this process.
+
+    The loss stays the same if `change` returns None.
+    """
     count, engine_loss = itertools.count(1), EngineTask.engine_loss
 
     def loss(self: EngineTask, *arguments: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         value, metrics = engine_loss(self, *arguments)
-        return (change(value) if next(count) == number else value), metrics
+        changed = change(value) if next(count) == number else None
+        return (value if changed is None else changed), metrics
 
     monkeypatch.setattr(EngineTask, "engine_loss", loss)
 
