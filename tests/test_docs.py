@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from iep.bench.workload import encode
 from iep.execution_engine.choices import make_module_set
@@ -72,3 +74,16 @@ def test_the_core_by_hand_prints_what_its_page_shows(capsys: pytest.CaptureFixtu
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "make_plan(graph" in block)
     exec(code, {})
     assert f"```\n{capsys.readouterr().out}```" in text
+
+
+def test_the_network_of_messages_of_its_page_computes_what_a_loop_over_the_words_does():
+    text = (ROOT / "docs/asynchronous.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MessageGraph(" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    embedding, cell, head = names["ops"]
+    for words, found in zip(([3, 1, 4], [1, 5]), names["scores"], strict=True):
+        state = torch.zeros(1, 16)
+        for word in torch.tensor(words):
+            state = cell(embedding(word)[None], state)
+        torch.testing.assert_close(head(state)[0], found)
