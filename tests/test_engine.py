@@ -32,6 +32,7 @@ from iep.asynchronous.trainer import AsynchronousTrainer, Instance
 from iep.batching.execute import execute
 from iep.batching.schedulers import SCHEDULERS
 from iep.data.datasets import Batch
+from iep.execution_engine.choices import EXECUTIONS
 from iep.execution_engine.placement import rows_copied
 from iep.execution_engine.program_graph import types_of
 from iep.models.build import build
@@ -53,12 +54,12 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
     name, devices, data, seed
 ):
     programs_BL = data.draw(st.sampled_from([PROGRAMS_BL, MANY_BL, np.full((2, 3), NULL), ENDS_BL]) | any_programs)
-    families = data.draw(st.booleans())
+    execution = data.draw(st.sampled_from([*EXECUTIONS]))
     engine, rows_B = small_engine(**ENGINES[name]), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, batching, sharing, families=families)
+        plan = placed.plan(programs_BL, rows_B, batching, sharing, execution=execution)
 
         def run(x, plan=plan, defer=defer):
             return placed(x.to(devices[0]), plan, defer).cpu()

@@ -35,7 +35,8 @@ def execute(
         modules: by op, a callable that maps the arguments of a call, (G, ...) each in order, to its results (G, ...): a
             tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
-            A family's number may have a function `(segments, *arguments)`; without one, its functions run in a loop.
+            A family's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call; without
+            one, its functions run in a loop.
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
@@ -91,7 +92,7 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     if call.segments is None:
         returned = modules[call.op](*arguments)
     elif call.op in modules:
-        returned = modules[call.op](call.segments, *arguments)
+        returned = modules[call.op](plan.functions(call), *arguments)
     else:
         returned = run_segments(modules, call.segments, *arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned

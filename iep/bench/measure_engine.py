@@ -26,10 +26,11 @@ from iep.bench.strategy import BEST, Strategy
 from iep.bench.tables import Benchmark
 from iep.bench.workload import Minibatch, generated, read_workload
 from iep.config import EngineConfig
+from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, network_kwargs, place, place_engine
+from iep.models.build import build, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
@@ -55,7 +56,7 @@ class Step:
         """Return a function that runs each part, whose inputs are ready, so that only the part itself is timed."""
         parts = {PLANNING: self.make_plan, STEP: self.step}
         # A call of a family runs several modules at once, so that no module is called by itself.
-        return parts if self.strategy.families else {**parts, MODULES: self.replay(self.calls())}
+        return parts if self.strategy.execution != DEFAULT_EXECUTION else {**parts, MODULES: self.replay(self.calls())}
 
     def limit(self) -> dict[str, Run]:
         """Return the part that no schedule can beat: one call per function, without dependencies or moved values."""
@@ -67,8 +68,8 @@ class Step:
 
     def make_plan(self) -> ProgramPlan:
         """Return the plan of the programs: graph, schedule and indices on the device."""
-        how, families = (self.strategy.batching, self.strategy.sharing), self.strategy.families
-        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, families=families)
+        how, execution = (self.strategy.batching, self.strategy.sharing), self.strategy.execution
+        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, execution=execution)
 
     def step(self) -> None:
         """Run a forward pass; in training, also compute the loss and run a backward pass."""
@@ -122,7 +123,7 @@ class Step:
 def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
     """Return the competitor of a strategy, or the limit of strategies with the same nodes and precision."""
     strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
-    limit = replace(strategy, batching=LIMIT, defer=False, families=False).name
+    limit = replace(strategy, batching=LIMIT, defer=False, execution=DEFAULT_EXECUTION).name
 
     def measure() -> dict[str, float]:
         times: dict[str, list[float]] = defaultdict(list)
@@ -136,7 +137,7 @@ def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
         nodes = mean(graph.num_nodes for graph in graphs)
         if is_limit:
             return {"nodes": nodes, "calls": mean(len(np.unique(graph.op)) for graph in graphs)}
-        bound = None if strategy.families else mean(map(lower_bound, graphs))
+        bound = None if strategy.execution != DEFAULT_EXECUTION else mean(map(lower_bound, graphs))
         return {"nodes": nodes, "calls": mean(len(step.plan.schedule) for step in steps), "bound": bound}
 
     name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
@@ -165,7 +166,8 @@ def engine_benchmark(
         data: directory that `iep-preprocess` wrote; None to generate questions.
 
     Raises:
-        InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.
+        InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run as
+            a strategy says.
     """
     check_options(placement, devices, device)
     first = main_device(placement, devices, device)
@@ -183,6 +185,9 @@ def engine_benchmark(
         costs = place_engine(engine, placement, devices, sample, memory_format)
         description += "\n" + describe_engine(placement, engine, costs, sample, engine.planner(), largest, "float32")
 
+    for strategy in strategies:
+        set_execution(engine, strategy.execution, first, strategy.defer)
+
     def case(size: int, phase: str) -> Case:
         training = phase == "train"
         engine.train(training)
@@ -190,7 +195,9 @@ def engine_benchmark(
         minibatches = [workload.minibatch(number * size, size, first) for number in range(count)]
         # Without weight gradients there is nothing to defer.
         chosen = dict.fromkeys(replace(strategy, defer=strategy.defer and training) for strategy in strategies)
-        alike = dict.fromkeys(replace(strategy, batching=BEST, defer=False, families=False) for strategy in chosen)
+        alike = dict.fromkeys(
+            replace(strategy, batching=BEST, defer=False, execution=DEFAULT_EXECUTION) for strategy in chosen
+        )
         competitors = [
             competitor([Step(engine, strategy, each, first) for each in minibatches], kind is alike)
             for kind in (chosen, alike)

@@ -16,6 +16,12 @@ MODULES = {
 }
 """The class of each set of modules, imported when it is first needed."""
 DEFAULT_SCHEDULER = "lookahead"
+EXECUTIONS = {
+    "calls": "one module per call",
+    "grouped": "all functions of one architecture per call, by PyTorch's grouped matrix products",
+}
+"""What a call runs, and how."""
+DEFAULT_EXECUTION = "calls"
 SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")
 STEMS = ("conv", "pixels", "none")

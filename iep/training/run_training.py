@@ -50,6 +50,7 @@ from iep.models.build import (
     network_kwargs,
     place,
     place_engine,
+    set_execution,
     unpack,
     with_module_norm,
 )
@@ -240,6 +241,8 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
         placed = _place(task, config, data.training)
         if is_main():
             tqdm.write(placed)
+    if "engine" in networks and not config.asynchronous:
+        set_execution(networks["engine"], config.execution, data.device, config.defer_weight_grads)
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
