@@ -8,7 +8,7 @@ import torch
 import yaml
 from batching_cases import assert_same
 from click.testing import CliRunner, Result
-from engine_cases import ONE_GPU, TWO_GPUS
+from device_cases import ONE_GPU, TWO_GPUS
 from tiny_data import VOCAB, assert_one_error, newest, tiny
 from train_cases import iep_train, rows, weights
 

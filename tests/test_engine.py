@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
+from device_cases import DEVICES, ONE_GPU
 from engine_cases import (
     DEVICE_LISTS,
     ENGINES,
     FULL_SIZE,
     INDEX,
     MANY_BL,
-    ONE_GPU,
     PROGRAMS_BL,
     TOKENS,
     any_programs,
@@ -38,7 +38,6 @@ from iep.execution_engine.program_graph import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ENDS_BL = np.array([[END, UNK, START, END, INDEX["union"], NULL, START]])
 
 

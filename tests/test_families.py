@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
+from device_cases import DEVICES
 from hypothesis import given
 from torch import nn
 
@@ -43,6 +44,7 @@ def plan_of(rng: np.random.Generator, num_functions: int, num_nodes: int) -> Pla
     return make_plan(graph, make_schedule(graph, "lookahead", members))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("one_input", [partial(UnaryModule, residual=True, norm="none"), Mixed])
 @pytest.mark.parametrize(
     ("dtype", "dim", "tolerance"), [(torch.float32, 8, 1e-4), (torch.float32, 3, 1e-4), (torch.float64, 8, 1e-9)]
@@ -50,28 +52,36 @@ def plan_of(rng: np.random.Generator, num_functions: int, num_nodes: int) -> Pla
 @given(seed=st.integers(0, 2**16), num_functions=st.integers(1, 6), num_nodes=st.integers(1, 12))
 @quick
 def test_outputs_and_all_gradients_of_families_equal_those_of_a_loop_over_functions(
-    one_input: Callable, dtype: torch.dtype, dim: int, tolerance: float, seed: int, num_functions: int, num_nodes: int
+    device: str,
+    one_input: Callable,
+    dtype: torch.dtype,
+    dim: int,
+    tolerance: float,
+    seed: int,
+    num_functions: int,
+    num_nodes: int,
 ):
     torch.manual_seed(seed)
-    plan = plan_of(np.random.default_rng(seed), num_functions, num_nodes)
+    plan = plan_of(np.random.default_rng(seed), num_functions, num_nodes).to(device)
     kinds = [one_input, partial(BinaryModule, residual=True, norm="none")]
-    modules = nn.ModuleList([kinds[op % 2](dim) for op in range(num_functions)]).to(dtype)
-    x = torch.randn(3, dim, 4, 3, dtype=dtype).to(memory_format=torch.channels_last)
+    modules = nn.ModuleList([kinds[op % 2](dim) for op in range(num_functions)]).to(device, dtype)
+    x = torch.randn(3, dim, 4, 3, dtype=dtype).to(device, memory_format=torch.channels_last)
     by_op = dict(enumerate(modules))
     expected = results(lambda x: execute(plan, by_op, x), modules, x)
     found = results(lambda x: execute(plan, by_op | family_modules(plan, by_op), x), modules, x)
     assert_same(found, expected, tolerance, none_is_zero=True)  # some nodes lead to no output
 
 
-def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16():
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16(device: str):
     torch.manual_seed(0)
-    plan = plan_of(np.random.default_rng(0), 6, 30)
-    modules = nn.ModuleList([(BinaryModule if op % 2 else UnaryModule)(16, True, "none") for op in range(6)])
-    by_op, x = dict(enumerate(modules)), torch.randn(3, 16, 5, 5)
+    plan = plan_of(np.random.default_rng(0), 6, 30).to(device)
+    modules = nn.ModuleList([(BinaryModule if op % 2 else UnaryModule)(16, True, "none") for op in range(6)]).to(device)
+    by_op, x = dict(enumerate(modules)), torch.randn(3, 16, 5, 5).to(device)
     exact = results(lambda x: execute(plan, by_op, x), modules, x)
 
     def error(how):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             found = results(lambda x: execute(plan, how, x.bfloat16()).float(), modules, x)
         return sum(
             (found[name] - value).norm() / value.norm()
