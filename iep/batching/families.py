@@ -12,6 +12,7 @@ K = T I.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from iep.batching.grouped import is_one_kernel, product, weight_product
-from iep.batching.plan import Functions, Plan
+from iep.batching.plan import Family, Functions, Plan
 
 
 def family_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
@@ -34,8 +35,8 @@ def family_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Ca
     Args:
         modules: by op, the module of each function that the plan runs.
     """
-    found = {op: [modules[each] for each in family.ops] for op, family in plan.families.items()}
-    return {op: FamilyModule(members) for op, members in found.items() if can_be_grouped(members[0])}
+    found = {op: FamilyModule(family, [modules[each] for each in family.ops]) for op, family in plan.families.items()}
+    return {op: family for op, family in found.items() if can_be_grouped(family.template)}
 
 
 def can_be_grouped(module: nn.Module) -> bool:
@@ -47,8 +48,9 @@ def can_be_grouped(module: nn.Module) -> bool:
 
 def _keeps_grid(conv: nn.Conv2d) -> bool:
     size, dilation = conv.kernel_size[0], conv.dilation[0]
-    like = nn.Conv2d(conv.in_channels, conv.out_channels, size, padding=size // 2 * dilation, dilation=dilation)
-    return size % 2 == 1 and repr(conv) == repr(like)
+    is_square = conv.kernel_size == (size, size) and conv.dilation == (dilation, dilation) and size % 2 == 1
+    is_plain = (conv.stride, conv.groups, conv.padding_mode) == ((1, 1), 1, "zeros") and conv.bias is not None
+    return is_square and is_plain and conv.padding == (size // 2 * dilation,) * 2
 
 
 class Kernel(NamedTuple):
@@ -72,18 +74,20 @@ class FamilyModule:
     """The modules of a family as one callable, for one step.
 
     Args:
-        members: the modules of the functions, of which the first computes everything except convolutions.
+        family: the functions of a plan.
+        members: their modules, of which the first computes everything except convolutions.
     """
 
-    def __init__(self, members: Sequence[nn.Module]):
-        self.template = members[0]
+    def __init__(self, family: Family, members: Sequence[nn.Module]):
+        self.family, self.template = family, members[0]
         alike = zip(*(each.modules() for each in members), strict=True)
         self._convs = {id(convs[0].weight): convs for convs in alike if isinstance(convs[0], nn.Conv2d)}
         self._layers: dict[tuple[int, torch.dtype], _Layer] = {}
 
     def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
         """Return the results of the rows, (G, ...), which are sorted by function."""
-        with _Grouped(self, functions):
+        positions = arguments[0].shape[2:].numel()
+        with _Grouped(self, functions._replace(ends=functions.ends * positions)):
             return self.template(*arguments)
 
     def conv(self, x_GIHW: Tensor, weight: Tensor, functions: Functions) -> Tensor:
@@ -93,7 +97,7 @@ class FamilyModule:
             x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
         key = id(weight), x_GIHW.dtype
         if key not in self._layers:
-            self._layers[key] = _Layer(self._convs[id(weight)], x_GIHW.dtype)
+            self._layers[key] = _Layer(self.family, self._convs[id(weight)], x_GIHW.dtype)
         return self._layers[key](x_GIHW, functions)
 
 
@@ -115,13 +119,21 @@ class _Grouped(TorchFunctionMode):
 class _Layer:
     """One convolution of every function of a family, for one step."""
 
-    def __init__(self, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
+    def __init__(self, family: Family, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
         self.kernel = Kernel(convs[0].kernel_size[0], convs[0].dilation[0])
         self.dtype = dtype
         self.kept: dict[int, list[tuple[Tensor, Tensor, Functions]]] = {}
         """The inputs and the output gradients of all calls, by backward pass."""
         parameters = [*(conv.weight for conv in convs), *(conv.bias for conv in convs)]
         self.weight_FKO, self.bias_FO = _Stacked.apply(self, *parameters)
+        with torch.no_grad():
+            self.bias_NO = self.bias_FO[family.index]
+
+    @cached_property
+    def flipped(self) -> Tensor:
+        """The weights of the convolution that computes the input's gradient, (F, T O, I), which has the taps in reverse."""
+        weight_FTIO = self.weight_FKO.detach().unflatten(1, (self.kernel.size**2, -1))
+        return weight_FTIO.flip(1).transpose(2, 3).flatten(1, 2)
 
     def __call__(self, x_GIHW: Tensor, functions: Functions) -> Tensor:
         return _Conv.apply(x_GIHW, self.weight_FKO, self.bias_FO, self, functions)
@@ -131,7 +143,7 @@ def _products(x_GPK: Tensor, weight_FKO: Tensor, functions: Functions) -> Tensor
     """Return the products of each row and the weight of its function, (G, P, O)."""
     rows, positions, width = x_GPK.shape
     if is_one_kernel(x_GPK, weight_FKO.shape[1:]):
-        found = product(x_GPK.reshape(-1, width), weight_FKO, functions.ends * positions)
+        found = product(x_GPK.reshape(-1, width), weight_FKO, functions.ends)
         return found.view(rows, positions, -1)
     return x_GPK @ weight_FKO[functions.index]
 
@@ -166,7 +178,7 @@ class _Stacked(Function):
         order_N = index_N.argsort(stable=True)
         x_NIHW, gradient_NOHW = torch.cat(x)[order_N], torch.cat(gradient)[order_N]
         gradient_NPO = gradient_NOHW.permute(0, 2, 3, 1).flatten(1, 2)
-        of_weight = _weight_gradients(kernel, x_NIHW, gradient_NPO, Functions(index_N[order_N], ends_F))
+        of_weight = _weight_gradients(kernel, x_NIHW, gradient_NPO, Functions(index_N[order_N], ends_F, 0))
         of_bias_FO = gradient_NPO.new_zeros(len(ends_F), gradient_NPO.shape[2])
         of_bias_FO.index_add_(0, index_N[order_N], gradient_NPO.sum(1))
         return None, *chain(of_weight, of_bias_FO)
@@ -175,14 +187,14 @@ class _Stacked(Function):
 def _weight_gradients(kernel: Kernel, x_NIHW: Tensor, gradient_NPO: Tensor, functions: Functions) -> Tensor:
     """Return the gradients of the weights, (F, O, I, size, size)."""
     taps_NHWhwI = kernel.taps(x_NIHW)
-    (_, positions, outputs), inputs = gradient_NPO.shape, x_NIHW.shape[1]
+    inputs, outputs = x_NIHW.shape[1], gradient_NPO.shape[2]
     is_grouped = is_one_kernel(x_NIHW, (inputs, outputs))
     found = []
     for tap in range(kernel.size**2):
         x_NPI = taps_NHWhwI[:, :, :, tap // kernel.size, tap % kernel.size].flatten(1, 2)
         if is_grouped:
             rows = x_NPI.reshape(-1, inputs), gradient_NPO.reshape(-1, outputs)
-            found.append(weight_product(*rows, functions.ends * positions))
+            found.append(weight_product(*rows, functions.ends))
         else:
             of_row_NIO = x_NPI.mT @ gradient_NPO
             sums_FIO = of_row_NIO.new_zeros(len(functions.ends), inputs, outputs)
@@ -197,23 +209,21 @@ class _Conv(Function):
     def forward(
         ctx: Any, x_GIHW: Tensor, weight_FKO: Tensor, bias_FO: Tensor, layer: _Layer, functions: Functions
     ) -> Tensor:
-        ctx.save_for_backward(x_GIHW, weight_FKO)
+        ctx.save_for_backward(x_GIHW)
         ctx.layer, ctx.functions = layer, functions
         ctx.set_materialize_grads(False)
         patches_GPK = layer.kernel.taps(x_GIHW).flatten(3).flatten(1, 2)
-        return _maps(_products(patches_GPK, weight_FKO, functions) + bias_FO[functions.index][:, None], x_GIHW)
+        bias_G1O = layer.bias_NO[functions.first : functions.first + len(x_GIHW), None]
+        return _maps(_products(patches_GPK, weight_FKO, functions) + bias_G1O, x_GIHW)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_GOHW: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient_GOHW is None:
             return None, None, None, None, None
-        (x_GIHW, weight_FKO), layer = ctx.saved_tensors, ctx.layer
+        (x_GIHW,), layer = ctx.saved_tensors, ctx.layer
         layer.kept.setdefault(torch._C._current_graph_task_id(), []).append((x_GIHW, gradient_GOHW, ctx.functions))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        # The input's gradient is a convolution as well, with the taps in reverse order.
-        weight_FTIO = weight_FKO.unflatten(1, (-1, x_GIHW.shape[1]))
-        flipped_FKI = weight_FTIO.flip(1).transpose(2, 3).flatten(1, 2)
         patches_GPK = layer.kernel.taps(gradient_GOHW).flatten(3).flatten(1, 2)
-        return _maps(_products(patches_GPK, flipped_FKI, ctx.functions), x_GIHW), None, None, None, None
+        return _maps(_products(patches_GPK, layer.flipped, ctx.functions), x_GIHW), None, None, None, None

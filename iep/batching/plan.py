@@ -98,6 +98,8 @@ class Functions(NamedTuple):
     """The position of each row's function among the family's functions in the plan, (G,) int64, ascending."""
     ends: torch.Tensor
     """The end of the rows of each of these functions, (F,) int32."""
+    first: int
+    """The number of rows of earlier calls of the family."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +148,7 @@ class Plan:
     def functions(self, call: Call) -> Functions:
         """Return the functions of the rows of a family's call."""
         family, (number, first) = self.families[call.op], call.place
-        return Functions(family.index[first : first + call.size], family.ends[number])
+        return Functions(family.index[first : first + call.size], family.ends[number], first)
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
