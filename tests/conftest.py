@@ -11,6 +11,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that 
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+
 from clevr_files import write_images
 from tiny_data import newest, tiny, tiny_config, write_data
 from train_cases import iep_train

@@ -112,10 +112,15 @@ class Family:
     """The position of the function of each row of all calls, (sum of G,) int64."""
     ends: torch.Tensor
     """The end of the rows of each function in each of K calls, (K, F) int32."""
+    order: torch.Tensor
+    """The rows of all calls, sorted by function, (sum of G,) int64."""
+    total_ends: torch.Tensor
+    """The end of the rows of each function among these, (F,) int32."""
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Family":
         """Return the family with `function` applied to its tensors."""
-        return replace(self, index=function(self.index), ends=function(self.ends))
+        tensors = {name: function(getattr(self, name)) for name in ("index", "ends", "order", "total_ends")}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +303,9 @@ class _FamilyRows:
             for op, rows in segments:
                 sizes_F[position[op]] = rows.stop - rows.start
         index = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
-        return Family(ops, torch.from_numpy(index), torch.from_numpy(sizes_KF.cumsum(axis=1, dtype=np.int32)))
+        ends_KF = sizes_KF.cumsum(axis=1, dtype=np.int32)
+        total_F = ends_KF.sum(axis=0, dtype=np.int32)
+        return Family(ops, *map(torch.from_numpy, (index, ends_KF, index.argsort(kind="stable"), total_F)))
 
 
 class _Read(NamedTuple):

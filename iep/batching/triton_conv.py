@@ -58,14 +58,14 @@ def _dot(left, right, total, PRECISION: tl.constexpr):
         (128, 128, 32, 8, 3),
         (128, 128, 64, 8, 3),
     ),
-    key=["FIRST", "SECOND", "O", "TAPS", "magnitude"],
+    key=["FIRST", "SECOND", "OUTPUTS", "TAPS", "magnitude"],
 )
 @triton.jit
 def _conv(
     first_ptr, first_rows_ptr, second_ptr, second_rows_ptr, weight_ptr, bias_ptr, residual_ptr, residual_rows_ptr,
     mask_ptr, out_ptr, ends_ptr, num_functions, magnitude,
-    H: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr,
-    SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, OUTPUTS: tl.constexpr,
+    TAPS: tl.constexpr, SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_MASK: tl.constexpr, RELU: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -88,12 +88,12 @@ def _conv(
     row, at = start + position // (H * W), position % (H * W)
     y, x = at // W, at % W
     channel = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_channel = channel < O
+    is_channel = channel < OUTPUTS
     inner = tl.arange(0, BLOCK_K)
     result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
     from_ptr = first_ptr + tl.load(first_rows_ptr + row, mask=is_position, other=0)[:, None] * (H * W * FIRST)
-    own_ptr = weight_ptr + function.to(tl.int64) * (TAPS * (FIRST + SECOND) * O)
+    own_ptr = weight_ptr + function.to(tl.int64) * (TAPS * (FIRST + SECOND) * OUTPUTS)
     steps: tl.constexpr = (FIRST + BLOCK_K - 1) // BLOCK_K
     for step in range(TAPS * steps):
         tap, k = step // steps, (step % steps) * BLOCK_K + inner
@@ -105,7 +105,7 @@ def _conv(
             other=0.0,
         )
         weights = tl.load(
-            own_ptr + (tap * (FIRST + SECOND) + k)[:, None] * O + channel[None, :],
+            own_ptr + (tap * (FIRST + SECOND) + k)[:, None] * OUTPUTS + channel[None, :],
             mask=(k < FIRST)[:, None] & is_channel[None, :],
             other=0.0,
         )
@@ -120,19 +120,19 @@ def _conv(
                 other=0.0,
             )
             weights = tl.load(
-                own_ptr + (FIRST + k)[:, None] * O + channel[None, :],
+                own_ptr + (FIRST + k)[:, None] * OUTPUTS + channel[None, :],
                 mask=(k < SECOND)[:, None] & is_channel[None, :],
                 other=0.0,
             )
             result = _dot(values, weights, result, PRECISION)
 
     is_result = is_position[:, None] & is_channel[None, :]
-    to = (row.to(tl.int64) * (H * W) + at)[:, None] * O + channel[None, :]
+    to = (row.to(tl.int64) * (H * W) + at)[:, None] * OUTPUTS + channel[None, :]
     if HAS_BIAS:
-        result += tl.load(bias_ptr + function * O + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        result += tl.load(bias_ptr + function * OUTPUTS + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         residual_row = tl.load(residual_rows_ptr + row, mask=is_position, other=0)
-        residual = residual_ptr + (residual_row * (H * W) + at)[:, None] * O + channel[None, :]
+        residual = residual_ptr + (residual_row * (H * W) + at)[:, None] * OUTPUTS + channel[None, :]
         result += tl.load(residual, mask=is_result, other=0.0).to(tl.float32)
     if RELU:
         result = tl.maximum(result, 0.0)
@@ -175,7 +175,7 @@ def conv(
 
     _conv[grid](
         *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
-        H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0, O=outputs,
+        H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0, OUTPUTS=outputs,
         TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation, FUNCTIONS=triton.next_power_of_2(count),
         HAS_BIAS=bias_FO is not None, HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu,
         PRECISION=_precision(),
@@ -191,17 +191,17 @@ def conv(
         (64, 64, 64, 4, 3),
         (128, 128, 64, 8, 3),
     ),
-    key=["I", "O", "TAPS", "magnitude"],
+    key=["INPUTS", "OUTPUTS", "TAPS", "magnitude"],
 )
 @triton.jit
 def _weight_gradient(
     x_ptr, x_rows_ptr, gradient_ptr, gradient_rows_ptr, ends_ptr, of_weight_ptr, of_bias_ptr, magnitude,
-    H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr, TAPS: tl.constexpr, SIDE: tl.constexpr,
-    DILATION: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TAPS: tl.constexpr,
+    SIDE: tl.constexpr, DILATION: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of BLOCK_M input channels of one tap and BLOCK_N output channels, over all pairs of a function."""
-    function, blocks = tl.program_id(0), (I + BLOCK_M - 1) // BLOCK_M
+    function, blocks = tl.program_id(0), (INPUTS + BLOCK_M - 1) // BLOCK_M
     tap, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
     start = tl.load(ends_ptr + function - 1, mask=function > 0, other=0)
     count = (tl.load(ends_ptr + function) - start) * (H * W)
@@ -218,22 +218,22 @@ def _weight_gradient(
         is_inside = is_position & (from_y >= 0) & (from_y < H) & (from_x >= 0) & (from_x < W)
         x_row = tl.load(x_rows_ptr + pair, mask=is_position, other=0)
         values = tl.load(
-            x_ptr + (x_row * (H * W) + from_y * W + from_x)[None, :] * I + input[:, None],
-            mask=is_inside[None, :] & (input < I)[:, None],
+            x_ptr + (x_row * (H * W) + from_y * W + from_x)[None, :] * INPUTS + input[:, None],
+            mask=is_inside[None, :] & (input < INPUTS)[:, None],
             other=0.0,
         )
         gradient_row = tl.load(gradient_rows_ptr + pair, mask=is_position, other=0)
         gradients = tl.load(
-            gradient_ptr + (gradient_row * (H * W) + at)[:, None] * O + output[None, :],
-            mask=is_position[:, None] & (output < O)[None, :],
+            gradient_ptr + (gradient_row * (H * W) + at)[:, None] * OUTPUTS + output[None, :],
+            mask=is_position[:, None] & (output < OUTPUTS)[None, :],
             other=0.0,
         )
         result = _dot(values, gradients, result, PRECISION)
         of_bias += tl.sum(gradients.to(tl.float32), 0)
-    to = of_weight_ptr + ((function.to(tl.int64) * TAPS + tap) * I + input)[:, None] * O + output[None, :]
-    tl.store(to, result, mask=(input < I)[:, None] & (output < O)[None, :])
+    to = of_weight_ptr + ((function.to(tl.int64) * TAPS + tap) * INPUTS + input)[:, None] * OUTPUTS + output[None, :]
+    tl.store(to, result, mask=(input < INPUTS)[:, None] & (output < OUTPUTS)[None, :])
     if tl.program_id(1) == 0:
-        tl.store(of_bias_ptr + function * O + output, of_bias, mask=output < O)
+        tl.store(of_bias_ptr + function * OUTPUTS + output, of_bias, mask=output < OUTPUTS)
 
 
 def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation: int = 1) -> tuple[Tensor, Tensor]:
@@ -254,15 +254,10 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
 
     _weight_gradient[grid](
         *x, *gradient, ends_F, of_weight, of_bias, len(x.rows).bit_length() // 2,
-        H=height, W=width, I=inputs, O=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
+        H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
         PRECISION=_precision(),
     )  # fmt: skip
     return of_weight, of_bias
-
-
-def flipped(weight_FTIO: Tensor) -> Tensor:
-    """Return the weights of the convolution that computes the gradient of the input, (F, T, O, I)."""
-    return weight_FTIO.flip(1).transpose(2, 3).contiguous()
 
 
 def _precision() -> str:

@@ -7,17 +7,20 @@ Shapes: B questions, N stems, C H W features, A answers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.schedulers import lower_bound
@@ -79,6 +82,11 @@ class Step:
         if loss is not None:
             loss.backward()
 
+    def count_kernels(self) -> int:
+        """Return the number of kernels of a step, from the features on."""
+        self.engine.zero_grad(set_to_none=True)
+        return count_kernels(self.step, self.devices[0])
+
     def calls(self) -> list[Call]:
         """Run a forward pass, and return its module calls, including those of the stem and the classifier."""
         found: list[Call] = []
@@ -120,6 +128,31 @@ class Step:
             yield
 
 
+class Operators(TorchDispatchMode):
+    """A mode that counts the operators that compute or copy values, for each of which a GPU runs a kernel or more."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += not (func.is_view or "empty" in name or name in ("_unsafe_view", "promote_types"))
+        return func(*args, **(kwargs or {}))
+
+
+def count_kernels(run: Run, device: torch.device) -> int:
+    """Return the number of kernels that a function runs on a GPU, or on a CPU, that of its `Operators`."""
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            run()
+            torch.cuda.synchronize(device)
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    with Operators() as operators:
+        run()
+    return operators.count
+
+
 def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
     """Return the competitor of a strategy, or the limit of strategies with the same nodes and precision."""
     strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
@@ -138,7 +171,10 @@ def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
         if is_limit:
             return {"nodes": nodes, "calls": mean(len(np.unique(graph.op)) for graph in graphs)}
         bound = None if strategy.execution != DEFAULT_EXECUTION else mean(map(lower_bound, graphs))
-        return {"nodes": nodes, "calls": mean(len(step.plan.schedule) for step in steps), "bound": bound}
+        calls, kernels = (
+            mean(map(count, steps)) for count in (lambda step: len(step.plan.schedule), Step.count_kernels)
+        )
+        return {"nodes": nodes, "calls": calls, "bound": bound, "kernels": kernels}
 
     name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
     return Competitor(name, measure, total, facts, limit)

@@ -19,6 +19,7 @@ DEFAULT_SCHEDULER = "lookahead"
 EXECUTIONS = {
     "calls": "one module per call",
     "grouped": "all functions of one architecture per call, by PyTorch's grouped matrix products",
+    "triton": "all functions of one architecture per call, by Triton kernels",
 }
 """What a call runs, and how."""
 DEFAULT_EXECUTION = "calls"

@@ -262,7 +262,10 @@ class ExecutionEngine(nn.Module):
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
         if plan.execution != DEFAULT_EXECUTION:
-            modules, defer = modules | family_modules(plan.plan, modules), True
+            is_triton = plan.execution == "triton"
+            modules, defer = modules | family_modules(plan.plan, modules, is_triton), True
+            if is_triton:
+                inputs[MAP] = inputs[MAP].contiguous(memory_format=torch.channels_last)
         found = execute(plan.plan, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)

@@ -6,6 +6,7 @@ networks have the names of the sections of a config with their settings: `genera
 """
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -287,6 +288,8 @@ def set_execution(engine: ExecutionEngine, execution: str, device: torch.device,
         refusal = "the engine is placed on several devices"
     elif defer:
         refusal = "defer_weight_grads is a setting of calls, which grouped execution always does"
+    elif execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        refusal = f"Triton's kernels run on a GPU, not on {device}"
     elif not engine.can_be_grouped:
         refusal = "only modules whose parameters are all those of convolutions can be grouped"
     if execution == "auto":
