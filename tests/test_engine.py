@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
-from device_cases import DEVICES, ONE_GPU
+from device_cases import DEVICES, HAS_TRITON, ONE_GPU
 from engine_cases import (
     DEVICE_LISTS,
     ENGINES,
@@ -63,6 +63,22 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
             return placed(x.to(devices[0]), plan, defer).cpu()
 
         assert_same(on_cpu(results(run, placed, features_NCHW)), expected, 1e-9)
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ENGINES)
+def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, device):
+    engine, programs_BL = (
+        small_engine(torch.float32, **ENGINES[name]),
+        np.concatenate([PROGRAMS_BL[:2], PROGRAMS_BL[-1:]]),
+    )
+    rows_B, features_NCHW = np.array([0, 0, 1]), features(2, torch.float32)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+    engine.to(device)
+    plan = engine.plan(programs_BL, rows_B, execution="triton")
+    found = results(lambda x: engine(x.to(device), plan).cpu(), engine, features_NCHW)
+    assert_same(on_cpu(found), expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -1,6 +1,5 @@
 """A call of a family computes what a loop over its functions computes, in one product for each layer."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
-from device_cases import DEVICES
+from device_cases import DEVICES, HAS_TRITON
 from hypothesis import given, settings
 from torch import nn
 
@@ -22,7 +21,6 @@ from iep.bench.measure_engine import Operators
 from iep.execution_engine.modules import BinaryModule, UnaryModule
 
 ONE_INPUT, TWO_INPUTS = 100, 200
-HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 class Mixed(nn.Module):
