@@ -100,6 +100,7 @@ for tuner in (triton_conv._conv, triton_conv._weight_gradient):
             kind = lambda name: "*i64" if name.endswith("rows_ptr") else f"*{dtype}" if name.endswith("_ptr") else "i32"
             signature = {name: "constexpr" if name in given else kinds.get(name, kind(name)) for name in names}
             constants = {(names.index(name),): given[name] for name in names if name in given}
+            given |= {"stride_k": 1, "stride_n": 128}
             attributes = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")}
             source = ASTSource(fn=tuner.fn, signature=signature, constexprs=constants, attrs=attributes)
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

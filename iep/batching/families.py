@@ -143,10 +143,15 @@ class Layer:
         self.stacked = _Stacked.apply(self, *(conv.weight for conv in convs), *(conv.bias for conv in convs))
         self.weight_FTIO, self.bias_FO = (each.detach() for each in self.stacked)
 
+    @staticmethod
+    def in_order(weight_FTIO: Tensor) -> Tensor:
+        """Return weights in the memory order in which they are read."""
+        return weight_FTIO.contiguous()
+
     @cached_property
     def flipped(self) -> Tensor:
         """The weights of the convolution that computes the input's gradient, whose taps are reversed, (F, T, O, I)."""
-        return self.weight_FTIO.flip(1).transpose(2, 3).contiguous()
+        return self.in_order(self.weight_FTIO.flip(1).transpose(2, 3))
 
     def conv(self, x_GIHW: Tensor, functions: Functions) -> Tensor:
         """Return the maps of the rows, (G, O, H, W)."""
@@ -230,8 +235,8 @@ class _Stacked(Function):
     @staticmethod
     def forward(ctx: Any, layer: Layer, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         ctx.layer, count = layer, len(parameters) // 2
-        weight_FTIO = torch.stack(parameters[:count]).permute(0, 3, 4, 2, 1).flatten(1, 2)
-        return weight_FTIO.to(layer.dtype).contiguous(), torch.stack(parameters[count:]).to(layer.dtype)
+        weight_FTIO = torch.stack(parameters[:count]).to(layer.dtype).permute(0, 3, 4, 2, 1).flatten(1, 2)
+        return layer.in_order(weight_FTIO), torch.stack(parameters[count:]).to(layer.dtype)
 
     @staticmethod
     @once_differentiable

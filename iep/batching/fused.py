@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 class KernelLayer(Layer):
     """Convolutions as Triton kernels."""
 
+    @staticmethod
+    def in_order(weight_FTIO: Tensor) -> Tensor:
+        """Return weights in whose memory input channels are adjacent, as the matrix units read TF32."""
+        return weight_FTIO.mT.contiguous().mT
+
     @cached_property
     def _numbers(self) -> Tensor:
         return torch.arange(len(self.family.index), device=self.family.index.device)
@@ -118,7 +123,7 @@ class ConvChain:
             triton_conv.conv(read, *how, residual, relu=True)
 
 
-class _ChainLayer(Layer):
+class _ChainLayer(KernelLayer):
     """The convolution of one step of a chain."""
 
     def __init__(self, chain: ConvChain, number: int, step: ConvStep, convs: Sequence[nn.Conv2d]):

@@ -60,10 +60,13 @@ def _dot(left, right, total, PRECISION: tl.constexpr):
     ),
     key=["FIRST", "SECOND", "OUTPUTS", "TAPS", "magnitude"],
 )
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_functions", "magnitude"],
+    do_not_specialize_on_alignment=["first_rows_ptr", "second_rows_ptr", "residual_rows_ptr"],
+)
 def _conv(
     first_ptr, first_rows_ptr, second_ptr, second_rows_ptr, weight_ptr, bias_ptr, residual_ptr, residual_rows_ptr,
-    mask_ptr, out_ptr, ends_ptr, num_functions, magnitude,
+    mask_ptr, out_ptr, ends_ptr, num_functions, magnitude, stride_k, stride_n,
     H: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, OUTPUTS: tl.constexpr,
     TAPS: tl.constexpr, SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_MASK: tl.constexpr, RELU: tl.constexpr, PRECISION: tl.constexpr,
@@ -105,7 +108,7 @@ def _conv(
             other=0.0,
         )
         weights = tl.load(
-            own_ptr + (tap * (FIRST + SECOND) + k)[:, None] * OUTPUTS + channel[None, :],
+            own_ptr + tap * ((FIRST + SECOND) * OUTPUTS) + k[:, None] * stride_k + channel[None, :] * stride_n,
             mask=(k < FIRST)[:, None] & is_channel[None, :],
             other=0.0,
         )
@@ -120,7 +123,7 @@ def _conv(
                 other=0.0,
             )
             weights = tl.load(
-                own_ptr + (FIRST + k)[:, None] * OUTPUTS + channel[None, :],
+                own_ptr + (FIRST + k)[:, None] * stride_k + channel[None, :] * stride_n,
                 mask=(k < SECOND)[:, None] & is_channel[None, :],
                 other=0.0,
             )
@@ -157,7 +160,8 @@ def conv(
     Args:
         arguments: one argument of G rows, sorted by function; or two, of which a 1x1 convolution reads the
             concatenation.
-        weight_FTIO: T is 1, 9, 25 and so on.
+        weight_FTIO: contiguous, or the transpose (`mT`) of a contiguous tensor, whose kernels load TF32 faster. T is 1,
+            9, 25 and so on.
         bias_FO: None for no bias.
         ends_F: the end of the rows of each function, int32.
         out_GHWO: the maps to write.
@@ -175,6 +179,7 @@ def conv(
 
     _conv[grid](
         *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
+        weight_FTIO.stride(2), weight_FTIO.stride(3),
         H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0, OUTPUTS=outputs,
         TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation, FUNCTIONS=triton.next_power_of_2(count),
         HAS_BIAS=bias_FO is not None, HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu,
@@ -193,7 +198,7 @@ def conv(
     ),
     key=["INPUTS", "OUTPUTS", "TAPS", "magnitude"],
 )
-@triton.jit
+@triton.jit(do_not_specialize=["magnitude"])
 def _weight_gradient(
     x_ptr, x_rows_ptr, gradient_ptr, gradient_rows_ptr, ends_ptr, of_weight_ptr, of_bias_ptr, magnitude,
     H: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TAPS: tl.constexpr,
