@@ -32,7 +32,7 @@ from iep.asynchronous.trainer import AsynchronousTrainer
 from iep.batching.execute import execute
 from iep.runtime.distributed import rank, total, world_size
 
-same_in_all = settings(quick, max_examples=12, derandomize=True, database=None, phases=[Phase.generate])
+same_in_all = settings(quick, max_examples=6, derandomize=True, database=None, phases=[Phase.generate])
 WEIGHTS = st.sampled_from(["current", "forward"])
 
 
@@ -114,7 +114,7 @@ def several_in_flight() -> list[tuple]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_with_several_in_flight_summed_gradients_are_those_of_the_minibatch_and_all_have_the_same_results(size: int):
     first, *others = together(several_in_flight, world_size=size)
-    assert len(first) >= 12
+    assert len(first) >= 6
     assert all(each == first for each in others)
 
 
@@ -163,9 +163,9 @@ def interrupt() -> None:
 
 
 def stop() -> None:
-    """Stop this process; another one continues it in six seconds."""
+    """Stop this process; another one continues it in three seconds."""
     if not os.fork():
-        time.sleep(6)
+        time.sleep(3)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -207,9 +207,7 @@ def test_a_process_that_fails_or_is_killed_ends_the_run_in_all_with_an_error_tha
 
 
 def test_a_process_that_is_silent_for_too_long_ends_the_run_in_the_others(tmp_path: Path):
-    began = time.monotonic()
-    together(end_badly, tmp_path, stop, 1.5, world_size=3)
-    assert time.monotonic() - began < 30
+    together(end_badly, tmp_path, stop, 1.2, world_size=3)
     for number in (0, 2):
         said = (tmp_path / str(number)).read_text()
-        assert said.startswith("PeerError: worker 1 of 3 has been silent for 1.5 seconds")
+        assert said.startswith("PeerError: worker 1 of 3 has been silent for 1.2 seconds")

@@ -44,12 +44,12 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     ids=["replicas", "defaults"],
 )
 def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):
-    long = ("iterations=60", "validate_every=30", "log_every=10", "num_train_samples=16")
+    long = ("iterations=40", "validate_every=20", "log_every=10", "num_train_samples=16")
     assert all(together(train, tiny_config(data, "ee", *SETTINGS, *long, *settings), tmp_path / "run", False))
     found = rows(tmp_path / "run")
     losses = [row["loss"] for row in found if "loss" in row]
-    assert losses[-1] < 0.6 * losses[0]
-    assert [row["step"] for row in found if "validation_accuracy" in row] == [30, 60]
+    assert losses[-1] < 0.7 * losses[0]
+    assert [row["step"] for row in found if "validation_accuracy" in row] == [20, 40]
     assert all(0 < row["utilisation/worker_1"] <= 1 for row in found if "staleness/mean" in row)
 
 

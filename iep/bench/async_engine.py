@@ -74,10 +74,8 @@ class EngineNetwork(nn.Module):
         placement = make_placement(BALANCED, ("cpu",) * workers, self.engine.parts, costs.work, known.path)
         return placement.of_ops(self.engine.program_tokens)
 
-    def plan(self, samples: Sequence[Question], placement: OpPlacement | None = None) -> Plan:
+    def plan(self, samples: Sequence[Question], placement: OpPlacement) -> Plan:
         """Return the plan of a minibatch of questions."""
-        if placement is None:
-            return self._program_plan(samples, None).plan
         parts = {self.op_names[op]: worker for op, worker in placement.ops.items()}
         return self._program_plan(samples, Placement(tuple(map(str, placement.devices)), parts)).plan
 
@@ -87,7 +85,7 @@ class EngineNetwork(nn.Module):
 
     def loss(self, samples: Sequence[Question]) -> Callable[[Tensor], Tensor]:
         """Return the mean cross entropy of the answers as a function of the scores."""
-        return partial(self._loss, self._batch(samples).answers)
+        return partial(cross_entropy, target=self._batch(samples).answers)
 
     @torch.no_grad()
     def score(self, samples: Sequence[Question]) -> float:
@@ -100,10 +98,6 @@ class EngineNetwork(nn.Module):
             right += int((self.engine(batch.features, plan).argmax(1) == batch.answers).sum())
         self.engine.train()
         return right / len(samples)
-
-    @staticmethod
-    def _loss(answers_B: Tensor, scores_BA: Tensor) -> Tensor:
-        return cross_entropy(scores_BA, answers_B)
 
     def _batch(self, samples: Sequence[Question]) -> Batch:
         dataset = self.questions.splits[samples[0].split]

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from iep.asynchronous.conductor import PlanStep, WorkerTask
@@ -36,11 +35,9 @@ from iep.workloads.list_reduction import ListReducer, list_reductions
 from iep.workloads.molecules import PolarityRegressor, molecules
 from iep.workloads.sentiment import SentimentTreeLSTM, sentiment_trees
 
-SYNCHRONOUS, FLUSHED, ASYNCHRONOUS = "synchronous", "flush every {} instances", "asynchronous"
+SYNCHRONOUS = "synchronous"
 CALIBRATION = 100
 """The number of instances whose tasks give the costs of simulated workers."""
-NEVER = 10**9
-"""The update frequency of an op that is not updated by itself."""
 SHOWN = 4
 """The number of instances of synchronous training in the picture of the timeline."""
 COLOURS = {"forward pass": "#9ecae1", "backward pass": "#fdae6b"}
@@ -59,6 +56,7 @@ class Workload:
             `inputs`, `loss` and `score` like `ListReducer`.
         score: the name of its score.
         is_accuracy: whether the score is an accuracy from 0 to 1. Otherwise it is an error, and lower is better.
+        unseen: a number and a generator -> the samples for the score; None for those of `samples`.
     """
 
     samples: Callable[[int, np.random.Generator], list]
@@ -66,7 +64,6 @@ class Workload:
     score: str = "accuracy"
     is_accuracy: bool = True
     unseen: Callable[[int, np.random.Generator], list] | None = None
-    """The unseen samples; None for those of `samples`."""
 
     def text(self, score: float) -> str:
         """Return a score as it is printed."""
@@ -108,9 +105,9 @@ class Way(NamedTuple):
 def ways_to_train(keys: Sequence[int], frequencies: Sequence[int]) -> list[Way]:
     """Return synchronous training, a flush for each number of keys, and asynchronous training in each combination."""
     ways = [Way(SYNCHRONOUS, 1, flush_every=1)]
-    ways += [Way(FLUSHED.format(each), each, flush_every=each) for each in keys if each > 1]
+    ways += [Way(f"flush every {each} instances", each, flush_every=each) for each in keys if each > 1]
     found = [*product(keys, frequencies)]
-    name = f"{ASYNCHRONOUS}, {{}} in flight, frequency {{}}" if len(found) > 1 else ASYNCHRONOUS
+    name = "asynchronous, {} in flight, frequency {}" if len(found) > 1 else "asynchronous"
     return ways + [Way(name.format(number, each or "auto"), number, each) for number, each in found]
 
 
@@ -137,6 +134,7 @@ class Training:
     target: float | None
     replicas: Mapping[int, int]
     """The number of workers that hold each op, of those that several do."""
+    op_names: Sequence[str]
 
     def model(self, seed: int) -> nn.Module:
         """Return a new network, which is always the same for a seed."""
@@ -160,33 +158,24 @@ class Training:
         frequency = {op: way.min_update_frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
         workers = instances[0].plan.num_devices
         ops = {op: module for op, module in enumerate(model.ops) if op in calls}
+        adam, updates = partial(torch.optim.Adam, lr=self.learning_rate), None if way.flush_every else frequency
+        held = {op: min(number, workers) for op, number in self.replicas.items() if op in ops}
         return AsynchronousTrainer(
-            ops,
-            partial(torch.optim.Adam, lr=self.learning_rate),
-            workers,
-            way.max_active_keys,
-            None if way.flush_every else frequency,
-            way.flush_every,
-            self.backward_weights,
-            {op: min(number, workers) for op, number in self.replicas.items() if op in ops},
+            ops, adam, workers, way.max_active_keys, updates, way.flush_every, self.backward_weights, held
         )
-
-
-def run_recorded(trainer: AsynchronousTrainer, instances: Sequence[Instance], driver: Driver) -> list[Record]:
-    """Train on the instances, and return the record of every task."""
-    records: list[Record] = []
-    trainer.run(instances, driver, records.append)
-    return records
 
 
 def measured_costs(training: Training, instances: Sequence[Instance]) -> Costs:
     """Train a new network in one thread, one instance after the other, and return the costs."""
-    trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, NEVER))
+    trainer = training.trainer(training.model(training.seeds[0]), instances, Way("", 1, 10**9))  # no op updates itself
     numbers = {step.op: number for number, instance in enumerate(instances) for step in instance.steps}
     tasks, updates = defaultdict(list), defaultdict(list)
+
+    def note(record: Record) -> None:
+        tasks[record.op, record.task.is_backward].append(record.end - record.start)
+
     for number in {*range(0, len(instances), max(1, len(instances) // CALIBRATION)), *numbers.values()}:
-        for record in run_recorded(trainer, [instances[number]], run_virtual):
-            tasks[record.op, record.task.is_backward].append(record.end - record.start)
+        trainer.run([instances[number]], run_virtual, note)
         for op, state in trainer.ops.items():
             if state.pending:
                 start = time.perf_counter()
@@ -236,12 +225,8 @@ class Learner:
     curves: list[list[Epoch]] = field(default_factory=list)
     """The epochs of every seed."""
 
-    def competitor(self) -> Competitor:
-        """Return the row of this way to train; a round is an epoch."""
-        return Competitor(self.way.name, partial(next, self.rounds()), None, self.facts, details=self.details)
-
     def rounds(self) -> Iterator[dict[str, float]]:
-        """Train for an epoch, and yield the seconds for an instance."""
+        """Train for an epoch, which is a round of the comparison, and yield the seconds for an instance."""
         training = self.training
         for seed in training.seeds:
             model, rng = training.model(seed), np.random.default_rng(seed)
@@ -261,12 +246,12 @@ class Learner:
         """The epochs of all seeds."""
         return [epoch for curve in self.curves for epoch in curve]
 
-    def staleness(self) -> dict[int, Counter[int]]:
-        """Return by op the number of backward passes of each staleness."""
-        found: dict[int, Counter[int]] = defaultdict(Counter)
-        for (op, updates), number in sum((epoch.run.staleness for epoch in self.epochs), Counter()).items():
-            found[op][updates] += number
-        return dict(sorted(found.items()))
+    def staleness(self) -> dict[str, Counter[int]]:
+        """Return the number of backward passes of each staleness by the name of the op."""
+        found: dict[str, Counter[int]] = defaultdict(Counter)
+        for (op, updates), number in sorted(sum((epoch.run.staleness for epoch in self.epochs), Counter()).items()):
+            found[self.training.op_names[op]][updates] += number
+        return found
 
     def facts(self) -> dict[str, Fact]:
         """Return the columns of the row; loss and score are those of the last epoch."""
@@ -287,9 +272,8 @@ class Learner:
             return {}
         sign, reached = (1 if self.training.workload.is_accuracy else -1), []
         for curve in self.curves:
-            times = accumulate(epoch.seconds for epoch in curve)
-            found = zip(range(1, 1 + len(curve)), times, curve, strict=True)
-            reached += [(number, at) for number, at, epoch in found if sign * epoch.score >= sign * target][:1]
+            found = [number for number, epoch in enumerate(curve, 1) if sign * epoch.score >= sign * target]
+            reached += [(number, sum(epoch.seconds for epoch in curve[:number])) for number in found[:1]]
         failed = len(self.curves) - len(reached)
         text = f"not reached by {failed} of {len(self.curves)}" if len(self.curves) > 1 else "not reached"
         texts = [text] * 2 if failed else [over_seeds(each, "{:.4g}".format) for each in zip(*reached, strict=True)]
@@ -297,10 +281,10 @@ class Learner:
 
     def details(self) -> dict[str, Any]:
         """Return the scores and seconds of every seed's epochs, and the updates and the staleness of each op."""
-        names, ops = op_names(self.training.model(self.training.seeds[0])), {}
-        for op, staleness in self.staleness().items():
-            updates = fmean(epoch.run.updates[op] for epoch in self.epochs)
-            ops[names[op]] = {"updates per epoch": updates, **summary(staleness)}
+        ops = {}
+        for name, staleness in self.staleness().items():
+            updates = fmean(epoch.run.updates[self.training.op_names.index(name)] for epoch in self.epochs)
+            ops[name] = {"updates per epoch": updates, **summary(staleness)}
         scores = [[epoch.score for epoch in curve] for curve in self.curves]
         return {"scores": scores, "seconds": [[epoch.seconds for epoch in curve] for curve in self.curves], "ops": ops}
 
@@ -343,18 +327,20 @@ def replicas_of(texts: Sequence[str], names: Sequence[str]) -> dict[int, int]:
 
 
 def draw_staleness(learners: Mapping[str, Learner]) -> Figure:
-    """Draw a histogram of the staleness by op for each of several rows."""
-    figure = Figure(figsize=(4 * len(learners), 3.5), layout="constrained")
-    axes = figure.subplots(1, len(learners), squeeze=False)[0]
-    for axis, (title, learner) in zip(axes, learners.items(), strict=True):
-        names, staleness = op_names(learner.training.model(learner.training.seeds[0])), learner.staleness()
-        for place, (op, counts) in enumerate(staleness.items()):
-            x = np.array(sorted(counts)) + 0.8 * ((place + 0.5) / len(staleness) - 0.5)
-            shares = [100 * counts[each] / counts.total() for each in sorted(counts)]
-            axis.bar(x, shares, 0.8 / len(staleness), label=names[op])
-        axis.set(title=title, xlabel="updates between forward and backward pass", ylabel="% of backward passes")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.legend(fontsize="x-small")
+    """Draw how many backward passes of each op had how much staleness, for each of several rows."""
+    found = {title: learner.staleness() for title, learner in learners.items()}
+    names = list(dict.fromkeys(name for staleness in found.values() for name in staleness))
+    size = 3 + 3 * len(found), 1.5 + 0.2 * len(names)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axis, (title, staleness) in zip(axes, found.items(), strict=True):
+        shares = np.zeros((len(names), 1 + max(map(max, staleness.values()))))
+        for name, counts in staleness.items():
+            shares[names.index(name), [*counts]] = [100 * n / counts.total() for n in counts.values()]
+        image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        axis.set(title=title, xlabel="staleness, updates", yticks=range(len(names)), yticklabels=names)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=axes, label="% of backward passes")
     return figure
 
 
@@ -372,7 +358,8 @@ def draw_timeline(
     length = 0.0
     for axis, way in zip(figure.subplots(len(ways), 1, squeeze=False)[:, 0], ways, strict=True):
         trainer = training.trainer(training.model(seed), instances, way)
-        records = run_recorded(trainer, [instances[each] for each in order], driver_of(trainer))
+        records: list[Record] = []
+        trainer.run([instances[each] for each in order], driver_of(trainer), records.append)
         length = length or SHOWN * max(record.end for record in records) / len(order)  # the first way is synchronous
         start = min(record.start for record in records if record.task.instance == 2 * keys) - length / 2
         for record in (each for each in records if start < each.end and each.start < start + length):
@@ -432,9 +419,10 @@ def async_benchmark(
     kind, rng = workload_of(workload, data, config), np.random.default_rng(seeds[0])
     known, unseen = kind.samples(samples, rng), (kind.unseen or kind.samples)(val_samples, rng)
     minibatches = [known[first : first + instance_size] for first in range(0, len(known), instance_size)]
-    held = replicas_of(replicas or (), op_names(kind.network(**network)))
+    names = op_names(kind.network(**network))
+    held = replicas_of(replicas or (), names)
     training = Training(
-        kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target, held
+        kind, network, minibatches, unseen, backward_weights, learning_rate, epochs, seeds, target, held, names
     )
     ways = ways_to_train(max_active_keys, min_update_frequency)
     largest = max(max_active_keys)
@@ -452,7 +440,10 @@ def async_benchmark(
                 driver_of = partial(simulated, measured_costs(training, instances), latency, bandwidth)
             learners = {way: Learner(training, way, instances, driver_of) for way in ways}
             facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
-            rows = [each.competitor() for each in learners.values()]
+            rows = [
+                Competitor(way.name, partial(next, each.rounds()), None, each.facts, details=each.details)
+                for way, each in learners.items()
+            ]
             yield Case({"clock": clock, "workers": count}, 1, rows, SYNCHRONOUS, facts, warm_up=False)
             shown[f"{count} {clock if clock == 'threads' else 'simulated workers'}"] = learners[drawn[-1]]
             pictures["staleness"] = partial(draw_staleness, shown)

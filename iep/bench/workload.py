@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from iep.bench.compare import MIN_SAMPLES
 from iep.data.datasets import ClevrDataset
@@ -107,10 +108,8 @@ def read_workload(largest: int, data: Path, split: str) -> Workload:
 
 def encode(programs: Sequence[Sequence[str]], vocab: Vocab) -> np.ndarray:
     """Return the (Q, L) indices of programs' tokens, padded with `<NULL>`; the vocabulary must have all tokens."""
-    matrix = np.full((len(programs), max(map(len, programs))), NULL)
-    for row, program in zip(matrix, programs, strict=True):
-        row[: len(program)] = [vocab.program_index[token] for token in program]
-    return matrix
+    rows = [torch.tensor([vocab.program_index[token] for token in program]) for program in programs]
+    return pad_sequence(rows, batch_first=True, padding_value=NULL).numpy()
 
 
 def programs_of(questions: Questions) -> np.ndarray:

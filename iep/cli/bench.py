@@ -30,7 +30,7 @@ from iep.execution_engine.choices import SCENES
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 SIZE = click.IntRange(1, 10**9)
 SIZES, TRIPLE = CommaList(SIZE), (SIZE, SIZE, SIZE)
-SHARE = click.FloatRange(0, 1)
+SHARE, SEED = click.FloatRange(0, 1), click.IntRange(0, 2**32 - 1)
 option = partial(click.option, show_default=True)
 
 
@@ -74,7 +74,7 @@ def measured(repeat: int, max_seconds: float = 10.0, of: str = "Number of rounds
     )
 
 
-seed = option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of all random numbers.")
+seed = option("--seed", type=SEED, default=0, help="Seed of all random numbers.")
 threads = option("--threads", type=click.IntRange(1, 1024), help="Number of CPU threads.  [default: PyTorch's]")
 phases = choices("--phase", "phases", PHASES, "train: forward pass, loss and backward pass; inference: forward pass.")
 data = all_of(
@@ -168,12 +168,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, *GROUPED)
 @option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Set of modules.")
-@option(
-    "--scene",
-    type=click.Choice(SCENES),
-    default=EngineConfig.scene,
-    help="What computes the scene: a module, or the stem.",
-)
+@option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options
 @option("--out", type=DirectoryPath(), help="Directory for the text, the calls (JSON) and a picture.")
 @click.pass_context
@@ -294,64 +289,37 @@ def asynchronous() -> None:
     """
 
 
-def trained(instance_size: int, samples: int, width: int | None = None, target: click.ParamType = SHARE) -> Callable:
-    """Return the options that all workloads of asynchronous training share, with the defaults of one."""
+def trained(
+    instance_size: int, samples: int, width: int = 0, steps: int = 0, target: click.ParamType = SHARE
+) -> Callable:
+    """Return the options of a workload of asynchronous training; there is no option for a width or for steps of 0."""
+    of_graphs = option("--steps", type=click.IntRange(1, 64), default=steps, help="Steps of the graph network.")
+    keys = "Largest numbers of instances in flight; each is measured with each update frequency."
+    calls = "Numbers of calls after which an op is updated; auto: those of the op in an instance, on average."
+    weights = "Weights of a backward pass: the current ones, or those of its forward pass."
+    replicas = "Ops that N workers hold, named as in the picture of the staleness."
+    seeds = "Seeds of the weights and the order of instances; the first also generates the samples."
     return all_of(
+        *([of_graphs] if steps else []),
         option("--workers", type=click.IntRange(1, 64), default=2, help="Number of threads on which ops are placed."),
         option("--simulate", type=SIZES, default="4,8", help="Numbers of workers to simulate with measured costs."),
-        option(
-            "--max-active-keys",
-            type=CommaList(click.IntRange(1, 10**6)),
-            default="4",
-            help="Largest numbers of instances in flight; each is measured with each update frequency.",
-        ),
-        option(
-            "--min-update-frequency",
-            type=CommaList(UpdateFrequency()),
-            default="auto",
-            help="Numbers of calls after which an op is updated; auto: those of the op in an instance, on average.",
-        ),
-        option(
-            "--backward-weights",
-            type=click.Choice(BACKWARD_WEIGHTS),
-            default="current",
-            help="Weights of a backward pass: the current ones, or those of its forward pass.",
-        ),
-        option(
-            "--replicas",
-            type=CommaList(click.STRING),
-            metavar="OP=N[,OP=N...]",
-            default=None,
-            help="Ops that N workers hold, named as in the picture of the staleness.",
-        ),
+        option("--max-active-keys", type=SIZES, default="4", help=keys),
+        option("--min-update-frequency", type=CommaList(UpdateFrequency()), default="auto", help=calls),
+        option("--backward-weights", type=click.Choice(BACKWARD_WEIGHTS), default="current", help=weights),
+        option("--replicas", type=CommaList(click.STRING), metavar="OP=N[,OP=N...]", help=replicas),
         option("--instance-size", type=SIZE, default=instance_size, help="Samples per instance."),
         option("--samples", type=SIZE, default=samples, help="Samples for training."),
         option("--val-samples", type=SIZE, default=1_000, help="Unseen samples for the score."),
         *([option("--width", type=SIZE, default=width, help="Hidden size.")] if width else []),
         option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, help="Learning rate of Adam."),
         option("--latency", type=click.FloatRange(min=0), default=10.0, help="Simulated microseconds of a message."),
-        option(
-            "--bandwidth",
-            type=click.FloatRange(min=0, min_open=True),
-            default=10.0,
-            help="Simulated gigabytes per second between workers.",
-        ),
+        option("--bandwidth", type=click.FloatRange(0, min_open=True), default=10.0, help="Simulated GB/s of a link."),
         option("--epochs", type=click.IntRange(min=1), default=5, help="Number of epochs of each row and seed."),
         option("--target", type=target, help="Report epochs and seconds until the score of unseen samples is as good."),
-        option(
-            "--seeds",
-            type=CommaList(click.IntRange(0, 2**32 - 1)),
-            default="0",
-            help="Seeds of the weights and the order of instances; the first also generates the samples.",
-        ),
+        option("--seeds", type=CommaList(SEED), default="0", help=seeds),
         option("--threads", type=click.IntRange(1, 1024), default=1, help="Number of CPU threads of each worker."),
         option("--out", type=DirectoryPath(), help="Directory for the tables, all results (JSON) and pictures."),
     )
-
-
-def steps(number: int) -> Callable:
-    """Return the option for the propagation steps of a graph network."""
-    return option("--steps", type=click.IntRange(1, 64), default=number, help="Propagation steps of the graph network.")
 
 
 def train(ctx: click.Context, **given: Any) -> None:
@@ -386,8 +354,7 @@ def asynchronous_tree_lstm(ctx: click.Context, **given: Any) -> None:
 
 
 @asynchronous.command(cls=RecordedCommand)
-@steps(2)
-@trained(instance_size=10, samples=1_000, width=5)
+@trained(instance_size=10, samples=1_000, width=5, steps=2)
 @click.pass_context
 def deduction(ctx: click.Context, **given: Any) -> None:
     """Measure training of a graph network on deduction.
@@ -398,8 +365,7 @@ def deduction(ctx: click.Context, **given: Any) -> None:
 
 
 @asynchronous.command(cls=RecordedCommand)
-@steps(4)
-@trained(instance_size=20, samples=2_000, width=100, target=click.FloatRange(min=0))
+@trained(instance_size=20, samples=2_000, width=100, steps=4, target=click.FloatRange(min=0))
 @click.pass_context
 def molecules(ctx: click.Context, **given: Any) -> None:
     """Measure training of a graph network on molecules.

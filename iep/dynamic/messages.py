@@ -127,7 +127,7 @@ class Cond:
 
 @dataclass(frozen=True)
 class Phi:
-    """A join point of several predecessors, such as the begin of a loop, which sends their messages on."""
+    """A join point of several predecessors, such as the beginning of a loop, which sends their messages on."""
 
     to: str
 

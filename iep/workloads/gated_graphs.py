@@ -19,20 +19,7 @@ from torch import Tensor, nn
 from iep.batching.execute import execute
 from iep.batching.placement import OpPlacement, balanced_placement
 from iep.batching.plan import Plan
-from iep.dynamic.messages import (
-    Apply,
-    Bcast,
-    Concat,
-    Cond,
-    Flatmap,
-    Group,
-    Isu,
-    MessageGraph,
-    Node,
-    Phi,
-    Reduce,
-    Ungroup,
-)
+from iep.dynamic.messages import Apply, Bcast, Concat, Cond, Flatmap, Group, Isu, MessageGraph, Node, Reduce, Ungroup
 
 STATES, KINDS, SCORES = range(3)
 """The columns: states (H,), kinds of vertices (), and what is read out, (1,)."""
@@ -93,8 +80,7 @@ def message_graph(types: int, steps: int, readout: Readout) -> MessageGraph:
     """Return the network of messages (AMPNet, section 4)."""
     return MessageGraph(
         vertices=Ungroup("embedding", lambda at: [At(at.graph, vertex) for vertex in range(len(at.graph.kinds))]),
-        embedding=Apply("state", EMBEDDING),
-        state=Phi("is_last"),
+        embedding=Apply("is_last", EMBEDDING),
         is_last=Cond(lambda at: at.step == steps, {True: "readout", False: "bcast"}),
         bcast=Bcast(("types", "update.1")),
         types=Flatmap("type", lambda at: [at._replace(type=each) for each in at.graph.targets[at.vertex]]),
@@ -107,7 +93,7 @@ def message_graph(types: int, steps: int, readout: Readout) -> MessageGraph:
         sum=Reduce("update.0", SUM, SUMMANDS, ZERO),
         update=Concat("cell"),
         cell=Apply("next", CELL, reads=2),
-        next=Isu("state", lambda at: at._replace(step=at.step + 1)),
+        next=Isu("is_last", lambda at: at._replace(step=at.step + 1)),
         **readout(LINEAR + types),
     )
 
