@@ -45,16 +45,26 @@ def plan_of(rng: np.random.Generator, num_functions: int, num_nodes: int) -> Pla
     return make_plan(graph, make_schedule(graph, "lookahead", members))
 
 
+def grouped_by(triton: bool) -> Callable:
+    """Return the function that returns the callables of families."""
+    if not triton:
+        return family_modules
+    from iep.batching.fused import kernel_modules
+
+    return kernel_modules
+
+
 def assert_equal_to_a_loop(plan: Plan, one_input: Callable, dim: int, dtype: torch.dtype, device: str, triton: bool):
     kinds = [one_input, partial(BinaryModule, residual=True, norm="none")]
     num_functions = 1 + max(op for family in plan.families.values() for op in family.ops)
     modules = nn.ModuleList([kinds[op % 2](dim) for op in range(num_functions)]).to(device, dtype)
     x = torch.randn(3, dim, 2 if triton else 4, 3, dtype=dtype).to(device, memory_format=torch.channels_last)
     plan, by_op = plan.to(device), dict(enumerate(modules))
-    families = family_modules(plan, by_op, triton)
+    grouped = grouped_by(triton)
+    families = grouped(plan, by_op)
     assert families.keys() == plan.families.keys()
     expected = results(lambda x: execute(plan, by_op, x), modules, x)
-    found = results(lambda x: execute(plan, by_op | family_modules(plan, by_op, triton), x), modules, x)
+    found = results(lambda x: execute(plan, by_op | grouped(plan, by_op), x), modules, x)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     assert_same(found, expected, tolerance, none_is_zero=True)  # some nodes lead to no output
     with torch.inference_mode():
@@ -106,7 +116,7 @@ class Counted:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_level_of_residual_blocks_is_two_or_three_kernels(device: str, monkeypatch: pytest.MonkeyPatch):
     """Besides the copies of inputs and roots, and the stacking of weights, which do not depend on the depth."""
-    from iep.batching import triton_conv
+    from iep.batching import fused, triton_conv
 
     kernel = Counted()
     monkeypatch.setattr(triton_conv, "_conv", kernel)
@@ -124,7 +134,7 @@ def test_a_level_of_residual_blocks_is_two_or_three_kernels(device: str, monkeyp
         x = torch.randn(2, 3, 2, 2, device=device).to(memory_format=torch.channels_last)
         kernel.launches = 0
         with torch.no_grad(), Operators() as operators:
-            execute(plan.to(device), by_op | family_modules(plan.to(device), by_op, triton=True), x)
+            execute(plan.to(device), by_op | fused.kernel_modules(plan.to(device), by_op), x)
         assert kernel.launches == 5 * depth
         found[depth] = operators.count
     assert found[3] == found[1]
@@ -150,7 +160,7 @@ def test_bfloat16_is_as_exact_as_a_loop_in_bfloat16(triton: bool, device: str):
 
     # Triton's interpreter does not round to bfloat16, but truncates.
     least = 2.5 if triton and device == "cpu" else 1.2
-    assert error(by_op | family_modules(plan, by_op, triton)) < least * error(by_op)
+    assert error(by_op | grouped_by(triton)(plan, by_op)) < least * error(by_op)
 
 
 def test_functions_that_a_plan_does_not_call_have_no_gradient_and_others_that_lead_nowhere_neither():

@@ -69,13 +69,13 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
     # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
-        run_in_place = getattr(modules.get(call.op), "run_in_place", None)
-        if run_in_place is not None:
+        module = modules[call.op] if call.segments is not None and call.op in modules else None
+        if hasattr(module, "run_in_place"):
             if before.results and is_recorded:
                 token, *_ = _Exchange.apply(token, buffers, before, nothing, *results)
             elif before.results:
                 buffers.write(before, results)
-            token, results, before = run_in_place(token, buffers, call), (), nothing
+            token, results, before = module.run_in_place(token, buffers, call), (), nothing
             continue
         if is_recorded:
             token, *arguments = _Exchange.apply(token, buffers, before, call, *results)

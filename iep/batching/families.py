@@ -40,30 +40,21 @@ class ConvStep(NamedTuple):
     """The value that is added before the ReLU."""
 
 
-def family_modules(plan: Plan, modules: Mapping[int, nn.Module], triton: bool = False) -> dict[int, Callable[..., Any]]:
+def family_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
     """Return the callable of each family that can be grouped, for one run of a plan.
 
     A family can be grouped if all its parameters are those of convolutions of stride 1 that keep the size of the grid.
 
     Args:
         modules: by op, the module of each function that the plan runs.
-        triton: compute convolutions by Triton kernels. Modules that have `conv_steps` then compute nothing else, and
-            read and write the values of a plan of one column in place.
     """
-    found = {op: [modules[each] for each in family.ops] for op, family in plan.families.items()}
-    found = {op: members for op, members in found.items() if can_be_grouped(members[0])}
-    if not triton:
-        return {op: FamilyModule(plan.families[op], members, ProductLayer) for op, members in found.items()}
-    from iep.batching.fused import ConvChain, KernelLayer
+    return {op: FamilyModule(*family, ProductLayer) for op, family in groupable(plan, modules).items()}
 
-    chosen: dict[int, Callable[..., Any]] = {}
-    for op, members in found.items():
-        steps = getattr(members[0], "conv_steps", None)
-        if steps is not None and len(plan.columns) == 1:
-            chosen[op] = ConvChain(plan.families[op], members, steps)
-        else:
-            chosen[op] = FamilyModule(plan.families[op], members, KernelLayer)
-    return chosen
+
+def groupable(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[Family, list[nn.Module]]]:
+    """Return the families of a plan that can be grouped, by number, with the modules of their functions."""
+    found = {op: (family, [modules[each] for each in family.ops]) for op, family in plan.families.items()}
+    return {op: (family, members) for op, (family, members) in found.items() if can_be_grouped(members[0])}
 
 
 def can_be_grouped(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ weights are one kernel a step for each layer.
 Shapes: F functions, G rows of a call, N rows of all calls, M rows of a buffer, H W grid, C I and O channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,27 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.families import ConvStep, Layer
-from iep.batching.plan import Call, Family, Functions
+from iep.batching.families import ConvStep, FamilyModule, Layer, groupable
+from iep.batching.plan import Call, Family, Functions, Plan
 from iep.batching.triton_conv import Maps
 
 if TYPE_CHECKING:
     from iep.batching.execute import Buffers
+
+
+def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
+    """Return the callable of each family that can be grouped, for one run of a plan, as `family_modules` does.
+
+    Modules that have `conv_steps` run in place if the plan has a single column.
+    """
+    found: dict[int, Callable[..., Any]] = {}
+    for op, (family, members) in groupable(plan, modules).items():
+        steps = getattr(members[0], "conv_steps", None)
+        if steps is not None and len(plan.columns) == 1:
+            found[op] = ConvChain(family, members, steps)
+        else:
+            found[op] = FamilyModule(family, members, KernelLayer)
+    return found
 
 
 class KernelLayer(Layer):

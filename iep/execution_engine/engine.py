@@ -262,10 +262,11 @@ class ExecutionEngine(nn.Module):
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
         if plan.execution != DEFAULT_EXECUTION:
-            is_triton = plan.execution == "triton"
-            modules, defer = modules | family_modules(plan.plan, modules, is_triton), True
-            if is_triton:
-                inputs[MAP] = inputs[MAP].contiguous(memory_format=torch.channels_last)
+            grouped = family_modules
+            if plan.execution == "triton":
+                from iep.batching.fused import kernel_modules as grouped  # which needs Triton
+            modules |= grouped(plan.plan, modules)
+            inputs[MAP], defer = inputs[MAP].contiguous(memory_format=torch.channels_last), True
         found = execute(plan.plan, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)

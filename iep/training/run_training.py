@@ -180,7 +180,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         before = start.content.get("families", families)  # earlier versions did not record them
         if before != families:
             raise InputError(
-                f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
+                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
                 "undo that to resume, or give --families another file"
             )
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
