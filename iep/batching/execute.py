@@ -82,7 +82,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
         else:
             arguments = buffers.exchange(before, call, results)
         if call is not last:
-            with context:
+            with context if module is None else nullcontext():  # a family's callable defers by itself
                 results, before = run_call(plan, modules, call, arguments), call
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments
