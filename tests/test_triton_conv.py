@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 from batching_cases import assert_same
-from device_cases import ONE_GPU
+from device_cases import HAS_TRITON, ONE_GPU
 from torch.nn import functional
 
 pytest.importorskip("triton")
+pytestmark = HAS_TRITON
 from iep.batching.triton_conv import Maps, conv, weight_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
