@@ -19,7 +19,8 @@ from torch import nn
 
 from iep.asynchronous.conductor import COPY, LOSS, Conductor, PlanStep, WorkerTask, staleness_bound
 from iep.asynchronous.drivers import Record, run_threads, run_virtual
-from iep.asynchronous.trainer import AsynchronousTrainer, Instance
+from iep.asynchronous.processes import Peers
+from iep.asynchronous.trainer import AsynchronousTrainer, Instance, Run
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
 from iep.batching.placement import OpPlacement, make_placed_plan
@@ -35,9 +36,8 @@ def random_steps(random: Random, workers: int, ops: int = 4) -> list[PlanStep]:
     steps = []
     for call in range(random.randint(0, 12)):
         op = random.randrange(ops)
-        steps.append(
-            PlanStep(op, op % workers, tuple(sorted(random.sample(range(call), min(call, random.randrange(3))))))
-        )
+        reads = sorted(random.sample(range(call), min(call, random.randrange(3))))
+        steps.append(PlanStep(op, op % workers, tuple(reads)))
     unread = set(range(len(steps))).difference(*(step.reads for step in steps))
     return [*steps, PlanStep(LOSS, random.randrange(workers), tuple(sorted(unread)))]
 
@@ -103,10 +103,8 @@ def check_random_clock(seed: int) -> None:
         assert record.worker == steps[call].worker
         clock[record.worker] = record.end
         if flush:
-            minibatches = range(record.task.instance // flush * flush)
-            assert record.start >= max(
-                (other.end for other in records if other.task.instance in minibatches), default=0
-            )
+            earlier = (each.end for each in records if each.task.instance < record.task.instance // flush * flush)
+            assert record.start >= max(earlier, default=0)
     cost, delay = adversary(seed)
     assert recorded(run_virtual, Conductor(keys, flush), workers, instances, cost=cost, delay=delay) == records
     on_threads = recorded(run_threads, Conductor(keys, flush), workers, instances, lambda _: None)
@@ -121,19 +119,15 @@ def test_a_worker_prefers_backward_passes_then_the_oldest_instance_then_the_orde
     two = [PlanStep(0, 0, ()), PlanStep(0, 0, ()), PlanStep(LOSS, 1, (0, 1))]
     records = recorded(run_virtual, Conductor(2), 2, [two] * 2, cost=lambda *_: 1.0)
     order = [record.task for record in records if not record.worker]
-    assert order == [
-        WorkerTask(*each) for each in [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0)]
-    ] + [
-        WorkerTask(1, 1, True),
-        WorkerTask(1, 0, True),
-    ]
+    tasks = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 1, 0), (1, 1, 1), (1, 0, 1)]
+    assert order == [WorkerTask(*each) for each in tasks]
 
 
-def test_messages_take_their_time_on_the_way_forward_and_back():
+def test_messages_delay_forward_and_backward_passes():
     steps = [PlanStep(0, 0, ()), PlanStep(COPY, 1, (0,)), PlanStep(1, 1, (1,)), PlanStep(LOSS, 1, (2,))]
     clock = {"cost": lambda *_: 1.0, "delay": lambda task: 10.0 * (task.call == 1)}
     records = recorded(run_virtual, Conductor(1), 2, [steps] * 2, **clock)
-    # 1 forward, 10 on the way, 2 forward, the loss, 2 backward, 10 on the way, 1 backward
+    # calls 0, 1 and 2 forward with 10 before 1, the loss, calls 2, 1 and 0 backward with 10 before 0
     assert [record.start for record in records] == [0, 11, 12, 13, 14, 15, 26, 27, 38, 39, 40, 41, 42, 53]
 
 
@@ -203,20 +197,15 @@ def a_driver(draw_threads: bool, seed: int):
     return run_threads if draw_threads else partial(run_virtual, cost=cost, delay=delay)
 
 
-@given(drawn=minibatches(), weights=WEIGHTS, threads=st.booleans(), seed=st.integers(0, 99))
-@settings(quick, max_examples=40)
-def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_one_optimiser(
-    drawn, weights, threads, seed
-):
+def check_one_instance_at_a_time(drawn, weights: str, driver=run_threads, peers: Peers | None = None) -> None:
+    """Check gradients and weights after each of the drawn instances, with updates when it is done."""
     workers, instances, plain = drawn
     actual, expected = typed_modules(), typed_modules()
     make = partial(torch.optim.AdamW, lr=0.1)
-    trainer, optimizer = (
-        AsynchronousTrainer(by_op(actual), make, workers, backward_weights=weights),
-        make(expected.parameters()),
-    )
+    trainer = AsynchronousTrainer(by_op(actual), make, workers, backward_weights=weights, peers=peers)
+    optimizer = make(expected.parameters())
     for instance, (plan, inputs) in zip(instances, plain, strict=True):
-        run = trainer.run([instance], a_driver(threads, seed))
+        run = trainer.run([instance], driver)
         loss = uneven_sum(*execute(plan, by_op(expected), inputs))
         if loss.requires_grad:
             loss.backward()
@@ -230,6 +219,14 @@ def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_on
         optimizer.step()
         optimizer.zero_grad()
         assert_same(weights_of(actual), weights_of(expected), 1e-9)
+
+
+@given(drawn=minibatches(), weights=WEIGHTS, threads=st.booleans(), seed=st.integers(0, 99))
+@settings(quick, max_examples=40)
+def test_one_instance_at_a_time_with_updates_when_drained_equals_execute_with_one_optimiser(
+    drawn, weights, threads, seed
+):
+    check_one_instance_at_a_time(drawn, weights, a_driver(threads, seed))
 
 
 class Collect(torch.optim.Optimizer):
@@ -246,6 +243,34 @@ class Collect(torch.optim.Optimizer):
                 total += parameter.grad
 
 
+def gradient_sums(trainer: AsynchronousTrainer, worker: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the sums of `Collect` by weight, over the replicas of all workers or of one."""
+    return {
+        f"{op}.{name}": sum(
+            (each.optimizer.sums[each.weights[name]] for each in replicas if worker in (None, each.worker)),
+            torch.zeros_like(weight),
+        )
+        for op, replicas in trainer.replicas.items()
+        for name, weight in replicas[0].weights.items()
+    }
+
+
+def check_summed(trainer: AsynchronousTrainer, run: Run, sums: dict[str, torch.Tensor], instances, plain) -> None:
+    """Check summed gradients, the loss, and the number and staleness of backward passes of a run with `Collect`."""
+    modules = typed_modules()
+    loss = sum(uneven_sum(*execute(plan, by_op(modules), inputs)) for plan, inputs in plain)
+    if loss.requires_grad:
+        loss.backward()
+    assert_same(sums, weights_of(modules, "grad"), 1e-9, none_is_zero=True)
+    assert sum(run.losses) == pytest.approx(loss.item(), rel=1e-9)
+    calls, passes = [Counter(step.op for step in instance.steps) for instance in instances], Counter()
+    for (op, staleness), count in run.staleness.items():
+        passes[op] += count
+        most = max(each[op] for each in calls)
+        assert staleness <= staleness_bound(trainer.max_active_keys, most, trainer.min_update_frequency[op])
+    assert passes == {op: count for op, count in sum(calls, Counter()).items() if op in (LIFT, SPLIT, JOIN)}
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 @given(
     data=st.data(),
@@ -260,31 +285,14 @@ def test_with_any_instances_in_flight_summed_gradients_equal_those_of_the_miniba
     replicated, data, weights, keys, frequency, threads, seed
 ):
     workers, instances, plain = data.draw(minibatches(max_size=6, replicas=replicated))
-    modules = typed_modules()
     held = dict.fromkeys(range(4), workers if replicated else 1)
-    trainer = AsynchronousTrainer(by_op(modules), Collect, workers, keys, frequency, None, weights, held)
+    trainer = AsynchronousTrainer(by_op(typed_modules()), Collect, workers, keys, frequency, None, weights, held)
     run = trainer.run(instances, a_driver(threads, seed))
     trainer.update()
     assert not trainer.in_flight
-    sums = {
-        f"{op}.{name}": sum(each.optimizer.sums[each.weights[name]] for each in replicas)
-        for op, replicas in trainer.replicas.items()
-        for name in replicas[0].weights
-    }
-    total = sum(uneven_sum(*execute(plan, by_op(modules), inputs)) for plan, inputs in plain)
-    if total.requires_grad:
-        total.backward()
-    assert_same(sums, weights_of(modules, "grad"), 1e-9, none_is_zero=True)
-    assert sum(run.losses) == pytest.approx(total.item(), rel=1e-9)
-    calls = [Counter(step.op for step in instance.steps) for instance in instances]
-    passes = Counter()
-    for (op, _), count in run.staleness.items():
-        passes[op] += count
-    assert passes == {op: total for op, total in sum(calls, Counter()).items() if op in (LIFT, SPLIT, JOIN)}
-    for op, staleness in run.staleness:
-        assert staleness <= staleness_bound(keys, max(count[op] for count in calls), frequency)
+    check_summed(trainer, run, gradient_sums(trainer), instances, plain)
     for op, updates in run.updates.items():
-        most = sum(count[op] for count in calls) // frequency
+        most = sum(step.op == op for instance in instances for step in instance.steps) // frequency
         assert updates <= most if replicated else updates == most
 
 
@@ -376,6 +384,8 @@ def test_replicas_learn_by_themselves_and_are_averaged_at_the_end_of_the_run(mak
 
 
 class Fails(Square):
+    """Acts in its third call, before it computes."""
+
     def __init__(self, action):
         super().__init__()
         self.action, self.count = action, 0
@@ -388,7 +398,7 @@ class Fails(Square):
 
 
 def fail() -> None:
-    raise ArithmeticError("the third call fails")
+    raise ArithmeticError("the third\ncall fails")
 
 
 def interrupt() -> None:

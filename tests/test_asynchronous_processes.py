@@ -4,64 +4,47 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from batching_cases import assert_same, quick
+from batching_cases import quick
 from hypothesis import Phase, given, settings
 from processes import together
 from test_asynchronous import (
+    WEIGHTS,
     Collect,
+    Fails,
     Square,
     by_op,
+    check_one_instance_at_a_time,
+    check_summed,
+    fail,
+    gradient_sums,
+    interrupt,
     minibatches,
     square_instance,
     typed_modules,
-    uneven_sum,
-    weights_of,
 )
-from torch import nn
 
 from iep.asynchronous.processes import PeerError, Peers
 from iep.asynchronous.trainer import AsynchronousTrainer
-from iep.batching.execute import execute
 from iep.runtime.distributed import rank, total, world_size
 
 same_in_all = settings(quick, max_examples=6, derandomize=True, database=None, phases=[Phase.generate])
-WEIGHTS = st.sampled_from(["current", "forward"])
 
 
 def one_at_a_time() -> None:
-    peers, size = Peers(), world_size()
+    peers = Peers()
 
-    @given(drawn=minibatches(workers=size), weights=WEIGHTS)
+    @given(drawn=minibatches(workers=world_size()), weights=WEIGHTS)
     @same_in_all
     def check(drawn, weights):
-        _, instances, plain = drawn
-        actual, expected = typed_modules(), typed_modules()
-        make = partial(torch.optim.AdamW, lr=0.1)
-        trainer = AsynchronousTrainer(by_op(actual), make, size, backward_weights=weights, peers=peers)
-        optimizer = make(expected.parameters())
-        for instance, (plan, inputs) in zip(instances, plain, strict=True):
-            run = trainer.run([instance])
-            loss = uneven_sum(*execute(plan, by_op(expected), inputs))
-            if loss.requires_grad:
-                loss.backward()
-            assert run.losses == pytest.approx([loss.item()], rel=1e-9)
-            assert_same(weights_of(actual, "grad"), weights_of(expected, "grad"), 1e-9, none_is_zero=True)
-            ran = [op for op, state in trainer.ops.items() if state.pending]
-            for module in (networks[op] for networks in (actual, expected) for op in ran):
-                for weight in module.parameters():  # a call without a reader has no gradient, or one of zeros
-                    weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            trainer.update()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert_same(weights_of(actual), weights_of(expected), 1e-9)
+        check_one_instance_at_a_time(drawn, weights, peers=peers)
 
     check()
 
@@ -80,31 +63,14 @@ def several_in_flight() -> list[tuple]:
     @same_in_all
     def check(data, weights, keys, frequency, replicated):
         _, instances, plain = data.draw(minibatches(max_size=6, workers=size, replicas=replicated))
-        modules, held = typed_modules(), dict.fromkeys(range(4), size if replicated else 1)
-        trainer = AsynchronousTrainer(by_op(modules), Collect, size, keys, frequency, None, weights, held, peers)
-        in_flight = []
+        held, in_flight = dict.fromkeys(range(4), size if replicated else 1), []
+        trainer = AsynchronousTrainer(
+            by_op(typed_modules()), Collect, size, keys, frequency, None, weights, held, peers
+        )
         run = trainer.run(instances, note=lambda _: in_flight.append([*trainer.in_flight]), update=True)
         assert all(max(numbers) - min(numbers) < keys for numbers in in_flight if numbers)
-        sums = {
-            f"{op}.{name}": total(
-                sum(
-                    (each.optimizer.sums[each.weights[name]] for each in replicas if each.worker == rank()),
-                    torch.zeros_like(weight),
-                )
-            )
-            for op, replicas in trainer.replicas.items()
-            for name, weight in replicas[0].weights.items()
-        }
-        loss = sum(uneven_sum(*execute(plan, by_op(modules), inputs)) for plan, inputs in plain)
-        if loss.requires_grad:
-            loss.backward()
-        assert_same(sums, weights_of(modules, "grad"), 1e-9, none_is_zero=True)
-        assert sum(run.losses) == pytest.approx(loss.item(), rel=1e-9)
-        calls = sum((Counter(step.op for step in instance.steps) for instance in instances), Counter())
-        passes = Counter()
-        for (op, _), count in run.staleness.items():
-            passes[op] += count
-        assert passes == {op: count for op, count in calls.items() if op in run.updates}
+        sums = {name: total(each) for name, each in gradient_sums(trainer, rank()).items()}
+        check_summed(trainer, run, sums, instances, plain)
         results.append((run.losses, run.staleness, run.updates))
 
     check()
@@ -136,30 +102,8 @@ def test_all_processes_have_the_same_weights_and_optimiser_states_at_the_end(rep
     assert len(one[2]) == 20
 
 
-class Ends(nn.Module):
-    """Does something in one process, in its third call."""
-
-    def __init__(self, action):
-        super().__init__()
-        self.square, self.action, self.count = Square(), action, 0
-
-    def forward(self, x_G):
-        self.count += 1
-        if self.count == 3:
-            self.action()
-        return self.square(x_G)
-
-
-def fail() -> None:
-    raise ArithmeticError("the third\ncall fails")
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def stop() -> None:
@@ -174,7 +118,7 @@ def stop() -> None:
 def end_badly(answers: Path, action: Callable[[], None], silence: float) -> None:
     """Write how a run ends in each process into a file named by its rank: the error, and threads that remain."""
     make = partial(torch.optim.SGD, lr=1e-6)
-    trainer = AsynchronousTrainer({0: Ends(action)}, make, world_size(), 2, 1, peers=Peers(silence))
+    trainer = AsynchronousTrainer({0: Fails(action)}, make, world_size(), 2, 1, peers=Peers(silence))
     with pytest.raises((PeerError, ArithmeticError, KeyboardInterrupt)) as caught:
         trainer.run(square_instance(1.0, world_size(), at=1) for _ in iter(int, 1))
     remaining = [thread.name for thread in threading.enumerate() if thread.name.startswith("worker ")]
@@ -193,17 +137,12 @@ def end_badly(answers: Path, action: Callable[[], None], silence: float) -> None
 def test_a_process_that_fails_or_is_killed_ends_the_run_in_all_with_an_error_that_names_it(
     tmp_path: Path, size: int, action: Callable[[], None], own: str | None, others: str
 ):
-    ends = partial(together, end_badly, tmp_path, action, 60.0, world_size=size)
-    if own is None:
-        with pytest.raises(AssertionError, match="process 1 ended without an answer"):
-            ends()
-    else:
-        ends()
-    expected = {str(number): f"PeerError: worker 1 of {size} {others}" for number in range(size)}
-    expected["1"] = own
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        name: text for name, text in expected.items() if text is not None
-    }
+    killed = pytest.raises(AssertionError, match="process 1 ended without an answer")
+    with nullcontext() if own else killed:
+        together(end_badly, tmp_path, action, 60.0, world_size=size)
+    expected = {str(number): f"PeerError: worker 1 of {size} {others}" for number in range(size)} | {"1": own}
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {"1": None} | found == expected
 
 
 def test_a_process_that_is_silent_for_too_long_ends_the_run_in_the_others(tmp_path: Path):

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching_cases import assert_same
-from tiny_data import assert_one_error, newest, tiny
+from tiny_data import assert_one_error, tiny
 from torch import Tensor
-from train_cases import iep_train, rows, scalars, weights
+from train_cases import assert_same_training, at_loss, iep_train, rows, scalars
 
-from iep.models.checkpoint import load_checkpoint, load_newest
-from iep.training.tasks import EngineTask
+from iep.models.checkpoint import load_newest
 
 SETTINGS = [*(each for each in tiny("ee") if each != "device=cpu"), "model=ee"]
 ASYNCHRONOUS = ("--asynchronous", "--workers", 2, "instance_size=4")
@@ -25,27 +23,6 @@ def train(data: Path, out: Path, *arguments: object) -> str:
     return result.output
 
 
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in rows(out) if "loss" in row]
-
-
-@pytest.fixture
-def at_loss(monkeypatch: pytest.MonkeyPatch):
-    """A function that makes the loss of the instance with the given number what `change` makes of it."""
-
-    def changed(number: int, change) -> None:
-        seen, engine_loss = [0], EngineTask.engine_loss
-
-        def loss(self, *arguments) -> tuple[Tensor, dict[str, Tensor]]:
-            seen[0] += 1
-            value, metrics = engine_loss(self, *arguments)
-            return (change(value) if seen[0] == number else value), metrics
-
-        monkeypatch.setattr(EngineTask, "engine_loss", loss)
-
-    return changed
-
-
 @pytest.mark.parametrize("modules", ["iep", "tbd"])
 @pytest.mark.parametrize("which", ["current", "forward"])
 def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Path, modules: str, which: str):
@@ -55,13 +32,9 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     train(data, tmp_path / "synchronous", "device=cpu", *same)
     one = ("--workers", 3, "--asynchronous", "instance_size=8", "--max-active-keys", 1, "--backward-weights", which)
     train(data, tmp_path / "run", *same, *one)
-    names = ("run", "synchronous")
-    actual, expected = (newest(tmp_path / name) for name in names)
-    assert_same(weights(actual, "engine"), weights(expected, "engine"), 1e-3)
-    states = [load_checkpoint(path)["optimizer"]["state"] for path in (actual, expected)]
-    assert states[0].keys() == states[1].keys()
-    assert all(states[0][each]["step"] == states[1][each]["step"] for each in states[0])
-    rates = [{row["step"]: row["learning_rate"] for row in rows(tmp_path / name) if "loss" in row} for name in names]
+    runs = [tmp_path / name for name in ("run", "synchronous")]
+    assert_same_training(*runs)
+    rates = [{row["step"]: row["learning_rate"] for row in rows(out) if "loss" in row} for out in runs]
     assert 4 in rates[0]
     assert rates[0].items() <= rates[1].items()
 
@@ -87,7 +60,7 @@ def test_several_instances_in_flight_learn_the_training_questions(data: Path, tm
     long = ("iterations=60", "validate_every=30", "log_every=10", "num_train_samples=16")
     output = train(data, tmp_path / "run", *ASYNCHRONOUS, *long, *settings)
     assert "placement " in output
-    found = losses(tmp_path / "run")
+    found = [row["loss"] for row in rows(tmp_path / "run") if "loss" in row]
     assert found[-1] < 0.6 * found[0]
     board = scalars(tmp_path / "run")
     assert [step for step, _ in board["staleness/mean"]] == [30, 60]
@@ -107,14 +80,9 @@ def test_predicted_programs_and_a_change_to_synchronous_training(data: Path, tmp
     assert load_newest(out).content["step"] == 8
 
 
-def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp_path: Path, at_loss):
+def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp_path: Path, monkeypatch):
     out = tmp_path / "run"
-
-    def stop(loss: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGINT)
-        return loss
-
-    at_loss(7, stop)
+    at_loss(monkeypatch, 7, lambda _: os.kill(os.getpid(), signal.SIGINT))
     result = iep_train("--data", data, "--out", out, *SETTINGS, *ASYNCHRONOUS, "iterations=40", "validate_every=30")
     assert result.exit_code == 130
     saved = load_newest(out).content
@@ -127,8 +95,8 @@ def test_a_signal_finishes_what_is_in_flight_and_the_run_resumes(data: Path, tmp
     assert found == sorted(found)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_questions(data: Path, tmp_path: Path, at_loss):
-    at_loss(6, lambda loss: loss * math.nan)
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_questions(data: Path, tmp_path: Path, monkeypatch):
+    at_loss(monkeypatch, 6, lambda loss: loss * math.nan)
     result = iep_train("--data", data, "--out", tmp_path / "run", *SETTINGS, *ASYNCHRONOUS)
     assert_one_error(result, "the loss is nan at iteration", "on 4 questions (question_index ")
     (path,) = (tmp_path / "run").glob("not-finite-*.pt")
@@ -137,11 +105,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_questions(data: Path, t
     assert all(value.isfinite().all() for value in state["networks"]["engine"]["weights"].values())
 
 
-def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, at_loss):
+def test_an_error_in_a_worker_ends_the_run(data: Path, tmp_path: Path, monkeypatch):
     def fail(loss: Tensor) -> Tensor:
         raise OSError(28, "No space left on device", "somewhere")
 
-    at_loss(6, fail)
+    at_loss(monkeypatch, 6, fail)
     result = iep_train("--data", data, "--out", tmp_path / "run", *SETTINGS, *ASYNCHRONOUS)
     assert_one_error(result, "somewhere: no space left on the device")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batching_cases import assert_same
 from processes import together
 from tiny_data import newest, tiny_config
-from train_cases import rows, weights
+from train_cases import assert_same_training, at_loss, rows
 
 from iep.config import Config
 from iep.errors import InputError
@@ -19,7 +18,6 @@ from iep.models.checkpoint import load_checkpoint
 from iep.runtime.distributed import rank
 from iep.runtime.signals import Stopped, handled
 from iep.training.run_training import train
-from iep.training.tasks import EngineTask
 
 SETTINGS = ("asynchronous=true", "instance_size=4")
 
@@ -31,11 +29,7 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     assert train(tiny_config(data, "ee", *same), tmp_path / "synchronous", resume=False)
     one = tiny_config(data, "ee", *same, "asynchronous=true", "instance_size=8", "max_active_keys=1")
     assert all(together(train, one, tmp_path / "run", False))
-    actual, expected = (newest(tmp_path / name) for name in ("run", "synchronous"))
-    assert_same(weights(actual, "engine"), weights(expected, "engine"), 1e-3)
-    states = [load_checkpoint(path)["optimizer"]["state"] for path in (actual, expected)]
-    assert states[0].keys() == states[1].keys()
-    assert all(states[0][each]["step"] == states[1][each]["step"] for each in states[0])
+    assert_same_training(tmp_path / "run", tmp_path / "synchronous")
 
 
 @pytest.mark.parametrize(
@@ -44,55 +38,39 @@ def test_one_instance_at_a_time_trains_as_synchronously(data: Path, tmp_path: Pa
     ids=["replicas", "defaults"],
 )
 def test_several_instances_in_flight_learn_the_training_questions(data: Path, tmp_path: Path, settings: tuple):
-    long = ("iterations=40", "validate_every=20", "log_every=10", "num_train_samples=16")
+    long = ("iterations=20", "validate_every=10", "log_every=5", "num_train_samples=16")
     assert all(together(train, tiny_config(data, "ee", *SETTINGS, *long, *settings), tmp_path / "run", False))
     found = rows(tmp_path / "run")
     losses = [row["loss"] for row in found if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
-    assert [row["step"] for row in found if "validation_accuracy" in row] == [20, 40]
+    assert [row["step"] for row in found if "validation_accuracy" in row] == [10, 20]
     assert all(0 < row["utilisation/worker_1"] <= 1 for row in found if "staleness/mean" in row)
 
 
-def at_loss(number: int, change) -> None:
-    """Make the loss of the instance with the given number what `change` makes of it; one process has the losses."""
-    seen, engine_loss = [0], EngineTask.engine_loss
-
-    def loss(self, *arguments):
-        seen[0] += 1
-        value, metrics = engine_loss(self, *arguments)
-        return (change(value) if seen[0] == number else value), metrics
-
-    pytest.MonkeyPatch().setattr(EngineTask, "engine_loss", loss)
-
-
 def stop_one(config: Config, out: Path) -> int:
-    def interrupt(loss: torch.Tensor) -> torch.Tensor:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-    at_loss(7, interrupt)
+    at_loss(pytest.MonkeyPatch(), 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     with handled(), pytest.raises(Stopped, match="which is saved") as stopped:
         train(config, out, resume=False)
     return int(str(stopped.value).partition("after iteration ")[2].partition(",")[0])
 
 
 def test_a_signal_to_one_process_finishes_what_is_in_flight_in_all_and_the_run_resumes(data: Path, tmp_path: Path):
-    config, out = tiny_config(data, "ee", *SETTINGS, "iterations=40", "validate_every=30"), tmp_path / "run"
+    config, out = tiny_config(data, "ee", *SETTINGS, "iterations=14", "validate_every=12"), tmp_path / "run"
     steps = together(stop_one, config, out)
     assert steps[0] == steps[1] == load_checkpoint(newest(out))["step"]
-    assert 4 <= steps[0] < 30
+    assert 4 <= steps[0] < 12
     assert all(together(train, config, out, True))
-    assert load_checkpoint(newest(out))["step"] == 40
-    assert train(replace(config, iterations=42, devices=("cpu", "cpu"), placement="balanced", device="auto"), out, True)
+    assert load_checkpoint(newest(out))["step"] == 14
+    assert train(replace(config, iterations=15, devices=("cpu", "cpu"), placement="balanced", device="auto"), out, True)
 
 
-def end(config: Config, out: Path, what: str) -> str:
+def end(config: Config, out: Path, what: str) -> None:
     def change(loss: torch.Tensor) -> torch.Tensor:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         return loss * math.nan
 
-    at_loss(6, change)
+    at_loss(pytest.MonkeyPatch(), 6, change)  # only one process computes losses
     with pytest.raises(InputError) as caught:
         train(config, out, resume=False)
     (out.parent / f"{rank()}.txt").write_text(str(caught.value))

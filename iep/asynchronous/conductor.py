@@ -134,8 +134,7 @@ class Conductor:
     def awaited(self, task: WorkerTask) -> list[WorkerTask]:
         """Return the tasks that a task of an instance in flight waited for."""
         instance = self.in_flight[task.instance]
-        is_loss = task.call == len(instance.steps) - 1
-        if task.is_backward and not is_loss:
+        if task.is_backward and task.call < len(instance.steps) - 1:
             return [WorkerTask(task.instance, call, True) for call in instance.readers[task.call]]
         return [WorkerTask(task.instance, call, False) for call in instance.steps[task.call].reads]
 

@@ -8,7 +8,7 @@ its steps, `run` computes a task, and `note` gets the record of every task when 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
@@ -129,8 +129,8 @@ def run_virtual(
     ends: dict[int, dict[WorkerTask, float]] = defaultdict(dict)
     """When each task of an instance in flight ended."""
     left: dict[int, float] = {}
-    """When each instance ended whose place has not been taken by another."""
-    room, waiting, began = 0.0, iter(instances), time.perf_counter
+    """When each instance ended whose end no later admission has waited for."""
+    freed, waiting, began = 0.0, iter(instances), time.perf_counter
 
     def push(tasks: Sequence[WorkerTask], at: float) -> None:
         for task in tasks:
@@ -141,19 +141,19 @@ def run_virtual(
                 times.append(ends[task.instance][other] + (delay(max(task, other)) if crosses else 0.0))
             heappush(arriving[worker], (max(times), priority(task), task))
 
-    def admit(waiting: Iterator[T]) -> None:
-        nonlocal room
+    def admit() -> None:
+        nonlocal freed
         while conductor.can_admit and (instance := next(waiting, None)) is not None:
             needed = [number for number in left if number <= conductor.last_needed]
-            room = max([room, *map(left.pop, needed)])
-            push(conductor.admit(begin(conductor.num_admitted, instance)), room)
+            freed = max([freed, *map(left.pop, needed)])
+            push(conductor.admit(begin(conductor.num_admitted, instance)), freed)
 
     def start_of(worker: int) -> float:
         if arrived[worker]:
             return clock[worker]
         return max(clock[worker], arriving[worker][0][0]) if arriving[worker] else float("inf")
 
-    admit(waiting)
+    admit()
     while conductor.in_flight:
         worker = min(range(num_workers), key=start_of)
         start = start_of(worker)
@@ -170,4 +170,4 @@ def run_virtual(
         push(conductor.done(task), 0.0)
         if task.instance not in conductor.in_flight:
             left[task.instance] = max(ends.pop(task.instance).values())
-            admit(waiting)
+            admit()

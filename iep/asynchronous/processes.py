@@ -6,8 +6,8 @@ that the task is done and carries tensors: values forward, gradients back. Anoth
 its part of an instance, so that all processes admit instances under the same condition.
 
 In each process, two threads for each other process send and receive, one runs tasks, and the calling thread prepares
-instances. A process that fails tells the others why. A process without other messages sends empty ones, so that one
-that is silent for long has stopped.
+instances. A process that fails tells the others why. A process without other messages sends empty ones as
+heartbeats, so that one that is silent for long has stopped.
 """
 
 import pickle
@@ -43,7 +43,7 @@ class PeerError(RuntimeError):
 
 
 class Message(NamedTuple):
-    """What one process tells another; without any value, only that it runs."""
+    """A message of one process to another. An empty one is a heartbeat."""
 
     task: WorkerTask | None = None
     """A task that is done, for which tasks of the receiver wait."""
@@ -80,7 +80,7 @@ class LocalConductor(Conductor):
     def __init__(self, conductor: Conductor, worker: int, num_workers: int):
         super().__init__(conductor.max_active_keys, conductor.flush_every)
         self.worker, self.num_workers = worker, num_workers
-        self.awaited_words: dict[int, int] = {}
+        self.unfinished: dict[int, int] = {}
         """The number of workers that have not done their part of each instance in flight."""
 
     def admit(self, steps: Sequence[PlanStep]) -> list[WorkerTask]:
@@ -88,7 +88,7 @@ class LocalConductor(Conductor):
         number = self.num_admitted
         ready = super().admit(steps)
         self.in_flight[number].remaining = sum(step.worker == self.worker for step in steps)
-        self.awaited_words[number] = self.num_workers
+        self.unfinished[number] = self.num_workers
         return self._own(ready)
 
     def done(self, task: WorkerTask) -> list[WorkerTask]:
@@ -100,9 +100,9 @@ class LocalConductor(Conductor):
 
     def finished(self, number: int) -> None:
         """Record that a worker has done its part of an instance, which leaves with the last worker."""
-        self.awaited_words[number] -= 1
-        if not self.awaited_words[number]:
-            del self.awaited_words[number], self.in_flight[number]
+        self.unfinished[number] -= 1
+        if not self.unfinished[number]:
+            del self.unfinished[number], self.in_flight[number]
 
     def listeners(self, task: WorkerTask) -> Iterator[tuple[int, int | None]]:
         """Yield each other worker that waits for a task of this one, with the copy whose tensors it gets, or None.

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from iep.asynchronous.conductor import BACKWARD_WEIGHTS, COPY, LOSS, Conductor, PlanStep, WorkerTask
-from iep.asynchronous.drivers import Note, Record, run_threads
+from iep.asynchronous.drivers import Begin, Note, Record, run_threads
 from iep.asynchronous.processes import Peers
 from iep.batching.execute import Buffers, run_call
 from iep.batching.plan import Argument, Call, Plan
@@ -106,40 +106,25 @@ class Run:
     updates: dict[int, int]
     """The number of updates of each op with weights, of all replicas together."""
     seconds: float
-    """The time from the first start of a task to the last end."""
+    """The time from the beginning of the first task to the end of the last one."""
     utilisation: list[float]
     """The share of this time in which each worker ran tasks."""
 
 
 class _Clock:
-    """Adds up the times of tasks."""
+    """Adds up the times of tasks, and passes their records on."""
 
-    def __init__(self, num_workers: int):
-        self.busy, self.first, self.last = [0.0] * num_workers, float("inf"), 0.0
+    def __init__(self, num_workers: int, pass_on: Note):
+        self.busy, self.first, self.last, self.pass_on = [0.0] * num_workers, float("inf"), 0.0, pass_on
 
     def note(self, record: Record) -> None:
         self.busy[record.worker] += record.end - record.start
         self.first, self.last = min(self.first, record.start), max(self.last, record.end)
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, self.last - self.first)
+        self.pass_on(record)
 
 
-class Driver(Protocol):
-    """`run_threads`, or `run_virtual` with its costs."""
-
-    def __call__(
-        self,
-        conductor: Conductor,
-        num_workers: int,
-        instances: Iterable[Instance],
-        begin: Callable[[int, Instance], Sequence[PlanStep]],
-        run: Callable[[WorkerTask], object],
-        note: Note,
-    ) -> None:
-        """Run the instances, and note the record of every task."""
-        ...
+Driver = Callable[[Conductor, int, Iterable[Instance], Begin, Callable[[WorkerTask], object], Note], None]
+"""`run_threads`, or `run_virtual` with its costs."""
 
 
 class TrainedOp:
@@ -213,6 +198,8 @@ class _Active:
 
     instance: Instance
     buffers: Buffers
+    states: list[TrainedOp | None]
+    """The replica that runs each call; None for copies."""
     learns: list[bool]
     """Whether the results of each call depend on weights."""
     kept: dict[int, _Kept] = field(default_factory=dict)
@@ -273,8 +260,7 @@ class AsynchronousTrainer:
         for op, number in (replicas or {}).items():
             if not 1 <= number <= num_workers:
                 raise ValueError(f"op {op} has {number} replicas, expected 1 to {num_workers}, the number of workers")
-            copies = [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
-            self.replicas[op] += copies
+            self.replicas[op] += [TrainedOp(deepcopy(modules[op]), make_optimizer) for _ in range(number - 1)]
         each = min_update_frequency
         self.min_update_frequency = dict(each) if isinstance(each, Mapping) else dict.fromkeys(self.ops, each)
         for op in (op for op, state in self.ops.items() if state.weights):
@@ -320,22 +306,15 @@ class AsynchronousTrainer:
             ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
                 an op on more workers than it has replicas; or a loss has several elements.
         """
-        self._losses, clock = {}, _Clock(self.num_workers)
+        self._losses, clock = {}, _Clock(self.num_workers, note)
         self._staleness = [Counter() for _ in range(self.num_workers)]
-        before = self._versions()
-
-        def note_both(record: Record) -> None:
-            clock.note(record)
-            note(record)
-
-        conductor = Conductor(self.max_active_keys, self.flush_every)
+        before, conductor = self._versions(), Conductor(self.max_active_keys, self.flush_every)
         try:
             if self.peers is None:
-                driver(conductor, self.num_workers, instances, self.begin, self.compute, note_both)
+                driver(conductor, self.num_workers, instances, self.begin, self.compute, clock.note)
             else:
-                self._merge(
-                    clock, self.peers.drive(self, conductor, instances, note_both, partial(self._own, clock, update))
-                )
+                own = partial(self._own, clock, update)
+                self._merge(clock, self.peers.drive(self, conductor, instances, clock.note, own))
         finally:
             self.in_flight.clear()
         if self.peers is None and (self.flush_every or update):
@@ -343,8 +322,9 @@ class AsynchronousTrainer:
         self._average()
         losses = [self._losses[number] for number in sorted(self._losses)]
         updates = {op: version - before[op] for op, version in self._versions().items()}
-        utilisation = [busy / clock.seconds if clock.seconds else 0.0 for busy in clock.busy]
-        return Run(losses, sum(self._staleness, Counter()), updates, clock.seconds, utilisation)
+        seconds = max(0.0, clock.last - clock.first)
+        utilisation = [busy / seconds if seconds else 0.0 for busy in clock.busy]
+        return Run(losses, sum(self._staleness, Counter()), updates, seconds, utilisation)
 
     def update(self) -> None:
         """Update every op that has gradients. Nothing may be in flight."""
@@ -420,17 +400,16 @@ class AsynchronousTrainer:
             self._average()
         if plan.num_devices != self.num_workers:
             raise ValueError(f"a plan for {plan.num_devices} devices, expected one for {self.num_workers} workers")
-        steps, learns = instance.steps, []
+        steps, states, learns = instance.steps, [], []
         for step in steps[:-1]:
-            state = None if step.op == COPY else self.replica(step.op, step.worker)
-            learns.append(bool(state and state.weights) or any(learns[each] for each in step.reads))
+            states.append(None if step.op == COPY else self.replica(step.op, step.worker))
+            learns.append(bool(states[-1] and states[-1].weights) or any(learns[each] for each in step.reads))
         buffers, inputs = Buffers(plan), instance.inputs
         given = {0: inputs} if isinstance(inputs, Tensor) else inputs
         buffers.write(Call(0, 0, (), plan.inputs), [given[made.column // plan.num_devices] for made in plan.inputs])
-        own = None if self.peers is None else self.peers.rank
-        remaining = sum(step.worker == own or own is None for step in steps)
+        remaining = sum(self.peers is None or step.worker == self.peers.rank for step in steps)
         if remaining:
-            self.in_flight[number] = _Active(instance, buffers, learns, remaining=remaining)
+            self.in_flight[number] = _Active(instance, buffers, states, learns, remaining=remaining)
         return steps
 
     def outgoing(self, number: int, copy: int) -> list[Tensor]:
@@ -480,11 +459,6 @@ class AsynchronousTrainer:
                     del self.in_flight[task.instance]
         return leaving
 
-    def _state_of(self, active: _Active, number: int) -> TrainedOp:
-        """Return the replica that runs a call."""
-        step = active.instance.steps[number]
-        return self._held[step.op, step.worker]
-
     def _arguments(self, active: _Active, reads: Sequence[Argument], call: int) -> list[Tensor]:
         """Return the arguments of a call, or the roots, as leaves of a graph of their own."""
         arguments = [active.buffers.read(each).detach() for each in reads]
@@ -496,9 +470,11 @@ class AsynchronousTrainer:
         self, active: _Active, call: Call, state: TrainedOp, arguments: Sequence[Tensor], weights: dict[str, Tensor]
     ) -> tuple[Tensor, ...]:
         """Run the module of a call, on its own weights or on copies of them."""
-        module = state.module
-        if self.backward_weights == "forward" and weights:
-            module = partial(_on_weights, module, weights)
+
+        def on_copies(*given: Tensor) -> Tensor | tuple[Tensor, ...]:
+            return functional_call(state.module, weights, given)
+
+        module = on_copies if self.backward_weights == "forward" and weights else state.module
         with torch.enable_grad(), self.context():
             return run_call(active.instance.plan, {call.op: module}, call, arguments)
 
@@ -508,7 +484,7 @@ class AsynchronousTrainer:
             arguments = active.arrived.get(number) or [active.buffers.read(each) for each in call.arguments]
             active.buffers.write(call, run_call(active.instance.plan, {}, call, arguments))
             return
-        arguments, state = self._arguments(active, call.arguments, number), self._state_of(active, number)
+        arguments, state = self._arguments(active, call.arguments, number), active.states[number]
         weights = state.copy() if self.backward_weights == "forward" else state.weights
         results = self._compute(active, call, state, arguments, weights)
         if active.learns[number]:
@@ -551,8 +527,7 @@ class AsynchronousTrainer:
     def _differentiate(self, active: _Active, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a call's arguments, and add those of its weights to the op's, which may update it."""
         call, kept = active.instance.plan.calls[number], active.kept.pop(number)
-        state = self._state_of(active, number)
-        results, weights = kept.results, kept.weights
+        state, results, weights = active.states[number], kept.results, kept.weights
         if self.backward_weights == "current" and state.weights and kept.version != state.version:
             results = self._compute(active, call, state, kept.arguments, state.weights)
         pairs = zip(results, gradients, strict=True)
@@ -570,7 +545,3 @@ class AsynchronousTrainer:
                 state.update()
         of_arguments = iter(found)
         return [next(of_arguments) if each.requires_grad else None for each in kept.arguments]
-
-
-def _on_weights(module: nn.Module, weights: dict[str, Tensor], *arguments: Tensor) -> Tensor | tuple[Tensor, ...]:
-    return functional_call(module, weights, arguments)

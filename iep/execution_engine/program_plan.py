@@ -97,10 +97,8 @@ def plan_programs(
         graph = replace(graph, roots=np.concatenate([graph.roots, penalized(graph, roles)]))
     if sharing:
         graph, rows = share(graph), None
-    if ends:
-        graph, types = with_ends(graph, roles, len(programs_BL))
-    else:
-        types = types_of(graph, roles, len(programs_BL))
+    count = len(programs_BL)
+    graph, types = with_ends(graph, roles, count) if ends else (graph, types_of(graph, roles, count))
     schedule = make_schedule(graph, batching, families)
     if placement is None:
         plan = make_plan(graph, schedule, types)

@@ -34,7 +34,7 @@ from iep.training.tasks import EngineTask, Metrics
 
 T = TypeVar("T")
 
-MEMORY = 0.05
+MOMENTUM = 0.05
 """The weight of the newest minibatch in the moving averages of the numbers of calls."""
 
 
@@ -164,7 +164,9 @@ class EngineWorkers:
             raise InputError(f"{error}; --resume continues from the last checkpoint") from None
         finally:
             torch.set_num_threads(threads)
-            self._collect_states()
+            for replicas in self.trainer.replicas.values():
+                if replicas[0].weights:
+                    self.optimizer.state.update(replicas[0].optimizer.state)
         return self._row(run)
 
     def exchange(self, value: T) -> list[T]:
@@ -204,7 +206,7 @@ class EngineWorkers:
     def _follow(self, calls: Counter[int]) -> None:
         """Set the update frequency of each op to the mean number of its calls in the minibatches that use it."""
         for op, number in calls.items():
-            self.calls[op] = mean = (1 - MEMORY) * self.calls.get(op, number) + MEMORY * number
+            self.calls[op] = mean = (1 - MOMENTUM) * self.calls.get(op, number) + MOMENTUM * number
             self.trainer.min_update_frequency[op] = round(mean)
 
     def _instance(self, batch: Batch) -> Instance:
@@ -228,11 +230,6 @@ class EngineWorkers:
         with self._lock:
             self.metrics.append(metrics)
         return loss / parts
-
-    def _collect_states(self) -> None:
-        for replicas in self.trainer.replicas.values():
-            if replicas[0].weights:
-                self.optimizer.state.update(replicas[0].optimizer.state)
 
     def _row(self, run: Run) -> dict[str, float]:
         staleness = [each.updates for each in run.staleness.elements()]
