@@ -1,12 +1,14 @@
 # `make demo` runs the main job on a small data set of its own; `make check` is what CI runs; `make soak` kills every job a
 # hundred times and watches the memory of a long run (half an hour; SOAK='--out FILE' keeps the table). These make .venv
-# first. `make lines` counts the lines of every folder.
+# first. `make gpu` runs and measures what needs a GPU, and writes a report (scripts/gpu.sh). `make lines` counts the
+# lines of every folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO ?= runs/demo
+GPU ?= runs/gpu
 
-.PHONY: demo check lint format test lines soak clean
+.PHONY: demo check lint format test gpu lines soak clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh $(DEMO)
@@ -23,6 +25,9 @@ format: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest
+
+gpu: .venv/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/gpu.sh $(GPU)
 
 lines:  # of every folder: a change that adds capability and removes lines is the best kind
 	@for folder in $$(ls -d iep/[a-z]*/) scripts tests; do \

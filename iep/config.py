@@ -59,7 +59,7 @@ PLACES = ("device", "devices", "placement")
 """The settings of the devices on which a run computes; checkpoints do not store them."""
 ASYNCHRONOUS = ("instance_size", "max_active_keys", "min_update_frequency", "replicas", "backward_weights")
 """The settings that only asynchronous training uses."""
-SYNCHRONOUS = ("defer_weight_grads",)
+SYNCHRONOUS = ("defer_weight_grads", "execution")
 """The settings that asynchronous training does not use."""
 SECTIONS = {
     "generator": ("pg", "joint"),
@@ -192,6 +192,8 @@ class Config:
     sharing: bool | None = setting(None, models=WITH_ENGINE)
     """Run each image's stem, and equal subtrees over one image, once. If unset, training shares only where this is
     exact, that is without batch norm and dropout, and validation always does."""
+    execution: str = setting("auto", choices=("auto", *choices.EXECUTIONS), models=WITH_ENGINE)
+    """What a call runs: one module (calls), or the functions of one architecture (grouped)."""
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"
@@ -299,6 +301,7 @@ class Evaluation:
     """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
     batching: str = Config.batching
     sharing: bool | None = Config.sharing
+    execution: str = Config.execution
     beam_size: int = 1
     max_program_length: int = Config.max_program_length
     precision: str = Config.precision

@@ -10,11 +10,27 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that tests start inherit it
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+
 from clevr_files import write_images
 from tiny_data import newest, tiny, tiny_config, write_data
 from train_cases import iep_train
 
 from iep.training.run_training import train
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need more GPUs than there are."""
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and torch.cuda.device_count() < marker.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} GPU(s)"))
+
+
+torch.backends.cudnn.allow_tf32 = False  # results on a GPU are those of the CPU
 
 
 @pytest.fixture(scope="session")

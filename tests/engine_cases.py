@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import matrix, token_matrices
+from device_cases import ONE_GPU, TWO_GPUS
 from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
@@ -87,8 +88,6 @@ any_programs = token_matrices(
     wide=10,
 )
 
-ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 DEVICE_LISTS = [
     ("cpu", "cpu"),
     ("cpu", "cpu", "cpu"),

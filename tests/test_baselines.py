@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from device_cases import DEVICES
 from engine_cases import draw_norms
 from original_cases import baseline_logits
-from test_program_generator import DEVICES, QUESTIONS, gradients, pad_rows
+from test_program_generator import QUESTIONS, gradients, pad_rows
 from torch import Tensor, nn
 
 from iep.models.build import BASELINES, build

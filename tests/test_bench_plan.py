@@ -92,7 +92,7 @@ def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
 
 
 def test_a_call_of_a_family_has_several_functions() -> None:
-    given = ("--program", COUNT, "--program", "exist filter_shape[cube] scene", "--batching", "lookahead+families")
+    given = ("--program", COUNT, "--program", "exist filter_shape[cube] scene", "--batching", "lookahead+grouped")
     result = iep_bench("plan", *given)
     assert result.exit_code == 0, result.output
     assert "3 calls for 6 nodes" in result.stdout

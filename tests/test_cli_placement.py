@@ -1,4 +1,4 @@
-"""`--placement` and `--devices` of iep-train and iep-eval: results are those of one device."""
+"""`--placement` and `--devices`, and `--execution`: results are those of one device, and those of calls."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 import yaml
 from batching_cases import assert_same
 from click.testing import CliRunner, Result
-from engine_cases import ONE_GPU, TWO_GPUS
+from device_cases import ONE_GPU, TWO_GPUS
 from tiny_data import VOCAB, assert_one_error, newest, tiny
 from train_cases import iep_train, rows, weights
 
@@ -127,3 +127,40 @@ def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, dat
     assert result.exit_code in (1, 2)
     assert words in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("execution", "device"),
+    [("grouped", "cpu"), *(pytest.param(each, "cuda", marks=ONE_GPU) for each in ("grouped", "triton"))],
+)
+def test_grouped_training_and_evaluation_is_that_of_calls(data, alone, execution, device, tmp_path) -> None:
+    how = ("--data", data, "--execution", execution, "--device", device)
+    train(tmp_path / "run", "--model", "ee", *how)
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["execution"] == execution
+    assert_same_run(tmp_path / "run", alone)
+    for given in (how, ("--data", data, "--execution", "calls", "--device", "cpu")):
+        result = iep_eval("--ee", alone, "--out", tmp_path / given[3], *given)
+        assert result.exit_code == 0, result.output
+    found, expected = (json.loads((tmp_path / each / "report.json").read_text()) for each in (execution, "calls"))
+    assert found["accuracy"] == expected["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (PLACED, "execution is grouped, but the engine is placed on several devices; expected calls"),
+        (["--defer-weight-grads"], "defer_weight_grads is a setting of calls, which grouped execution always does"),
+        (["engine.module_norm=batch"], "only modules whose parameters are all those of convolutions can be grouped"),
+        (["--asynchronous", "--workers", 2, "instance_size=4"], "execution"),
+    ],
+)
+def test_grouped_execution_that_is_not_possible_is_an_error(data, given, message, tmp_path) -> None:
+    result = iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", "--data", data, "--execution", "grouped", *given)
+    assert_one_error(result, message, code=result.exit_code)
+    assert result.exit_code != 0
+
+
+def test_tritons_kernels_need_a_gpu(data, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    given = ("--model", "ee", "--data", data, "--execution", "triton", "--device", "cpu")
+    assert_one_error(iep_train("--out", tmp_path, *SETTINGS, *given), "Triton's kernels run on a GPU, not on cpu")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
+from device_cases import DEVICES, HAS_TRITON, ONE_GPU
 from engine_cases import (
     DEVICE_LISTS,
     ENGINES,
     FULL_SIZE,
     INDEX,
     MANY_BL,
-    ONE_GPU,
     PROGRAMS_BL,
     TOKENS,
     any_programs,
@@ -37,7 +37,6 @@ from iep.execution_engine.program_graph import types_of
 from iep.models.build import build
 from iep.vocab import END, NULL, START, UNK, index_tokens
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ENDS_BL = np.array([[END, UNK, START, END, INDEX["union"], NULL, START]])
 
 
@@ -53,17 +52,33 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
     name, devices, data, seed
 ):
     programs_BL = data.draw(st.sampled_from([PROGRAMS_BL, MANY_BL, np.full((2, 3), NULL), ENDS_BL]) | any_programs)
-    families = data.draw(st.booleans())
+    execution = data.draw(st.sampled_from(["calls", "grouped"]))
     engine, rows_B = small_engine(**ENGINES[name]), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, batching, sharing, families=families)
+        plan = placed.plan(programs_BL, rows_B, batching, sharing, execution=execution)
 
         def run(x, plan=plan, defer=defer):
             return placed(x.to(devices[0]), plan, defer).cpu()
 
         assert_same(on_cpu(results(run, placed, features_NCHW)), expected, 1e-9)
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ENGINES)
+def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, device):
+    engine, programs_BL = (
+        small_engine(torch.float32, **ENGINES[name]),
+        np.concatenate([PROGRAMS_BL[:2], PROGRAMS_BL[-1:]]),
+    )
+    rows_B, features_NCHW = np.array([0, 0, 1]), features(2, torch.float32)
+    expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
+    engine.to(device)
+    plan = engine.plan(programs_BL, rows_B, execution="triton")
+    found = results(lambda x: engine(x.to(device), plan).cpu(), engine, features_NCHW)
+    assert_same(on_cpu(found), expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_program_generator import DEVICES
+from device_cases import DEVICES
 from tiny_data import CHANNELS, GRID, VOCAB, newest, tiny_config
 from torch import Tensor, nn
 from train_cases import iep_train

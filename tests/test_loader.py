@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_cases import ONE_GPU
 from evaluate_cases import iep_eval
 from processes import is_running, together
 from tiny_data import (
@@ -194,7 +195,7 @@ def test_a_control_groups_limit_counts_less_what_is_used_and_cannot_be_dropped(t
 # To a device
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@ONE_GPU
 def test_on_a_gpu_batches_arrive_whole_while_it_computes(tmp_path: Path):
     device = torch.device("cuda")
     dataset = open_train(write_data(tmp_path, "float16"))

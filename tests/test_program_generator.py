@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from device_cases import DEVICES
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
@@ -13,7 +14,6 @@ from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import END, NULL, START
 
 LayerStates = list[tuple[Tensor, Tensor]]  # (hidden, cell) of every layer
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def make_model(seed: int = 0, **kwargs: int) -> Seq2Seq:

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
+from device_cases import DEVICES
 from test_program_generator import (
-    DEVICES,
     QUESTIONS,
     gradients,
     make_model,

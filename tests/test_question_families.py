@@ -139,7 +139,7 @@ def test_a_run_is_resumed_with_its_families_or_with_others_that_are_named_but_no
     listed.write_text("[2, 5, 6]")
     for again in ((), ("--families", listed)):
         refused = iep_train("--resume", "--out", out, "iterations=4", *again)
-        assert_one_error(refused, f"{listed}: lists the question families 2, 5-6, but {step} was trained on 2-3, 5")
+        assert_one_error(refused, f"{step}: was trained on the question families 2-3, 5, but {listed} lists 2, 5-6")
         assert newest(out) == step
     listed.write_text("- 5\n- 3\n- 2\n- 3\n")  # the same
     content = load_checkpoint(step)

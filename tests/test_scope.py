@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import Twice, assert_same, quick, with_gradients
+from device_cases import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -190,7 +191,7 @@ def outcome(make, run, granularity=None, device="cpu"):
 
 
 @pytest.mark.filterwarnings("ignore:.* runs singly")
-@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("what", LIKE_PLAIN_CODE)
 @GRANULARITIES
 def test_outputs_gradients_and_buffers_are_those_of_plain_code(granularity, what, device):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, with_gradients
+from device_cases import ONE_GPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -84,7 +85,7 @@ def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(case, 
             assert_same({"output": model(plan)}, {"output": expected["output"]}, 1e-9)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@ONE_GPU
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_on_a_gpu_are_those_of_the_cpu(case):
     model, samples = case_of(case, [7, 3, 5])

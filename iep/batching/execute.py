@@ -35,7 +35,9 @@ def execute(
         modules: by op, a callable that maps the arguments of a call, (G, ...) each in order, to its results (G, ...): a
             tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
-            A family's number may have a function `(segments, *arguments)`; without one, its functions run in a loop.
+            A family's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call; without
+            one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)` reads and
+            writes the buffers itself (`fused.py`).
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
@@ -61,18 +63,26 @@ def execute(
 
 def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool) -> list[Tensor]:
     """Run the calls in order, after a first call that writes the inputs, and before a last one that reads the roots."""
-    before, last = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ())
+    before, last, nothing = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ()), Call(0, 0, (), ())
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
     context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
     # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
+        module = modules[call.op] if call.segments is not None and call.op in modules else None
+        if hasattr(module, "run_in_place"):
+            if before.results and is_recorded:
+                token, *_ = _Exchange.apply(token, buffers, before, nothing, *results)
+            elif before.results:
+                buffers.write(before, results)
+            token, results, before = module.run_in_place(token, buffers, call), (), nothing
+            continue
         if is_recorded:
             token, *arguments = _Exchange.apply(token, buffers, before, call, *results)
         else:
             arguments = buffers.exchange(before, call, results)
         if call is not last:
-            with context:
+            with context if module is None else nullcontext():  # a family's callable defers by itself
                 results, before = run_call(plan, modules, call, arguments), call
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments
@@ -91,7 +101,7 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     if call.segments is None:
         returned = modules[call.op](*arguments)
     elif call.op in modules:
-        returned = modules[call.op](call.segments, *arguments)
+        returned = modules[call.op](plan.functions(call), *arguments)
     else:
         returned = run_segments(modules, call.segments, *arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned
@@ -143,6 +153,7 @@ class Buffers:
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
         """The gradients of each backward pass. One pass may run within another, or end before it reaches the inputs."""
+        self._numbers: Tensor | None = None
 
     def write(self, call: Call, results: Sequence[Tensor]) -> None:
         """Write the results of a call.
@@ -176,6 +187,22 @@ class Buffers:
         # so that a copy of a small part of it takes less memory.
         rows = values.data[argument.rows]
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
+
+    def maps(self, column: int) -> Tensor:
+        """Return all values of a column of maps, (num_rows, H, W, C), of which some are not written yet."""
+        kind = self.kinds[column]
+        channels, height, width = kind.shape
+        return self.values[column].view(-1, height, width, channels)
+
+    def rows(self, argument: Argument) -> Tensor:
+        """Return the numbers of the rows that an argument reads."""
+        rows = self.plan.rows(argument)
+        if isinstance(rows, Tensor):
+            return rows
+        if self._numbers is None:
+            device = self.values[argument.column].device
+            self._numbers = torch.arange(max(column.num_rows for column in self.plan.columns), device=device)
+        return self._numbers[rows]
 
     def exchange(self, before: Call, call: Call, results: Sequence[Tensor]) -> list[Tensor]:
         """Write the results of the call `before`, and return the arguments of `call`; those of the roots are copies."""

@@ -62,8 +62,7 @@ def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, execution: 
     if execution == "grouped" and refusal is not None:
         raise ValueError(f"execution 'grouped' is not available: {refusal}")
     if execution != "loop" and refusal is None and len(x_RI):
-        product = _Grouped.apply if torch.is_grad_enabled() else _product
-        return product(x_RI, weight_EIO, ends_E)
+        return (_Grouped.apply if torch.is_grad_enabled() else product)(x_RI, weight_EIO, ends_E)
     sizes = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     parts = zip(x_RI.split(sizes), weight_EIO.unbind(0), sizes, strict=True)
     return torch.cat([x_GI @ weight_IO for x_GI, weight_IO, size in parts if size] or [x_RI @ weight_EIO[0]])
@@ -91,7 +90,7 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
             ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
             # The products of a layer, of its input gradient and of its weight gradient.
             for left, right in ((rows, weights), (rows, weights.mT), (rows.T, rows)):
-                _product(left, right, ends)
+                product(left, right, ends)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError) as error:
@@ -99,33 +98,46 @@ def grouped_refusal(device: torch.device, dtype: torch.dtype, widths: Sequence[i
     return None
 
 
-def _product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
     """Call PyTorch's grouped matrix product by the name that it has in this release."""
     public = getattr(functional, "grouped_mm", None)
     return (public or torch._grouped_mm)(left, right, offs=ends_E)
 
 
-class _Grouped(Function):
-    """The grouped matrix product with the gradients of functions without rows set to zero.
+def weight_product(x_RI: Tensor, gradient_RO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the sum of outer products of each function's rows, (E, I, O), which is zero for functions without rows."""
+    found_EIO = product(x_RI.T, gradient_RO, ends_E)
+    if not x_RI.is_cpu:  # some GPUs' kernels leave them unwritten
+        is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        found_EIO.masked_fill_(is_empty_E[:, None, None], 0)
+    return found_EIO
 
-    Some GPUs' kernels leave them unwritten.
+
+def is_one_kernel(x: Tensor, widths: Sequence[int]) -> bool:
+    """Return whether PyTorch's grouped product of rows like those of `x` exists and does not wait for the GPU.
+
+    On a GPU, PyTorch 2.9 to 2.15 compute it in one kernel for bfloat16 on compute capability 9.0 and 10.0. Otherwise
+    they copy the ends of the functions' rows to the CPU and run a product for each function.
     """
+    fast = x.is_cpu or (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10))
+    return fast and grouped_refusal(x.device, x.dtype, tuple(widths)) is None
+
+
+class _Grouped(Function):
+    """The grouped matrix product with its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EIO, ends_E)
-        return _product(x_RI, weight_EIO, ends_E)
+        return product(x_RI, weight_EIO, ends_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RI, weight_EIO, ends_E = ctx.saved_tensors
         gradient_RO = gradient_RO.contiguous()
-        of_x = _product(gradient_RO, weight_EIO.mT, ends_E) if ctx.needs_input_grad[0] else None
+        of_x = product(gradient_RO, weight_EIO.mT, ends_E) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_x, None, None
-        of_weight = _product(x_RI.T, gradient_RO, ends_E)
-        if not x_RI.is_cpu:
-            is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-            of_weight.masked_fill_(is_empty_E[:, None, None], 0)
+        of_weight = weight_product(x_RI, gradient_RO, ends_E)
         return of_x, of_weight, None

@@ -8,7 +8,7 @@ Shapes: N nodes, K calls, G nodes of a call, S slots, F tensors of a value, R te
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +87,40 @@ class Call(NamedTuple):
     results: tuple[Result, ...]
     segments: tuple[Segment, ...] | None = None
     """The functions of a family's call, and the rows of each."""
+    place: tuple[int, int] | None = None
+    """The number of a family's call among the family's calls, and its first row among the rows of all of them."""
+
+
+class Functions(NamedTuple):
+    """The functions of the rows of a family's call, as tensors."""
+
+    index: torch.Tensor
+    """The position of each row's function among the family's functions in the plan, (G,) int64, ascending."""
+    ends: torch.Tensor
+    """The end of the rows of each of these functions, (F,) int32."""
+    first: int
+    """The number of rows of earlier calls of the family."""
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The functions of a family that a plan runs."""
+
+    ops: tuple[int, ...]
+    """The F functions, ascending."""
+    index: torch.Tensor
+    """The position of the function of each row of all calls, (sum of G,) int64."""
+    ends: torch.Tensor
+    """The end of the rows of each function in each of K calls, (K, F) int32."""
+    order: torch.Tensor
+    """The rows of all calls, sorted by function, (sum of G,) int64."""
+    total_ends: torch.Tensor
+    """The end of the rows of each function among these, (F,) int32."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Family":
+        """Return the family with `function` applied to its tensors."""
+        tensors = {name: function(getattr(self, name)) for name in ("index", "ends", "order", "total_ends")}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +147,13 @@ class Plan:
     """The tensors that a run returns."""
     num_devices: int = 1
     """Column c of the types on the device at position p is column c * num_devices + p; see `placement.py`."""
+    families: Mapping[int, Family] = field(default_factory=dict)
+    """The families that have calls, by number."""
+
+    def functions(self, call: Call) -> Functions:
+        """Return the functions of the rows of a family's call."""
+        family, (number, first) = self.families[call.op], call.place
+        return Functions(family.index[first : first + call.size], family.ends[number], first)
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
@@ -124,11 +165,15 @@ class Plan:
             replace(column, index=column.index.to(column.device or device, non_blocking=True))
             for column in self.columns
         ]
-        return replace(self, columns=tuple(columns))
+        families = {
+            op: each.map(lambda tensor: tensor.to(device, non_blocking=True)) for op, each in self.families.items()
+        }
+        return replace(self, columns=tuple(columns), families=families)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
         """Return the plan with `function` applied to its index tensors."""
-        return replace(self, columns=tuple(replace(each, index=function(each.index)) for each in self.columns))
+        columns = tuple(replace(each, index=function(each.index)) for each in self.columns)
+        return replace(self, columns=columns, families={op: each.map(function) for op, each in self.families.items()})
 
     def __str__(self) -> str:
         lines = [
@@ -202,7 +247,7 @@ def make_plan(
     width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
     args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)
     args_AN[:most], fields_AN[:most] = graph.args.T, 0 if types.fields is None else types.fields.T
-    calls = []
+    calls, families = [], {op: _FamilyRows() for op in {group.op for group in schedule if group.segments is not None}}
     for group, signature in zip(schedule, signature_K, strict=True):
         arguments = []
         for read in signature.reads:
@@ -212,14 +257,16 @@ def make_plan(
             arguments.append(layout.read(slots, fields + read.field, read.count, f"op {group.op}"))
         slots = graph.num_inputs + group.nodes
         results = tuple([layout.write(slots, field, column) for field, column in enumerate(signature.makes)])
-        calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments))
+        place = None if group.segments is None else families[group.op].add(group.segments)
+        calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments, place))
     roots = types.roots if any(len(slots) for slots, _ in types.roots) else ()  # an empty minibatch has none
     roots = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
     columns = [
         Column(count, layout.index(column), devices[column % len(devices)] if devices else None)
         for column, count in enumerate(layout.num_rows)
     ]
-    return Plan(tuple(calls), tuple(columns), tuple(inputs), roots, max(1, len(devices)))
+    found = {op: rows.family() for op, rows in families.items()}
+    return Plan(tuple(calls), tuple(columns), tuple(inputs), roots, max(1, len(devices)), found)
 
 
 def _signature(group: Group, types: Types) -> Signature:
@@ -231,6 +278,34 @@ def _signature(group: Group, types: Types) -> Signature:
     if len({types.signatures[op] for op in ops}) > 1:
         raise ValueError(f"the functions of family {group.op} have different signatures, expected one")
     return types.signatures[ops[0]]
+
+
+class _FamilyRows:
+    """The functions of the rows of a family's calls, while a plan grows."""
+
+    def __init__(self) -> None:
+        self.segments_K: list[Sequence[Segment]] = []
+        self.num_rows = 0
+
+    def add(self, segments: Sequence[Segment]) -> tuple[int, int]:
+        """Add a call, and return its place."""
+        place = len(self.segments_K), self.num_rows
+        self.segments_K.append(segments)
+        self.num_rows += segments[-1].rows.stop
+        return place
+
+    def family(self) -> Family:
+        """Return the family of all calls."""
+        ops = tuple(sorted({segment.op for segments in self.segments_K for segment in segments}))
+        sizes_KF = np.zeros((len(self.segments_K), len(ops)), dtype=np.int32)
+        position = {op: number for number, op in enumerate(ops)}
+        for sizes_F, segments in zip(sizes_KF, self.segments_K, strict=True):
+            for op, rows in segments:
+                sizes_F[position[op]] = rows.stop - rows.start
+        index = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
+        ends_KF = sizes_KF.cumsum(axis=1, dtype=np.int32)
+        total_F = ends_KF.sum(axis=0, dtype=np.int32)
+        return Family(ops, *map(torch.from_numpy, (index, ends_KF, index.argsort(kind="stable"), total_F)))
 
 
 class _Read(NamedTuple):

@@ -7,17 +7,20 @@ Shapes: B questions, N stems, C H W features, A answers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.schedulers import lower_bound
@@ -26,10 +29,11 @@ from iep.bench.strategy import BEST, Strategy
 from iep.bench.tables import Benchmark
 from iep.bench.workload import Minibatch, generated, read_workload
 from iep.config import EngineConfig
+from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, network_kwargs, place, place_engine
+from iep.models.build import build, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
@@ -55,7 +59,7 @@ class Step:
         """Return a function that runs each part, whose inputs are ready, so that only the part itself is timed."""
         parts = {PLANNING: self.make_plan, STEP: self.step}
         # A call of a family runs several modules at once, so that no module is called by itself.
-        return parts if self.strategy.families else {**parts, MODULES: self.replay(self.calls())}
+        return parts if self.strategy.execution != DEFAULT_EXECUTION else {**parts, MODULES: self.replay(self.calls())}
 
     def limit(self) -> dict[str, Run]:
         """Return the part that no schedule can beat: one call per function, without dependencies or moved values."""
@@ -67,8 +71,8 @@ class Step:
 
     def make_plan(self) -> ProgramPlan:
         """Return the plan of the programs: graph, schedule and indices on the device."""
-        how, families = (self.strategy.batching, self.strategy.sharing), self.strategy.families
-        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, families=families)
+        how, execution = (self.strategy.batching, self.strategy.sharing), self.strategy.execution
+        return self.engine.plan(self.programs_BL, self.image_rows_B, *how, execution=execution)
 
     def step(self) -> None:
         """Run a forward pass; in training, also compute the loss and run a backward pass."""
@@ -77,6 +81,11 @@ class Step:
             loss = functional.cross_entropy(logits_BA, self.answers_B) if self.engine.training else None
         if loss is not None:
             loss.backward()
+
+    def count_kernels(self) -> int:
+        """Return the number of kernels of a step, from the features on."""
+        self.engine.zero_grad(set_to_none=True)
+        return count_kernels(self.step, self.devices[0])
 
     def calls(self) -> list[Call]:
         """Run a forward pass, and return its module calls, including those of the stem and the classifier."""
@@ -119,10 +128,35 @@ class Step:
             yield
 
 
+class Operators(TorchDispatchMode):
+    """A mode that counts the operators that compute or copy values, for each of which a GPU runs a kernel or more."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += not (func.is_view or "empty" in name or name in ("_unsafe_view", "promote_types"))
+        return func(*args, **(kwargs or {}))
+
+
+def count_kernels(run: Run, device: torch.device) -> int:
+    """Return the number of kernels that a function runs on a GPU, or on a CPU, that of its `Operators`."""
+    if device.type == "cuda":
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            run()
+            torch.cuda.synchronize(device)
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
+    with Operators() as operators:
+        run()
+    return operators.count
+
+
 def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
     """Return the competitor of a strategy, or the limit of strategies with the same nodes and precision."""
     strategy, devices, graphs = steps[0].strategy, steps[0].devices, [step.plan.graph for step in steps]
-    limit = replace(strategy, batching=LIMIT, defer=False, families=False).name
+    limit = replace(strategy, batching=LIMIT, defer=False, execution=DEFAULT_EXECUTION).name
 
     def measure() -> dict[str, float]:
         times: dict[str, list[float]] = defaultdict(list)
@@ -136,8 +170,11 @@ def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
         nodes = mean(graph.num_nodes for graph in graphs)
         if is_limit:
             return {"nodes": nodes, "calls": mean(len(np.unique(graph.op)) for graph in graphs)}
-        bound = None if strategy.families else mean(map(lower_bound, graphs))
-        return {"nodes": nodes, "calls": mean(len(step.plan.schedule) for step in steps), "bound": bound}
+        bound = None if strategy.execution != DEFAULT_EXECUTION else mean(map(lower_bound, graphs))
+        calls, kernels = (
+            mean(map(count, steps)) for count in (lambda step: len(step.plan.schedule), Step.count_kernels)
+        )
+        return {"nodes": nodes, "calls": calls, "bound": bound, "kernels": kernels}
 
     name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
     return Competitor(name, measure, total, facts, limit)
@@ -165,7 +202,8 @@ def engine_benchmark(
         data: directory that `iep-preprocess` wrote; None to generate questions.
 
     Raises:
-        InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run.
+        InputError: there are too few questions, they have no programs, or the engine cannot be built, placed or run as
+            a strategy says.
     """
     check_options(placement, devices, device)
     first = main_device(placement, devices, device)
@@ -183,6 +221,9 @@ def engine_benchmark(
         costs = place_engine(engine, placement, devices, sample, memory_format)
         description += "\n" + describe_engine(placement, engine, costs, sample, engine.planner(), largest, "float32")
 
+    for strategy in strategies:
+        set_execution(engine, strategy.execution, first, strategy.defer)
+
     def case(size: int, phase: str) -> Case:
         training = phase == "train"
         engine.train(training)
@@ -190,7 +231,9 @@ def engine_benchmark(
         minibatches = [workload.minibatch(number * size, size, first) for number in range(count)]
         # Without weight gradients there is nothing to defer.
         chosen = dict.fromkeys(replace(strategy, defer=strategy.defer and training) for strategy in strategies)
-        alike = dict.fromkeys(replace(strategy, batching=BEST, defer=False, families=False) for strategy in chosen)
+        alike = dict.fromkeys(
+            replace(strategy, batching=BEST, defer=False, execution=DEFAULT_EXECUTION) for strategy in chosen
+        )
         competitors = [
             competitor([Step(engine, strategy, each, first) for each in minibatches], kind is alike)
             for kind in (chosen, alike)

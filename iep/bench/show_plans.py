@@ -169,7 +169,7 @@ def show_plans(
         engine.placement = make_placement(placement, devices, engine.parts, costs.work, sample.source)
     image_rows_B, texts, calls, shown = np.unique(image_idxs_B, return_inverse=True)[1], [], {}, []
     for strategy in strategies:
-        planner = engine.planner(strategy.batching, strategy.sharing, families=strategy.families)
+        planner = engine.planner(strategy.batching, strategy.sharing, execution=strategy.execution)
         plan = planner(programs_BL, image_rows_B=image_rows_B)
         examples = list(walk(plan))
         if not texts:

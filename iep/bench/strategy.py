@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 from iep.config import BATCHING, PRECISIONS, Config
 from iep.errors import InputError, nearest
+from iep.execution_engine.choices import DEFAULT_EXECUTION, EXECUTIONS
 
 PHASES = ("train", "inference")
 ALL = "all"
 BEST = Config.batching
-SHARING, DEFER, FAMILIES = OPTIONS = ("sharing", "defer", "families")
+SHARING, DEFER = OPTIONS = ("sharing", "defer")
+GROUPED = tuple(each for each in EXECUTIONS if each != DEFAULT_EXECUTION)
 
 
 @dataclass(frozen=True)
@@ -18,23 +20,24 @@ class Strategy:
     Attributes:
         sharing: run each image's stem, and equal subtrees over one image, once.
         defer: compute the gradients of each module's weights once per step.
-        families: schedule families of functions of one architecture, so that a call runs several functions.
+        execution: one of `EXECUTIONS`. Other than with "calls", a call runs all functions of one architecture.
     """
 
     batching: str
     sharing: bool = False
     defer: bool = False
-    families: bool = False
+    execution: str = DEFAULT_EXECUTION
     precision: str = PRECISIONS[0]
 
     @property
     def name(self) -> str:
         """The name of the strategy, which `parse_strategies` reads."""
         options = [option for option in OPTIONS if getattr(self, option)]
-        return "+".join([self.batching, *options, *[self.precision] * (self.precision != PRECISIONS[0])])
+        others = {self.execution, self.precision} - {DEFAULT_EXECUTION, PRECISIONS[0]}
+        return "+".join([self.batching, *options, *sorted(others, reverse=True)])
 
 
-def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISIONS)) -> list[Strategy]:
+def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *GROUPED, *PRECISIONS)) -> list[Strategy]:
     """Return the strategies of a comma-separated list, without duplicates.
 
     An item is a scheduler and, after `+`, some of `options`. `all` stands for every scheduler, for the default one with
@@ -51,11 +54,15 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *PRECISION
         for each in added:
             _check(each, options, f"addition to {name}")
         chosen = {option: option in added for option in OPTIONS}
-        precision, *others = [each for each in added if each in PRECISIONS] or PRECISIONS[:1]
-        if others:
-            raise InputError(f"{item!r} has several precisions, expected one")
+        for kind, known, default in (
+            ("precision", PRECISIONS, PRECISIONS[0]),
+            ("execution", GROUPED, DEFAULT_EXECUTION),
+        ):
+            chosen[kind], *others = [each for each in added if each in known] or [default]
+            if others:
+                raise InputError(f"{item!r} has several {kind}s, expected one")
         names = BATCHING if name == ALL else (name,)
-        strategies += [Strategy(batching, **chosen, precision=precision) for batching in names]
+        strategies += [Strategy(batching, **chosen) for batching in names]
         if item == ALL:
             defers = (False, True) if DEFER in options else (False,)
             strategies += [Strategy(BEST, sharing=True, defer=defer) for defer in defers]

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from iep.asynchronous.conductor import BACKWARD_WEIGHTS
-from iep.bench.strategy import ALL, BEST, DEFER, FAMILIES, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
+from iep.bench.strategy import ALL, BEST, DEFER, GROUPED, OPTIONS, PHASES, SHARING, Strategy, parse_strategies
 from iep.cli.command import Command, CommandGroup
 from iep.cli.options import (
     PATH,
@@ -133,7 +133,7 @@ def main() -> None:
 
 @main.command(cls=RecordedCommand)
 @option("--batch-sizes", type=SIZES, default="1,4,16,64,256,1024", help="Questions per minibatch.")
-@batching(ALL, *OPTIONS, *PRECISIONS)
+@batching(ALL, *OPTIONS, *GROUPED, *PRECISIONS)
 @data
 @option("--questions-per-image", type=click.IntRange(1, 300), default=1, help="Generated questions per image.")
 @option("--feature-shape", type=TRIPLE, metavar="C H W", default=(1024, 14, 14), help="Shape of generated features.")
@@ -166,7 +166,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @data
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
 @option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
-@batching(f"{BEST}+{SHARING}", SHARING, FAMILIES)
+@batching(f"{BEST}+{SHARING}", SHARING, *GROUPED)
 @option("--modules", type=click.Choice(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options

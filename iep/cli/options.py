@@ -19,6 +19,7 @@ from iep.config import (
     Config,
     Evaluation,
 )
+from iep.execution_engine.choices import EXECUTIONS
 
 if TYPE_CHECKING:
     from iep.preprocess.backbones import Backbone
@@ -130,6 +131,12 @@ execution_options = all_of(
         default=None,
         help="Run each image's stem, and equal subtrees over one image, once per batch.  [default: sharing; in "
         "training only where it is exact]",
+    ),
+    click.option(
+        "--execution",
+        type=click.Choice(("auto", *EXECUTIONS)),
+        help="What a module call runs: one function (calls), or all functions of one architecture that are ready "
+        f"(grouped). auto: grouped on a GPU where it is possible, otherwise calls.  [default: {Config.execution}]",
     ),
     click.option(
         "--precision",

@@ -27,7 +27,7 @@ from iep.evaluation.page_questions import Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
-from iep.models.build import check_features, describe_other_features, load_network, place_engine
+from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory
 from iep.runtime.distributed import gather, is_main
@@ -184,6 +184,8 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
             tqdm.write(warning)
     if settings.ee is not None and settings.placement != NONE:
         tqdm.write(_place(networks["engine"], settings, split.questions))
+    if settings.ee is not None:
+        set_execution(networks["engine"], settings.execution, device)
     return Predictor(
         **networks,
         run_predicted=predicted,

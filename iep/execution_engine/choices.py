@@ -16,6 +16,13 @@ MODULES = {
 }
 """The class of each set of modules, imported when it is first needed."""
 DEFAULT_SCHEDULER = "lookahead"
+EXECUTIONS = {
+    "calls": "one module per call",
+    "grouped": "all functions of one architecture per call, by PyTorch's grouped matrix products",
+    "triton": "all functions of one architecture per call, by Triton kernels",
+}
+"""What a call runs, and how."""
+DEFAULT_EXECUTION = "calls"
 SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")
 STEMS = ("conv", "pixels", "none")

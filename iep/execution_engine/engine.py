@@ -15,8 +15,14 @@ import torch
 from torch import nn
 
 from iep.batching.execute import execute
-from iep.batching.plan import Plan
-from iep.execution_engine.choices import DEFAULT_SCHEDULER, INITIALIZATIONS, check_choice, make_module_set
+from iep.batching.families import can_be_grouped, family_modules
+from iep.execution_engine.choices import (
+    DEFAULT_EXECUTION,
+    DEFAULT_SCHEDULER,
+    INITIALIZATIONS,
+    check_choice,
+    make_module_set,
+)
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_graph import is_of_maps, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
@@ -122,6 +128,8 @@ class ExecutionEngine(nn.Module):
             classifier_norm,
             classifier_dropout,
         )
+        self.execution = DEFAULT_EXECUTION
+        """The execution of plans that do not name another one, one of `choices.EXECUTIONS`."""
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
@@ -146,6 +154,11 @@ class ExecutionEngine(nn.Module):
         return any(role is not None and role.is_penalized for role in self.roles)
 
     @property
+    def can_be_grouped(self) -> bool:
+        """True if a plan of families runs all functions of at least one family at once."""
+        return any(can_be_grouped(getattr(self, token)) for token in self._runs.values())
+
+    @property
     def ops(self) -> dict[int, str]:
         """The part that each op of a plan with `ends` runs."""
         return self._runs | {len(self.program_tokens): STEM, len(self.program_tokens) + 1: CLASSIFIER}
@@ -164,8 +177,8 @@ class ExecutionEngine(nn.Module):
         sharing: bool | None = None,
         training: bool = False,
         attentions: bool = False,
-        families: bool = False,
         ends: bool = False,
+        execution: str | None = None,
     ) -> Planner:
         """Return `plan_programs` for this engine and its placement, without weights, so that workers can receive it.
 
@@ -174,12 +187,13 @@ class ExecutionEngine(nn.Module):
                 and in training if no batch norm or dropout makes a result depend on how often it is computed.
             training: the plans are for training.
             attentions: as in `plan_programs`.
-            families: schedule functions of the same architecture, which differ only in their weights, as one family.
             ends: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
+            execution: one of `choices.EXECUTIONS`; None for the engine's own.
 
         Raises:
             ValueError: `attentions` is set, and the modules return none that the penalty counts.
         """
+        execution = execution or self.execution
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the set tbd do")
         if sharing is None:
@@ -190,8 +204,9 @@ class ExecutionEngine(nn.Module):
             "roles": self.roles,
             "placement": self.placement,
             "attentions": attentions,
-            "families": self._families() if families else None,
+            "families": None if execution == DEFAULT_EXECUTION else self._families(),
             "ends": ends,
+            "execution": execution,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
@@ -202,11 +217,11 @@ class ExecutionEngine(nn.Module):
         batching: str = DEFAULT_SCHEDULER,
         sharing: bool | None = None,
         attentions: bool = False,
-        families: bool = False,
+        execution: str | None = None,
     ) -> ProgramPlan:
         """Return the plan of (B, L) programs for this engine, its devices and its training mode; see `planner`."""
         device = next(self.parameters()).device
-        planner = self.planner(batching, sharing, self.training, attentions, families)
+        planner = self.planner(batching, sharing, self.training, attentions, execution=execution)
         return planner(programs_BL, image_rows_B=image_rows_B).to(device)
 
     def forward(self, features_NCHW: torch.Tensor, plan: ProgramPlan, defer_weight_grads: bool = False) -> torch.Tensor:
@@ -215,7 +230,8 @@ class ExecutionEngine(nn.Module):
         Args:
             features_NCHW: the features of the images for which the plan was made.
             plan: the plan of the B programs, with its tensors on the features' device; see `ProgramPlan.to`.
-            defer_weight_grads: compute the gradient of each module's weights once, over all its calls.
+            defer_weight_grads: compute the gradient of each module's weights once, over all its calls. A plan with
+                families always does so.
 
         Raises:
             ValueError: the plan is for another kind of engine or another number of images, or it has no program.
@@ -238,14 +254,20 @@ class ExecutionEngine(nn.Module):
         if placement is not None:
             features_NCHW = features_NCHW.to(placement.device(STEM))
         with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            maps_BCHW, attention = self._execute(plan.plan, self.stem(features_NCHW), defer_weight_grads)
+            maps_BCHW, attention = self._execute(plan, self.stem(features_NCHW), defer_weight_grads)
             return self.classifier(maps_BCHW).to(device), attention.to(device)
 
-    def _execute(self, calls: Plan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _execute(self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
-        found = execute(calls, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
+        if plan.execution != DEFAULT_EXECUTION:
+            grouped = family_modules
+            if plan.execution == "triton":
+                from iep.batching.fused import kernel_modules as grouped  # which needs Triton
+            modules |= grouped(plan.plan, modules)
+            inputs[MAP], defer = inputs[MAP].contiguous(memory_format=torch.channels_last), True
+        found = execute(plan.plan, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))

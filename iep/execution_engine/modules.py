@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.families import ConvStep
 from iep.execution_engine.choices import NORMS, SCENES, check_choice
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import SCENE, arity
@@ -81,6 +82,9 @@ class UnaryModule(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
         self.bn1, self.bn2 = make_norm(norm, dim), make_norm(norm, dim)
         self.residual = residual
+        self.conv_steps = None
+        if norm == "none":
+            self.conv_steps = (ConvStep("conv1", (0,)), ConvStep("conv2", (1,), residual=0 if residual else None))
 
     def forward(self, x_GCHW: Tensor) -> Tensor:
         """Return the block's output."""
@@ -99,6 +103,10 @@ class BinaryModule(nn.Module):
         super().__init__()
         self.proj = nn.Conv2d(2 * dim, dim, kernel_size=1)
         self.res_block = UnaryModule(dim, residual, norm)
+        self.conv_steps = None
+        if norm == "none":
+            block = (("res_block.conv1", (2,)), ("res_block.conv2", (3,), 2 if residual else None))
+            self.conv_steps = (ConvStep("proj", (0, 1)), *(ConvStep(*each) for each in block))
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:
         """Return the block's output."""

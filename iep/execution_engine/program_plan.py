@@ -16,7 +16,7 @@ from iep.batching.placement import make_placed_plan
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
-from iep.execution_engine.choices import DEFAULT_SCHEDULER
+from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
 from iep.execution_engine.placement import Placement
 from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, with_ends
 
@@ -39,6 +39,8 @@ class ProgramPlan:
     """The row of each input's image in the features, (num_inputs,); None if input n belongs to image n."""
     placement: Placement | None = None
     """The placement that an engine that runs the plan must have; None for one device."""
+    execution: str = DEFAULT_EXECUTION
+    """How an engine runs the plan, one of `choices.EXECUTIONS`."""
 
     def to(self, device: torch.device) -> "ProgramPlan":
         """Return the plan for features on `device`; the index tensors of a placed plan are on their own devices."""
@@ -62,6 +64,7 @@ def plan_programs(
     attentions: bool = False,
     families: Mapping[int, int] | None = None,
     ends: bool = False,
+    execution: str = DEFAULT_EXECUTION,
 ) -> ProgramPlan:
     """Return the plan of (B, L) prefix programs, well-formed or not (`iep/programs.py` defines what they mean).
 
@@ -80,6 +83,7 @@ def plan_programs(
             runs several functions of the same architecture.
         ends: the stem and the classifier are ops of the graph, as `with_ends` says, so that a run computes the scores
             of the answers from features.
+        execution: how an engine runs the families, one of `choices.EXECUTIONS`.
 
     Raises:
         ValueError: a token is out of range, the scheduler is unknown, the vocabulary has no `scene`, `image_rows_B` is
@@ -100,7 +104,7 @@ def plan_programs(
         plan = make_plan(graph, schedule, types)
     else:
         plan = make_placed_plan(graph, schedule, placement.of_ops(program_tokens), types)
-    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), roles, num_images, rows, placement)
+    return ProgramPlan(graph, schedule, plan, tuple(program_tokens), roles, num_images, rows, placement, execution)
 
 
 def _checked_rows(image_rows_B: np.ndarray | torch.Tensor, count: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ networks have the names of the sections of a config with their settings: `genera
 """
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttenti
 from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
+from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
@@ -270,6 +272,31 @@ def place_engine(
     costs = costs_of(engine, sample)
     place_parts(engine, make_placement(option, devices, engine.parts, costs.work, sample.source), memory_format)
     return costs
+
+
+def set_execution(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool = False) -> None:
+    """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
+
+    Args:
+        defer: the weight gradients of calls are deferred.
+
+    Raises:
+        InputError: the execution would have no effect, or does not work, for this engine.
+    """
+    refusal = None
+    if engine.placement is not None:
+        refusal = "the engine is placed on several devices"
+    elif defer:
+        refusal = "defer_weight_grads is a setting of calls, which grouped execution always does"
+    elif execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        refusal = f"Triton's kernels run on a GPU, not on {device}"
+    elif not engine.can_be_grouped:
+        refusal = "only modules whose parameters are all those of convolutions can be grouped"
+    if execution == "auto":
+        execution = "grouped" if device.type == "cuda" and refusal is None else DEFAULT_EXECUTION
+    elif execution != DEFAULT_EXECUTION and refusal is not None:
+        raise InputError(f"execution is {execution}, but {refusal}; expected {DEFAULT_EXECUTION}")
+    engine.execution = execution
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:

@@ -50,6 +50,7 @@ from iep.models.build import (
     network_kwargs,
     place,
     place_engine,
+    set_execution,
     unpack,
     with_module_norm,
 )
@@ -179,7 +180,7 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         before = start.content.get("families", families)  # earlier versions did not record them
         if before != families:
             raise InputError(
-                f"{config.families}: lists the question families {families}, but {start.path} was trained on {before}; "
+                f"{start.path}: was trained on the question families {before}, but {config.families} lists {families}; "
                 "undo that to resume, or give --families another file"
             )
     if start is not None and start.content["step"] >= config.iterations and not start.content["validation_due"]:
@@ -240,6 +241,8 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
         placed = _place(task, config, data.training)
         if is_main():
             tqdm.write(placed)
+    if "engine" in networks and not config.asynchronous:
+        set_execution(networks["engine"], config.execution, data.device, config.defer_weight_grads)
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)

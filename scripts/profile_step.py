@@ -1,0 +1,77 @@
+"""Profile a training step of the engine in every execution: kernels, time of the GPU and of the host, and FLOP/s.
+
+scripts/profile_step.py --batch-sizes 64,1024 --device cuda
+"""
+
+import argparse
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from iep.bench.compare import seconds
+from iep.bench.measure_engine import Step
+from iep.bench.strategy import parse_strategies
+from iep.bench.workload import generated
+from iep.config import read_config
+from iep.models.build import build, network_kwargs, place
+
+PEAKS = {"H100": (494.7e12, 989.4e12), "H200": (494.7e12, 989.4e12), "A100": (156e12, 312e12)}
+"""Dense TF32 and bfloat16 FLOP/s of the SXM variants, from NVIDIA's data sheets."""
+STRATEGIES = "lookahead+sharing,lookahead+sharing+grouped"
+SHOWN = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch-sizes", default="64,1024")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--feature-shape", type=int, nargs=3, default=(1024, 14, 14))
+    parser.add_argument("settings", nargs="*", help="engine.KEY=VALUE")
+    given = parser.parse_intermixed_args()
+    device = torch.device(given.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    peaks = next((peaks for part, peaks in PEAKS.items() if part in name), None)
+    more = ",lookahead+sharing+triton" if device.type == "cuda" else ""
+    strategies = [
+        strategy
+        for precision in ("float32", "bfloat16")
+        for strategy in parse_strategies(",".join(f"{each}+{precision}" for each in (STRATEGIES + more).split(",")))
+    ]
+    print(f"A training step on {name}, with random features; torch {torch.__version__}")
+    for size in map(int, given.batch_sizes.split(",")):
+        workload = generated(size, 1, tuple(given.feature_shape), size, 0)
+        config = read_config(None, given.settings).engine
+        engine = place(
+            build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), device
+        )
+        minibatch = workload.minibatch(0, size, device)
+        with FlopCounterMode(display=False) as counter:
+            Step(engine.train(), strategies[0], minibatch, device).step()
+        flops = counter.get_total_flops()
+        for strategy in strategies:
+            step = Step(engine, strategy, minibatch, device)
+
+            def run(step: Step = step) -> None:
+                step.engine.zero_grad(set_to_none=True)
+                step.step()
+
+            for _ in range(3):
+                run()
+            wall = median(seconds(run, device) for _ in range(10))
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+                run()
+            total = [each for each in found.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+            on_gpu = sum(each.self_device_time_total for each in total) / 1e3
+            text = f"{size} questions, {strategy.name}: {1e3 * wall:.2f} ms, {step.count_kernels()} kernels, "
+            text += f"{on_gpu:.2f} ms on the GPU, {flops / wall / 1e12:.2f} TFLOP/s"
+            if peaks is not None:
+                text += f", {100 * flops / wall / peaks[strategy.precision == 'bfloat16']:.1f}% of the peak"
+            print("\n" + text)
+            for each in sorted(total, key=lambda each: -each.self_device_time_total)[:SHOWN]:
+                print(f"  {each.self_device_time_total / 1e3:9.3f} ms {each.count:6d} x {each.key[:90]}")
+
+
+if __name__ == "__main__":
+    main()
