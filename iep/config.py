@@ -292,8 +292,12 @@ class Config:
 class Evaluation:
     """All settings of an evaluation; `pg`, `ee` and `baseline` are checkpoints or run directories."""
 
-    data: Path
+    data: Path | None = None
     split: str = "val"
+    answers: Path | None = None
+    """A file with the answers of any model, in place of networks."""
+    questions: Path | None = None
+    """A question file in CLEVR's format that is answered, in place of `data`."""
     pg: Path | None = None
     ee: Path | None = None
     baseline: Path | None = None

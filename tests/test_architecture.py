@@ -13,7 +13,7 @@ import iep
 
 ROOT = Path(iep.__file__).parents[1]
 ORDER = (
-    *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "asynchronous", "programs"),
+    *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "asynchronous", "programs", "reward"),
     *("synth", "backbone", "program_generator", "execution_engine", "baselines", "config"),
     *("data", "models", "preprocess", "evaluation", "training", "asking"),
     *("workloads", "bench", "cli"),

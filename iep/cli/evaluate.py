@@ -1,5 +1,6 @@
 """`iep-eval`: evaluate checkpoints on a split, and write a table, predictions, answers and an HTML report."""
 
+from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,27 @@ from iep.cli.options import (
 from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
 from iep.runtime.locks import alone_in
 
+SCORED = {
+    *("answers", "questions", "data", "split", "families", "skip_samples", "num_samples"),
+    *("out", "report_dir", "images", "most_questions", "name", "others"),
+}
+"""The options that go with `--answers`."""
+
 
 @click.command(cls=Command)
 @network_options
 @click.option("--data", type=PATH, help="Directory written by iep-preprocess.")
+@click.option(
+    "--answers",
+    type=PATH,
+    metavar="FILE",
+    help="Score the answers of any model in place of networks: .jsonl, .json, .parquet, or text with one answer per "
+    "line. Rows have a question_index or are in the order of the questions, and their answers may be marked by "
+    "<answer> or \\boxed.",
+)
+@click.option(
+    "--questions", type=PATH, metavar="FILE", help="Question file in CLEVR's format for --answers, not --data."
+)
 @click.option(
     "--backbone",
     metavar="synth|FILE",
@@ -91,7 +109,8 @@ from iep.runtime.locks import alone_in
     type=(str, PATH),
     multiple=True,
     metavar="NAME REPORT",
-    help="Column for an earlier report.json (or its directory); may be given several times.",
+    help="Column for an earlier report.json (or its directory), or for a file as for --answers; may be given several "
+    "times.",
 )
 def main(
     out: Path | None,
@@ -106,14 +125,21 @@ def main(
 ) -> None:
     """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second.
 
-    With --backbone and --scenes, evaluate a backbone instead: precision and recall of the objects that it finds, and
-    the accuracy of each attribute.
+    With --answers, score the answers of any other model. With --backbone and --scenes, evaluate a backbone: precision
+    and recall of the objects that it finds, and the accuracy of each attribute.
     """
     if backbone is not None or scenes is not None:
         _evaluate_backbone(backbone, scenes, options)
         return
-    if options["data"] is None:
-        raise click.UsageError("give --data DIR, a directory written by iep-preprocess, or --backbone and --scenes")
+    if options["answers"] is not None:
+        _only("--answers", SCORED)
+    elif options["questions"] is not None:
+        raise click.UsageError("--questions is for --answers FILE; networks need --data DIR")
+    if options["questions"] is not None:
+        _only("--questions", SCORED - {"data", "split", "families"})
+    elif options["data"] is None:
+        what = "--questions FILE with --answers, or --backbone and --scenes"
+        raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
     if report_dir is None and not (images is None and most_questions is None):
         raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
@@ -123,14 +149,20 @@ def main(
             raise click.UsageError(f"{flag}: the name {label!r} is not UTF-8 text")
     # Imported late: `--help` should not wait for torch.
     from iep.evaluation.html_report import PAGE, Page
-    from iep.evaluation.json_report import Report, format_table, read_report
+    from iep.evaluation.json_report import Report, format_table, is_report, read_report
     from iep.evaluation.outcome import OUTPUTS, REPORT
     from iep.evaluation.run_evaluation import evaluate
     from iep.runtime.distributed import is_main, joined
 
-    earlier = [(label, read_report(path / REPORT if path.is_dir() else path)) for label, path in others]
     options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
+    questions = {name: getattr(settings, name) for name in SCORED & vars(settings).keys()}
+    earlier = [
+        (label, read_report(path / REPORT if path.is_dir() else path))
+        if path.is_dir() or is_report(path)
+        else (label, evaluate(Evaluation(**questions | {"answers": path})))
+        for label, path in others
+    ]
     page = None
     if report_dir is not None:
         most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
@@ -160,6 +192,18 @@ def main(
         click.echo(f"{out / PAGE} is the page of another evaluation; --report {out} replaces it.")
 
 
+def _only(flag: str, used: Set[str]) -> None:
+    """Check that no options are given but those that are `used`.
+
+    Raises:
+        click.UsageError: another option is given.
+    """
+    context = click.get_current_context()
+    for option in context.command.params:
+        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and option.name not in used:
+            raise click.UsageError(f"{option.opts[0]} does not go with {flag}")
+
+
 def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[str, Any]) -> None:
     """Print the scores of a backbone.
 
@@ -167,10 +211,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
         click.UsageError: an option is missing, or does not apply to backbones.
         InputError: as `evaluate_backbone`.
     """
-    context, used = click.get_current_context(), {"backbone", "scenes", "split", "num_samples", "device"}
-    for option in context.command.params:
-        if context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and option.name not in used:
-            raise click.UsageError(f"{option.opts[0]} does not go with --backbone")
+    _only("--backbone", {"backbone", "scenes", "split", "num_samples", "device"})
     if backbone is None or scenes is None:
         raise click.UsageError("--backbone and --scenes go together")
     from iep.evaluation.objects import evaluate_backbone

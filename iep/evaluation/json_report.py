@@ -73,6 +73,15 @@ def read_report(path: Path) -> Report:
         return _as_kind(content, Report, "the report")
 
 
+def is_report(path: Path) -> bool:
+    """Return whether a file is a report.json, valid or not, rather than a file of answers."""
+    try:
+        content = json.loads(path.read_bytes()) if path.suffix == ".json" else None
+    except (OSError, ValueError):
+        return path.suffix == ".json"
+    return isinstance(content, dict) and "format" in content
+
+
 def _as_kind(value: Any, kind: Any, name: str) -> Any:
     """Return a JSON value as a `kind`, one of the types of a report's fields.
 

@@ -129,17 +129,21 @@ class Outcome:
                 row["answer"] = vocab.answer[questions.answers[n]]
             if predictions.answers is not None:
                 (answer, share), *others = self.ranked(n)
-                row |= {"predicted_answer": answer, "probability": round(share, 6)}
-                row["runners_up"] = {name: round(share, 6) for name, share in others}
+                row["predicted_answer"] = answer
+                if share is not None:
+                    row["probability"] = round(share, 6)
+                    row["runners_up"] = {name: round(share, 6) for name, share in others}
             if self.right is not None:
                 row["correct"] = bool(self.right[n])
             yield row
 
-    def ranked(self, n: int) -> list[tuple[str, float]]:
-        """Return the K likeliest answers to question `n` and their probabilities, the likeliest first."""
+    def ranked(self, n: int) -> list[tuple[str, float | None]]:
+        """Return the K likeliest answers to question `n`, the likeliest first, and their probabilities if known."""
         if self.predictions.answers is None:
             return []
         names = (self.vocab.answer[answer] for answer in self.predictions.ranked_answers[n])
+        if self.predictions.ranked_probabilities is None:
+            return [(name, None) for name in names]
         return list(zip(names, self.predictions.ranked_probabilities[n].tolist(), strict=True))
 
 

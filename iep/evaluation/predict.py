@@ -31,16 +31,16 @@ RANKED = 3
 
 @dataclass(frozen=True)
 class Predictions:
-    """The networks' predictions for every question; None where no network makes them."""
+    """The predictions for every question; None where no network makes them."""
 
     programs: np.ndarray | None
     """(N, L) predicted program tokens."""
     ranked_answers: np.ndarray | None
     """(N, K) likeliest answers, the likeliest first."""
     ranked_probabilities: np.ndarray | None
-    """(N, K) their probabilities."""
-    seconds: float
-    """The time for all predictions, including the reading of the data."""
+    """(N, K) their probabilities; None where only answers are known."""
+    seconds: float | None
+    """The time for all predictions, including the reading of the data; None where it was not measured."""
 
     @property
     def answers(self) -> np.ndarray | None:

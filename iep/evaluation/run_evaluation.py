@@ -1,11 +1,12 @@
-"""Checkpoints and a preprocessed split -> report.json, predictions.jsonl, the answers and the HTML report.
+"""Checkpoints or a file of answers, and a split -> report.json, predictions.jsonl, the answers and the HTML report.
 
 Notes in the terminal and in the HTML report warn of results that are easily misread: types of predicted programs, a
 missing column of most common answers, pictures of other images than those of the features, and incomplete answers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -19,6 +20,7 @@ from iep.data.loader import Loading
 from iep.data.question_families import family_filter
 from iep.data.question_file import Questions, Split, load_vocab, open_split, read_questions, split_files, training_split
 from iep.errors import InputError
+from iep.evaluation.answer_files import answer_predictions, open_questions
 from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
@@ -41,7 +43,7 @@ def evaluate(
     page: Page | None = None,
     show: Callable[[Report], None] | None = None,
 ) -> Report | None:
-    """Evaluate networks; write report.json, predictions.jsonl and answers into `out`, and the HTML report of `page`.
+    """Evaluate networks, or the answers of any model, and write files into `out` and the HTML report of `page`.
 
     Args:
         out: a directory; None to write none of its files.
@@ -60,6 +62,55 @@ def evaluate(
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
     pictures = None if page is None or page.images is None else Pictures(page.images, settings.split)
+    found = _answered(settings) if settings.answers is not None else _predicted(settings)
+    if found is None:
+        return None
+    outcome, split, seconds = found.outcome, found.split, found.outcome.predictions.seconds
+    baselines, problem = _baselines(settings, outcome)
+    programs = _programs_used(settings)
+    beam = f", beam {settings.beam_size}" if programs == "predicted" and settings.beam_size > 1 else ""
+    report = Report(
+        split=settings.split if settings.questions is None else settings.questions.stem,
+        selection=_describe_selection(settings),
+        questions=len(split.questions),
+        questions_by_type=count_types(outcome.types),
+        accuracy=outcome.scores(outcome.right),
+        program_exact_match=outcome.scores(outcome.exact),
+        questions_per_second=None if seconds is None else len(split.questions) / seconds,
+        peak_memory_gb=found.peak_memory_gb,
+        device=found.device,
+        programs=programs + beam,
+        checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
+        baselines=baselines,
+    )
+    notes = [*found.notes, *_notes(settings, outcome, problem, pictures)]
+    for note in notes:
+        tqdm.write(note)
+    try:
+        if out is not None:
+            write_outputs(out, outcome, report)
+            for note in _answers_notes(out, outcome, split.total):
+                tqdm.write(note)
+        if page is not None:
+            write_page(page, outcome, report, vars(settings), pictures, notes)
+    finally:
+        if show is not None:
+            show(report)
+    return report
+
+
+class Found(NamedTuple):
+    """What networks or a file of answers have predicted."""
+
+    outcome: Outcome
+    split: Split
+    device: str = ""
+    peak_memory_gb: float | None = None
+    notes: Sequence[str] = ()
+
+
+def _predicted(settings: Evaluation) -> Found | None:
+    """Return what the networks predict; None in all processes but the first."""
     vocab = load_vocab(settings.data)
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
@@ -81,40 +132,25 @@ def evaluate(
     memory = gather(peak_memory(device))
     if predictions is None:
         return None
-
     modules = None if predictor.engine is None else predictor.engine.module_set
     outcome = Outcome(vocab, split.questions, predictions, modules)
-    baselines, problem = _baselines(settings, outcome)
-    programs = _programs_used(settings)
-    beam = f", beam {settings.beam_size}" if programs == "predicted" and settings.beam_size > 1 else ""
-    report = Report(
-        split=settings.split,
-        selection=_describe_selection(settings),
-        questions=len(split.questions),
-        questions_by_type=count_types(outcome.types),
-        accuracy=outcome.scores(outcome.right),
-        program_exact_match=outcome.scores(outcome.exact),
-        questions_per_second=len(split.questions) / predictions.seconds,
-        peak_memory_gb=max(memory) / 1e9,
-        device=",".join(settings.devices) or str(device),
-        programs=programs + beam,
-        checkpoints={name: str(path) for name in EVALUATED if (path := getattr(settings, name)) is not None},
-        baselines=baselines,
-    )
-    notes = _notes(settings, outcome, problem, pictures)
-    for note in notes:
-        tqdm.write(note)
-    try:
-        if out is not None:
-            write_outputs(out, outcome, report)
-            for note in _answers_notes(out, outcome, split.total):
-                tqdm.write(note)
-        if page is not None:
-            write_page(page, outcome, report, vars(settings), pictures, notes)
-    finally:
-        if show is not None:
-            show(report)
-    return report
+    return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9)
+
+
+def _answered(settings: Evaluation) -> Found:
+    """Return what a file answers."""
+    if settings.questions is None:
+        vocab = load_vocab(settings.data)
+        split = _open_split(settings, vocab, sees=False)
+    else:
+        vocab, questions = open_questions(settings.questions)
+        last = None if settings.num_samples is None else settings.skip_samples + settings.num_samples
+        chosen = questions.select(slice(settings.skip_samples, last))
+        if not len(chosen):
+            raise InputError(f"{settings.questions}: has no question after the first {settings.skip_samples}")
+        split = Split(chosen, None, len(questions))
+    vocab, predictions, notes = answer_predictions(settings.answers, split.questions, vocab)
+    return Found(Outcome(vocab, split.questions, predictions), split, notes=notes)
 
 
 def _open_split(settings: Evaluation, vocab: Vocab, sees: bool) -> Split:
@@ -141,7 +177,7 @@ def _describe_selection(settings: Evaluation) -> str:
 
 def _programs_used(settings: Evaluation) -> str:
     """Return the source of the engine's programs: `predicted`, `ground-truth`, or nothing for a baseline."""
-    if settings.baseline is not None:
+    if settings.baseline is not None or settings.answers is not None:
         return ""
     return settings.programs or ("predicted" if settings.pg is not None else "ground-truth")
 
@@ -152,6 +188,8 @@ def _check_models(settings: Evaluation) -> None:
     Raises:
         InputError: there is nothing to evaluate, or two options contradict each other.
     """
+    if settings.answers is not None:
+        return
     engines = (settings.pg, settings.ee, settings.programs)
     if settings.baseline is not None and any(given is not None for given in engines):
         raise InputError("--baseline answers alone; evaluate it without --pg, --ee and --programs")
@@ -210,9 +248,10 @@ def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores
     Returns:
         the scores by name; and the reason why there are none although the split has answers, "" otherwise.
     """
-    train, questions, types = training_split(settings.data), outcome.questions, outcome.types
-    if questions.answers is None:
+    questions, types = outcome.questions, outcome.types
+    if questions.answers is None or settings.data is None:
         return {}, ""
+    train = training_split(settings.data)
     if train is None:
         return {}, f"{settings.data} has no train split to count answers on"
     if questions.programs is None:
@@ -239,8 +278,8 @@ def _notes(settings: Evaluation, outcome: Outcome, problem: str, pictures: Pictu
         notes.append(f"Question types are those of the predicted programs: the {split} split has no programs.")
     if problem:
         notes.append(f"There is no column most_common: {problem}.")
-    path = split_files(settings.data, split)[1]
-    made_of = Features(path).images if pictures is not None and path.exists() else None
+    path = None if settings.data is None else split_files(settings.data, split)[1]
+    made_of = Features(path).images if pictures is not None and path is not None and path.exists() else None
     if made_of is not None and not pictures.is_of(*made_of):
         notes.append(
             f"{pictures.directory}: not the images that {path} was made of (names or sizes differ); the pictures in "

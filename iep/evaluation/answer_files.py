@@ -1,0 +1,144 @@
+"""A file with any model's answers -> predictions for the questions of a split.
+
+Formats: `.jsonl`, `.json` (a list, or an object of answers by question_index), `.parquet`, and anything else as text
+with one answer per line. A row is an answer or has one of `ANSWER_KEYS`; `INDEX_KEYS` name its question, and rows
+without one are in the order of the questions. `iep/reward.py` reads the answer in a response.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from iep.data.question_file import Questions
+from iep.errors import InputError
+from iep.evaluation.predict import Predictions
+from iep.preprocess.encode_questions import build_vocab, encode, load_questions
+from iep.reward import read_answer
+from iep.runtime.reading import reading
+from iep.vocab import Vocab
+
+INDEX_KEYS = ("question_index", "question_id", "index", "id")
+ANSWER_KEYS = ("predicted_answer", "prediction", "response", "output", "answer")
+"""The keys of an answer; the first that a row has counts, because `answer` may be the true one."""
+UNREADABLE, MISSING = "(unreadable)", "(no answer)"
+SHOWN = 3
+"""The number of responses without a readable answer that a note lists."""
+
+
+def open_questions(path: Path) -> tuple[Vocab, Questions]:
+    """Return the questions of a file in CLEVR's format, and the vocabulary of all its tokens.
+
+    Raises:
+        InputError: as `load_questions`.
+    """
+    found = load_questions(path)
+    vocab = build_vocab(found, 1)
+    arrays = {name: each.astype(np.int64) for name, each in encode(found, vocab, str(path), encode_unk=False).items()}
+    parts = {name: arrays.get(name) for name in ("questions", "image_idxs", "orig_idxs", "programs", "answers")}
+    return vocab, Questions(path=path, families=arrays.get("question_families"), **parts)
+
+
+def answer_predictions(path: Path, questions: Questions, vocab: Vocab) -> tuple[Vocab, Predictions, list[str]]:
+    """Return what a file answers to questions.
+
+    Returns:
+        the vocabulary with all answers of the file, the predictions, and notes on questions without an answer and on
+        responses without a readable one, which count as wrong.
+
+    Raises:
+        InputError: the file is missing or not of its format, a row has no answer, several answers are to one question,
+            or answers without a question_index are more or fewer than the questions.
+    """
+    responses = _aligned(path, read_rows(path), questions)
+    answers = [MISSING if each is None else read_answer(each) or UNREADABLE for each in responses]
+    vocab = replace(vocab, answer=(*vocab.answer, *dict.fromkeys(each for each in answers if each not in vocab.answer)))
+    ranked = np.array([[vocab.answer_index[each]] for each in answers])
+    notes = []
+    if missing := answers.count(MISSING):
+        first = questions.orig_idxs[answers.index(MISSING)]
+        notes.append(f"{path}: no answer to {missing} of {len(answers)} questions, the first with index {first}")
+    unread = [n for n, each in enumerate(answers) if each == UNREADABLE]
+    if unread:
+        shown = ", ".join(f"{questions.orig_idxs[n]}: {responses[n]!r:.60}" for n in unread[:SHOWN])
+        notes.append(f"{path}: {len(unread)} of {len(answers)} responses have no readable answer: {shown}")
+    return vocab, Predictions(None, ranked, None, None), notes
+
+
+def read_rows(path: Path) -> list[tuple[int | None, str]]:
+    """Return the question_index, if it is given, and the response of each row of a file.
+
+    Raises:
+        InputError: the file is missing or not of its format, or a row has no answer (names the row).
+    """
+    with reading(path, "a file of answers"):
+        rows = _parsed(path)
+        try:
+            return [_row(row) for row in rows]
+        except InputError:
+            for number, row in enumerate(rows, 1):
+                try:
+                    _row(row)
+                except InputError as error:
+                    raise InputError(f"row {number}: {error}") from None
+            raise
+
+
+def _parsed(path: Path) -> list[Any]:
+    if path.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise InputError("reading parquet needs pyarrow: pip install 'iep[export]'") from None
+        return parquet.read_table(path).to_pylist()
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    if path.suffix != ".json":
+        return text.splitlines()
+    content = json.loads(text)
+    if isinstance(content, Mapping) and all(key.isdecimal() for key in content):
+        return [{"question_index": int(key), "answer": answer} for key, answer in content.items()]
+    if not isinstance(content, list):
+        raise InputError("expected a JSON list, or an object with answers by question_index")
+    return content
+
+
+def _row(row: Any) -> tuple[int | None, str]:
+    if not isinstance(row, Mapping):
+        return None, _text(row)
+    answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
+    if answer is None:
+        raise InputError(f"the keys are {', '.join(map(str, row))}; expected one of {', '.join(ANSWER_KEYS)}")
+    index = next((row[key] for key in INDEX_KEYS if row.get(key) is not None), None)
+    if index is not None and not str(index).isdecimal():
+        raise InputError(f"the question_index is {index!r:.40}, expected a whole number")
+    return None if index is None else int(index), _text(answer)
+
+
+def _text(answer: Any) -> str:
+    if isinstance(answer, str | int | float):
+        return {True: "yes", False: "no"}[answer] if isinstance(answer, bool) else str(answer)
+    raise InputError(f"the answer is {answer!r:.60}, expected a text")
+
+
+def _aligned(path: Path, rows: Sequence[tuple[int | None, str]], questions: Questions) -> list[str | None]:
+    """Return the response to each question, None where there is none."""
+    if all(index is None for index, _ in rows):
+        if len(rows) != len(questions):
+            counts = f"{len(rows)} answers without a question_index for {len(questions)} questions"
+            raise InputError(f"{path}: {counts}, expected one for each")
+        return [response for _, response in rows]
+    place = {index: n for n, index in enumerate(questions.orig_idxs.tolist())}
+    found: list[str | None] = [None] * len(questions)
+    for number, (index, response) in enumerate(rows, 1):
+        if index not in place:
+            what = "has no question_index, unlike others" if index is None else f"no question has the index {index}"
+            raise InputError(f"{path}: row {number}: {what}")
+        if found[place[index]] is not None:
+            raise InputError(f"{path}: row {number}: a second answer to the question with index {index}")
+        found[place[index]] = response
+    return found

@@ -1,0 +1,134 @@
+"""`iep-eval --answers`: any model's answers get the scores that networks with these answers get."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from click.testing import CliRunner, Result
+from pyarrow import parquet
+from tiny_data import assert_one_error
+
+from iep.cli.evaluate import main
+from iep.evaluation.answer_files import MISSING, UNREADABLE
+from iep.evaluation.json_report import Report, read_report
+
+TEXT = [
+    {
+        "question": "What color is it?",
+        "answer": "red",
+        "program": [("scene", []), ("unique", [0]), ("query_color", [1])],
+    },
+    {"question": "How many things are there?", "answer": "2", "program": [("scene", []), ("count", [0])]},
+    {"question": "Are there any things?", "answer": "yes", "program": [("scene", []), ("exist", [0])]},
+]
+
+
+def iep_eval(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def scored(tmp_path: Path, *arguments: object) -> tuple[Report, list[dict], str]:
+    result = iep_eval(*arguments, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    return read_report(tmp_path / "out" / "report.json"), rows, result.output
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """A question file in CLEVR's format."""
+    rows = []
+    for number, each in enumerate(TEXT):
+        program = [{"function": name, "inputs": inputs, "value_inputs": []} for name, inputs in each["program"]]
+        rows.append(each | {"question_index": 10 + number, "image_index": 0, "program": program})
+    path = tmp_path / "CLEVR_val_questions.json"
+    path.write_text(json.dumps({"questions": rows}))
+    return path
+
+
+def test_the_answers_of_a_network_have_its_scores(data: Path, run: dict[str, Path], tmp_path: Path):
+    given = ("--data", data, "--split", "val", "--num-samples", 6, "--skip-samples", 1)
+    networks, rows, _ = scored(tmp_path / "networks", "--ee", run["ee"], *given)
+    written = tmp_path / "networks" / "out"
+    columns = {key: [row[key] for row in rows] for key in ("question_index", "predicted_answer")}
+    parquet.write_table(pyarrow.table(columns), written / "answers.parquet")
+    for name in ("predictions.jsonl", "answers.json", "answers.txt", "answers.parquet"):
+        answers, found, _ = scored(tmp_path / name, "--answers", written / name, *given, "--against", "ee", written)
+        assert answers.accuracy == networks.accuracy
+        assert answers.questions_by_type == networks.questions_by_type
+        assert [row["correct"] for row in found] == [row["correct"] for row in rows]
+        assert "probability" not in found[0]
+
+
+ROWS: dict[str, Callable[[Path], object]] = {
+    "in.txt": lambda path: path.write_text("Red\nThere are two.\n<answer>no</answer>\n"),
+    "in.json": lambda path: path.write_text(json.dumps(["red", 2, False])),
+    "by_index.json": lambda path: path.write_text(json.dumps({"12": "no", "10": "red", "11": "2"})),
+    "in.jsonl": lambda path: path.write_text(
+        '{"question_id": "12", "response": "no", "answer": "yes"}\n\n{"id": 10, "prediction": "red"}\n'
+        '{"question_index": 11, "output": "\\\\boxed{2}"}\n'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_answers_are_read_in_every_format_and_scored_on_a_question_file(questions: Path, tmp_path: Path, name: str):
+    ROWS[name](tmp_path / name)
+    report, rows, _ = scored(tmp_path, "--answers", tmp_path / name, "--questions", questions)
+    assert [row["predicted_answer"] for row in rows] == ["red", "2", "no"]
+    assert report.accuracy.by_type == {"exist": 0.0, "count": 1.0, "query: color": 1.0}
+    assert report.accuracy.overall == pytest.approx(2 / 3)
+
+
+def test_missing_and_unreadable_answers_are_wrong_counted_and_listed(questions: Path, tmp_path: Path):
+    answers = tmp_path / "in.jsonl"
+    answers.write_text('{"question_index": 10, "response": "red or blue"}\n{"question_index": 12, "response": "yes"}\n')
+    report = ("--report", tmp_path / "page")
+    found, rows, output = scored(tmp_path, "--answers", answers, "--questions", questions, *report)
+    assert [row["predicted_answer"] for row in rows] == [UNREADABLE, MISSING, "yes"]
+    assert found.accuracy.overall == pytest.approx(1 / 3)
+    assert "1 of 3 responses have no readable answer: 10: 'red or blue'" in output
+    assert "no answer to 1 of 3 questions, the first with index 11" in output
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert UNREADABLE in page
+    assert "None%" not in page
+
+
+def test_several_models_are_columns_of_one_table(questions: Path, tmp_path: Path):
+    for name, text in (("a", "red\n2\nyes\n"), ("b", "red\n3\nno\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    result = iep_eval("--answers", tmp_path / "a.txt", "--questions", questions, "--against", "b", tmp_path / "b.txt")
+    assert result.exit_code == 0, result.output
+    lines = {line[:15].strip(): line.split()[-2:] for line in result.output.splitlines()}
+    assert lines["overall"] == ["33.3", "100.0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "given", "message"),
+    [
+        ("a.txt", "red\n", (), "1 answers without a question_index for 3 questions, expected one for each"),
+        ("a.jsonl", '{"question_index": 99, "answer": "red"}', (), "row 1: no question has the index 99"),
+        (
+            "a.jsonl",
+            '{"id": 10, "answer": "a"}\n{"id": 10, "answer": "b"}',
+            (),
+            "row 2: a second answer to the question",
+        ),
+        ("a.jsonl", '{"id": 10, "answer": "a"}\n"b"', (), "row 2: has no question_index, unlike others"),
+        ("a.jsonl", '{"id": 10, "text": "a"}', (), "row 1: the keys are id, text; expected one of predicted_answer"),
+        ("a.jsonl", '{"id": "ten", "answer": "a"}', (), "row 1: the question_index is 'ten', expected a whole number"),
+        ("a.jsonl", '{"id": 10, "answer": ["a"]}', (), "row 1: the answer is ['a'], expected a text"),
+        ("a.json", '{"answers": []}', (), "expected a JSON list, or an object with answers by question_index"),
+        ("a.json", "{", (), "a.json"),
+        ("a.txt", "", ("--num-samples", 1, "--skip-samples", 7), "has no question after the first 7"),
+        ("a.txt", "", ("--ee", "x"), "--ee does not go with --answers"),
+        ("a.txt", "", ("--families", "short"), "--families does not go with --questions"),
+    ],
+)
+def test_answers_that_do_not_fit_are_one_line(questions: Path, tmp_path: Path, name, content, given, message):
+    (tmp_path / name).write_text(content)
+    result = iep_eval("--answers", tmp_path / name, "--questions", questions, *given)
+    assert_one_error(result, message, code=result.exit_code)
+    assert result.exit_code != 0
