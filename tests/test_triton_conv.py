@@ -15,8 +15,9 @@ from device_cases import HAS_TRITON, ONE_GPU
 from torch.nn import functional
 
 pytest.importorskip("triton")
-pytestmark = HAS_TRITON
 from iep.batching.triton_conv import Maps, conv, weight_gradient
+
+pytestmark = HAS_TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FULL_SIZE = (9, 1, 128, 128, 14, [0, 1, 7, 64, 3] * 8)
