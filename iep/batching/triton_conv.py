@@ -177,14 +177,15 @@ def conv(
     def grid(chosen: dict[str, int]) -> tuple[int, int]:  # every function may have one tile that is not full
         return triton.cdiv(rows * height * width, chosen["BLOCK_M"]) + count, triton.cdiv(outputs, chosen["BLOCK_N"])
 
-    _conv[grid](
-        *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
-        weight_FTIO.stride(2), weight_FTIO.stride(3),
-        H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0, OUTPUTS=outputs,
-        TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation, FUNCTIONS=triton.next_power_of_2(count),
-        HAS_BIAS=bias_FO is not None, HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu,
-        PRECISION=_precision(),
-    )  # fmt: skip
+    with torch.cuda.device_of(out_GHWO):
+        _conv[grid](
+            *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
+            weight_FTIO.stride(2), weight_FTIO.stride(3),
+            H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0,
+            OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
+            FUNCTIONS=triton.next_power_of_2(count), HAS_BIAS=bias_FO is not None,
+            HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu, PRECISION=_precision(),
+        )  # fmt: skip
 
 
 @triton.autotune(
@@ -257,11 +258,12 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
     def grid(chosen: dict[str, int]) -> tuple[int, int, int]:
         return count, taps * triton.cdiv(inputs, chosen["BLOCK_M"]), triton.cdiv(outputs, chosen["BLOCK_N"])
 
-    _weight_gradient[grid](
-        *x, *gradient, ends_F, of_weight, of_bias, len(x.rows).bit_length() // 2,
-        H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
-        PRECISION=_precision(),
-    )  # fmt: skip
+    with torch.cuda.device_of(of_weight):
+        _weight_gradient[grid](
+            *x, *gradient, ends_F, of_weight, of_bias, len(x.rows).bit_length() // 2,
+            H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
+            PRECISION=_precision(),
+        )  # fmt: skip
     return of_weight, of_bias
 
 
