@@ -113,7 +113,7 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
 
     The row of a family (`compare integer`, `query`, `compare`) is the mean over all its questions. The baselines of the
     reports come first, each name once. A column of numbers of questions precedes each report whose numbers differ from
-    those before it. `-` marks unknown values; types without questions in any report are left out.
+    those before it. `-` marks unknown values; rows without any known value are left out.
     """
     reports = with_baselines(columns)
     rows = [row for row in ROWS if any(count_of(report, row[1]) for _, report in reports)]
@@ -128,7 +128,7 @@ def format_table(columns: Sequence[tuple[str, Report]]) -> str:
         programs = percent(report.program_exact_match and report.program_exact_match.overall)
         speed = report.questions_per_second
         table.append([name, *accuracies, programs, MISSING if speed is None else f"{speed:.0f}"])
-    return align_rows([*zip(*table, strict=True)])
+    return align_rows([row for row in zip(*table, strict=True) if {*row[1:]} - {"", MISSING}])
 
 
 def align_rows(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
