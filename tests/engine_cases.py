@@ -20,6 +20,7 @@ TOKENS = index_tokens([*UNARY, *BINARY, "scene"])
 INDEX = {token: index for index, token in enumerate(TOKENS)}
 
 ENGINES = {"iep": {}, "iep with scene as the stem": {"scene": "stem"}, "tbd": {"modules": "tbd"}}
+ENGINES |= {"vector": {"modules": "vector"}}
 """Settings of engines by name."""
 FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
 """The shape of the features of ResNet-101."""

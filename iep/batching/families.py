@@ -43,12 +43,18 @@ class ConvStep(NamedTuple):
 def family_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
     """Return the callable of each family that can be grouped, for one run of a plan.
 
-    A family can be grouped if all its parameters are those of convolutions of stride 1 that keep the size of the grid.
+    A family can be grouped if all its parameters are those of convolutions of stride 1 that keep the size of the grid,
+    or if its modules have a static method `grouped`, which returns the callable of a sequence of them.
 
     Args:
         modules: by op, the module of each function that the plan runs.
     """
-    return {op: FamilyModule(*family, ProductLayer) for op, family in groupable(plan, modules).items()}
+    return {op: family_module(*family, ProductLayer) for op, family in groupable(plan, modules).items()}
+
+
+def family_module(family: Family, members: Sequence[nn.Module], layer: "type[Layer]") -> Callable[..., Any]:
+    """Return the callable of a family that can be grouped, with this layer for convolutions that are not shared."""
+    return members[0].grouped(members) if hasattr(members[0], "grouped") else FamilyModule(family, members, layer)
 
 
 def groupable(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[Family, list[nn.Module]]]:
@@ -58,6 +64,11 @@ def groupable(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[F
 
 
 def can_be_grouped(module: nn.Module) -> bool:
+    """Return whether the family of a module has one callable, as `family_modules` says."""
+    return hasattr(module, "grouped") or has_only_convolutions(module)
+
+
+def has_only_convolutions(module: nn.Module) -> bool:
     """Return whether all parameters are those of convolutions that keep the grid, and there are no buffers."""
     owners = [part for part in module.modules() if [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
     return bool(owners) and all(isinstance(part, nn.Conv2d) and _keeps_grid(part) for part in owners)

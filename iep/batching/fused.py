@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.families import ConvStep, FamilyModule, Layer, groupable
+from iep.batching.families import ConvStep, FamilyModule, Layer, family_module, groupable
 from iep.batching.plan import Call, Family, Functions, Plan
 from iep.batching.triton_conv import Maps
 
@@ -36,7 +36,7 @@ def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Ca
         if steps is not None and len(plan.columns) == 1:
             found[op] = ConvChain(family, members, steps)
         else:
-            found[op] = FamilyModule(family, members, KernelLayer)
+            found[op] = family_module(family, members, KernelLayer)
     return found
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MODULES = {
     "iep": "iep.execution_engine.modules:ResidualModules",
     "tbd": "iep.execution_engine.tbd:AttentionModules",
+    "vector": "iep.execution_engine.vector:VectorModules",
 }
 """The class of each set of modules, imported when it is first needed."""
 DEFAULT_SCHEDULER = "lookahead"

@@ -26,10 +26,10 @@ from iep.execution_engine.choices import (
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
 from iep.execution_engine.program_graph import is_of_maps, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
-from iep.execution_engine.roles import MAP
+from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
 from iep.execution_engine.trace import run_tree
-from iep.programs import program_tree
+from iep.programs import program_tree, scene_index
 
 NOT_ROW_BY_ROW = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -118,8 +118,9 @@ class ExecutionEngine(nn.Module):
         self.grid = height, width = [-(-side // stem_stride) for side in (feature_height, feature_width)]
         if module_norm != "none" and height * width == 1:
             raise ValueError(f"module_norm {module_norm} needs maps of more than one position, and the grid is 1x1")
+        is_map = result_kind(self.roles[scene_index(self.program_tokens)]) == MAP
         self.classifier = make_classifier(
-            (module_dim, height, width),
+            (module_dim, *(self.grid if is_map else (1, 1))),
             classifier_projection,
             classifier_hidden,
             num_answers,
@@ -132,6 +133,8 @@ class ExecutionEngine(nn.Module):
         """The execution of plans that do not name another one, one of `choices.EXECUTIONS`."""
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
+        self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
+        """What all modules share; None for most sets."""
         self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):

@@ -217,7 +217,14 @@ def _position(value: object, part: str, path: Path, devices: Sequence[str]) -> i
 
 
 def costs_of(engine: nn.Module, sample: Sample) -> Costs:
-    """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`."""
+    """Return the costs of an `ExecutionEngine` that `iep.models.build.build` made, for the programs of `sample`.
+
+    Raises:
+        InputError: the modules share their weights, so that the parts cannot be on several devices.
+    """
+    if engine.shared is not None:
+        what = f"the modules {engine.kwargs['modules']} share their weights"
+        raise InputError(f"{what} and cannot be placed on several devices or workers")
     flops, sizes = _flops_of_parts(engine)
     tokens = engine.program_tokens
     if not sample.is_known:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from iep.batching.graph import Graph
 from iep.batching.plan import Read, Signature, Types
-from iep.execution_engine.roles import MAP, ModuleSet, Role
+from iep.execution_engine.roles import MAP, ModuleSet, Role, result_kind
 from iep.programs import program_graph, scene_index
 from iep.vocab import NULL, START
 
@@ -77,8 +77,8 @@ def module_graph(
     args_NA = np.where(wanted_NA == NONE, NONE, args_NA)
     behind_NA, alone_NA = np.hstack([stem_N1, args_NA]), np.hstack([args_NA, np.full((count, 1), NONE)])
     args_NA = np.where(reads_stem_V[plain.op][:, None], behind_NA, alone_NA)
-    roots_B = stands[plain.roots]
-    roots_B = np.where(found[roots_B] == MAP, roots_B, stem_B)
+    roots_B, kind = stands[plain.roots], result_kind(roles[scene])
+    roots_B = np.where(found[roots_B] == kind, roots_B, stem_B if kind == MAP else others[kind - 1])
 
     kept = np.flatnonzero(_is_needed(roots_B - stems, args_NA - stems, count))
     slot = np.append(np.arange(stems + count + kinds - 1), NONE)

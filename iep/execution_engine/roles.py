@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from iep.programs import NOT_USED, ProgramTree, program_tree, without
+from iep.programs import NOT_USED, SCENE, ProgramTree, program_tree, without
 
 MAP, ATTENTION = 0, 1
 """The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output, and (1, H, W)."""
@@ -63,6 +63,11 @@ class ModuleSet(Protocol):
         """
 
 
+def result_kind(scene: Role | None) -> int:
+    """Return the kind of value that the classifier reads, given the role of `scene`: what `scene` is, or else a map."""
+    return MAP if scene is None else scene.result
+
+
 class Misfit(NamedTuple):
     """A node of a program's tree whose value is of another kind than its reader expects."""
 
@@ -92,8 +97,9 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
             if kinds[argument] not in (None, expected):
                 misfits.append(Misfit(argument, number, kinds[argument], expected))
         kinds[number] = role.result
-    if kinds[0] not in (None, MAP):
-        misfits.append(Misfit(0, None, kinds[0], MAP))
+    expected = result_kind(modules.role(SCENE))
+    if kinds[0] not in (None, expected):
+        misfits.append(Misfit(0, None, kinds[0], expected))
     return sorted(misfits)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from iep.execution_engine.roles import MAP
-from iep.programs import ProgramTree, program_tree
+from iep.execution_engine.roles import result_kind
+from iep.programs import SCENE, ProgramTree, program_tree
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Trace:
     tree: ProgramTree
     outputs: tuple[Tensor, ...]
     """The value of every node in the tree's order, (1, C, H, W). A function without a module has the value of its first
-    argument, and a `scene` without a module is an attention if the engine has attentions. If gradients are enabled,
-    those of `logits` with respect to these values can be computed."""
+    argument, and a `scene` without a module is an attention if the engine has attentions. In place of a vector, this is
+    the map whose maximum the vector is. If gradients are enabled, those of `logits` with respect to these values can be
+    computed."""
     logits: Tensor
     """The answer logits, (1, A)."""
 
@@ -37,12 +38,19 @@ def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) ->
         program_L: indices into the engine's program tokens.
     """
     tree = program_tree([engine.program_tokens[token] for token in program_L])
+    maps: list[Tensor] = []
+    pools = [part for part in (engine.shared or nn.Module()).children() if isinstance(part, nn.AdaptiveMaxPool2d)]
+    hooks = [pool.register_forward_pre_hook(lambda _, inputs: maps.append(inputs[0])) for pool in pools]
     outputs, result_1CHW = run_tree(engine, tree, engine.stem(features_1CHW))
+    for hook in hooks:
+        hook.remove()
+    for number, map_1CHW in zip(tree.post_order, maps, strict=False):  # without vectors, there are no such maps
+        outputs[number] = map_1CHW
     return Trace(tree, tuple(outputs), engine.classifier(result_1CHW))
 
 
 def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the value of every node of a program's tree, and the map that the classifier reads, (1, C, H, W)."""
+    """Return the value of every node of a program's tree, and what the classifier reads, (1, C, H, W)."""
     scene = engine.module_set.scene_values(stem_1CHW)
     kinds: list[int | None] = [None] * len(tree.nodes)  # None: any kind, such as that of `scene`
     values = [scene[max(scene)]] * len(tree.nodes)
@@ -58,4 +66,4 @@ def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[l
             kinds[number] = role.result
         elif node.arguments:
             kinds[number], values[number] = kinds[node.arguments[0]], values[node.arguments[0]]
-    return values, value(0, MAP)
+    return values, value(0, result_kind(engine.module_set.role(SCENE)))

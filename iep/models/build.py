@@ -277,6 +277,8 @@ def place_engine(
 def set_execution(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool = False) -> None:
     """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
 
+    The execution `auto` is grouped on a GPU, and for modules that share their weights; otherwise it is by calls.
+
     Args:
         defer: the weight gradients of calls are deferred.
 
@@ -290,10 +292,13 @@ def set_execution(engine: ExecutionEngine, execution: str, device: torch.device,
         refusal = "defer_weight_grads is a setting of calls, which grouped execution always does"
     elif execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         refusal = f"Triton's kernels run on a GPU, not on {device}"
+    elif execution == "triton" and engine.shared is not None:
+        refusal = "Triton's kernels are for modules with weights of their own"
     elif not engine.can_be_grouped:
         refusal = "only modules whose parameters are all those of convolutions can be grouped"
     if execution == "auto":
-        execution = "grouped" if device.type == "cuda" and refusal is None else DEFAULT_EXECUTION
+        is_faster = device.type == "cuda" or engine.shared is not None
+        execution = "grouped" if is_faster and refusal is None else DEFAULT_EXECUTION
     elif execution != DEFAULT_EXECUTION and refusal is not None:
         raise InputError(f"execution is {execution}, but {refusal}; expected {DEFAULT_EXECUTION}")
     engine.execution = execution

@@ -1,0 +1,127 @@
+"""The modules of Vector-NMN: the set `vector`.
+
+All functions share one residual block, which reads the stem's output. A function's embedding and the vectors of its
+arguments modulate the block by FiLM (Perez et al. 2018, section 3.2), and the maximum over all positions is the
+function's own vector (Bahdanau et al. 2019, CLOSURE: Assessing Systematic Generalization of CLEVR Models, the section on
+Vector-NMN). As in FiLM, the block also reads the coordinates of each position. One call therefore runs any functions of
+the same arity.
+
+Shapes: F functions, G rows of a call, N images, C channels, H W grid of a map.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from iep.batching.plan import Functions
+from iep.execution_engine.roles import MAP, Role
+from iep.programs import arity
+
+VECTOR = 1
+"""The kind of the functions' values, (C, 1, 1). A set numbers its kinds from 0; no set has vectors and attentions."""
+MOST_ARGUMENTS = 2
+
+
+class SharedBlock(nn.Module):
+    """The residual block that all functions share.
+
+    Args:
+        dim: C.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.modulation = nn.Sequential(nn.Linear((1 + MOST_ARGUMENTS) * dim, dim), nn.ReLU(), nn.Linear(dim, 4 * dim))
+        self.conv1 = nn.Conv2d(dim + 2, dim, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.pool = nn.AdaptiveMaxPool2d(1)
+
+    def forward(self, features_GCHW: Tensor, embedding_GC: Tensor, *vectors_GC11: Tensor) -> Tensor:
+        """Return the vectors of the functions with these embeddings, (G, C, 1, 1); missing arguments are zeros."""
+        absent = [torch.zeros_like(embedding_GC)] * (MOST_ARGUMENTS - len(vectors_GC11))
+        inputs = torch.cat([embedding_GC, *(each.flatten(1) for each in vectors_GC11), *absent], dim=1)
+        modulation_GC11 = torch.tanh(self.modulation(inputs))[..., None, None].mul(2).chunk(4, dim=1)
+        shift1, scale1, shift2, scale2 = modulation_GC11
+        x_GCHW = torch.cat([(1 + scale1) * features_GCHW + shift1, _coordinates(features_GCHW)], dim=1)
+        x_GCHW = functional.relu(self.conv1(x_GCHW))
+        return self.pool(functional.relu(self.conv2((1 + scale2) * x_GCHW + shift2) + features_GCHW))
+
+
+def _coordinates(maps_GCHW: Tensor) -> Tensor:
+    """Return the coordinates of every position from -1 to 1, (G, 2, H, W), vertical and horizontal."""
+    rows, height, width = len(maps_GCHW), *maps_GCHW.shape[2:]
+    sides = (torch.linspace(-1, 1, side, device=maps_GCHW.device, dtype=maps_GCHW.dtype) for side in (height, width))
+    return torch.stack(torch.meshgrid(*sides, indexing="ij")).expand(rows, 2, height, width)
+
+
+class VectorModule(nn.Module):
+    """A function: its embedding, with which it modulates the shared block.
+
+    Args:
+        shared: the block, which is not a part of the module; the engine has it once.
+        num_arguments: the number of the function's arguments.
+    """
+
+    def __init__(self, shared: SharedBlock, num_arguments: int):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(shared.conv2.in_channels))
+        self.num_arguments = num_arguments
+        self._shared = (shared,)
+
+    def extra_repr(self) -> str:
+        """Name the number of arguments, by which functions are grouped."""
+        return f"num_arguments={self.num_arguments}"
+
+    def forward(self, features_GCHW: Tensor, *vectors_GC11: Tensor) -> Tensor:
+        """Return the vectors, (G, C, 1, 1)."""
+        return self._shared[0](features_GCHW, self.embedding.expand(len(features_GCHW), -1), *vectors_GC11)
+
+    @staticmethod
+    def grouped(members: Sequence["VectorModule"]) -> Callable[..., Tensor]:
+        """Return a callable that runs several functions at once, each row with the embedding of its function."""
+        embedding_FC = torch.stack([each.embedding for each in members])
+        (shared,) = members[0]._shared
+
+        def run(functions: Functions, features_GCHW: Tensor, *vectors_GC11: Tensor) -> Tensor:
+            return shared(features_GCHW, embedding_FC[functions.index], *vectors_GC11)
+
+        return run
+
+
+@dataclass(frozen=True)
+class VectorModules:
+    """The set `vector`, in which every function, `scene` too, returns a vector, which is what the classifier reads.
+
+    Raises:
+        ValueError: a setting has a value that only the set `iep` supports.
+    """
+
+    dim: int
+    residual: bool
+    norm: str
+    scene: str
+
+    def __post_init__(self) -> None:
+        if not self.residual or self.norm != "none" or self.scene != "module":
+            raise ValueError("module_residual, module_norm and scene are settings of the modules iep; vector has none")
+
+    @cached_property
+    def shared(self) -> SharedBlock:
+        """The block of all functions that this set makes."""
+        return SharedBlock(self.dim)
+
+    def role(self, token: str) -> Role:
+        """Return the role of a token, of which all arguments and the result are vectors."""
+        return Role((VECTOR,) * arity(token), VECTOR, reads_stem=True)
+
+    def make(self, token: str) -> nn.Module:
+        """Return the module of a token."""
+        return VectorModule(self.shared, arity(token))
+
+    def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
+        """Return the stem's output; as a vector, `scene` is the result of its module, so that the zeros are unused."""
+        return {MAP: stems_NCHW, VECTOR: stems_NCHW.new_zeros(1, self.dim, 1, 1)}
