@@ -5,6 +5,7 @@ copy. All processes compute in one thread, since as many of them run as there ar
 """
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; processes that tests start inherit it
@@ -30,6 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} GPU(s)"))
 
 
+# A shell ignores some signals in the background processes that it starts, as nohup does, and processes inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.backends.cudnn.allow_tf32 = False  # results on a GPU are those of the CPU
 
 
