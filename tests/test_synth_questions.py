@@ -13,11 +13,11 @@ import pytest
 from iep.programs import json_to_prefix, prefix_to_json
 from iep.runtime.reading import read_json
 from iep.synth.executor import IllPosedError, execute, facts_of
-from iep.synth.presets import PRESETS
+from iep.synth.presets import resolve
 from iep.synth.question_generator import Question
 from iep.synth.synthesize import BLOCK, make_image
 from iep.synth.tally import Tally, guessing_accuracy, most_common_shares
-from iep.synth.templates import FAMILIES, GROUPS
+from iep.synth.templates import CLOSURE_GROUPS, FAMILIES, FAMILIES_OF, GROUPS
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import SPECIAL_TOKENS, Vocab, tokenize
 
@@ -70,13 +70,13 @@ def spelled(result: object) -> str:
     return {True: "yes", False: "no"}[result] if isinstance(result, bool) else str(result)
 
 
-def made(preset: str, images: int) -> list[tuple[dict, Question]]:
+def made(preset: str, images: int, **given: int | str) -> list[tuple[dict, Question]]:
     """Scenes' JSON and questions as the data set has them, without pictures."""
-    pairs = []
+    pairs, options = [], resolve(preset, {}, **given)
     for index in range(images):
         if index % BLOCK == 0:
             balance: Counter = Counter()
-        _, scene, questions = make_image(PRESETS[preset], "train", index, balance)
+        _, scene, questions = make_image(options, "train", index, balance)
         pairs += [(scene, question) for question in questions]
     return pairs
 
@@ -89,6 +89,11 @@ def clevr() -> list[tuple[dict, Question]]:
 @pytest.fixture(scope="module")
 def mini() -> list[tuple[dict, Question]]:
     return made("mini", 100)
+
+
+@pytest.fixture(scope="module")
+def closure() -> list[tuple[dict, Question]]:
+    return made("clevr", 200, families="closure", questions_per_image=7)
 
 
 def test_executor_agrees_with_a_naive_one_on_changed_questions(clevr: list) -> None:
@@ -140,8 +145,8 @@ def test_words_functions_answers_and_families_are_all_those_of_clevr_and_no_othe
     assert {token for question in questions for token in json_to_prefix(list(question.program))} == functions
     assert {question.answer for question in questions} == answers
     assert {question.family for question in questions} == set(range(90))
-    assert [family.index for family in FAMILIES] == list(range(90))
-    assert {family.group for family in FAMILIES} == set(GROUPS)
+    assert [family.index for family in FAMILIES_OF["clevr"]] == list(range(90))
+    assert {family.group for family in FAMILIES_OF["clevr"]} == set(GROUPS)
 
 
 def test_programs_have_prefix_tokens_in_clevrs_order_and_differ_within_an_image(clevr: list) -> None:
@@ -160,7 +165,7 @@ def test_programs_have_prefix_tokens_in_clevrs_order_and_differ_within_an_image(
     assert all(len(set(asked)) == len(asked) == 10 for asked in programs.values())
 
 
-@pytest.mark.parametrize("preset", ["clevr", "mini"])
+@pytest.mark.parametrize("preset", ["clevr", "mini", "closure"])
 def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_that_its_phrase_names(
     preset: str, request: pytest.FixtureRequest
 ) -> None:
@@ -182,6 +187,33 @@ def test_answers_are_a_naive_executors_and_dropping_a_relation_changes_the_set_t
             assert naive_answer(program[: last + 1], scene) != naive_answer(without[: last + 1], scene), question
             tried += 1
     assert tried > 1000
+
+
+def test_closures_groups_combine_matching_and_relations_as_no_family_of_clevr_does(clevr: list, closure: list) -> None:
+    """The programs without filters and values, of Bahdanau et al. 2019, section 3."""
+    near, match = ("unique", "relate"), ("unique", "same")
+    shapes = {
+        "and_mat_spa": [*near, *match, "intersect", "unique", "query"],
+        "compare_mat": [*match, "unique", "query", "unique", "query", "equal"],
+        "compare_mat_spa": [*match, "unique", "query", *near, "unique", "query", "equal"],
+        "embed_mat_spa": [*match, *near, "exist"],
+        "embed_spa_mat": [*near, *match, "exist"],
+        "or_mat": [*match, "union", "count"],
+        "or_mat_spa": [*near, *match, "union", "count"],
+    }
+
+    def shape(question: Question) -> list[str]:
+        names = [call["function"].partition("_")[0] for call in question.program]
+        return [name for name in names if name not in ("scene", "filter")]
+
+    counts = Counter()
+    for _, question in closure:
+        group = FAMILIES[question.family].group
+        assert shape(question) == shapes[group], question
+        counts[group] += 1
+    assert set(counts) == set(CLOSURE_GROUPS)
+    assert min(counts.values()) > 100
+    assert not [question for _, question in clevr if shape(question) in shapes.values()]
 
 
 def user_of(program: list[dict], position: int) -> int | None:
@@ -240,11 +272,14 @@ def test_blind_guessing_gets_what_it_gets_on_clevr(
     assert tally.modules / tally.answers.total() == pytest.approx(most_modules, abs=0.3)
 
 
-def test_sentences_are_whole_and_their_words_say_the_values_that_the_program_filters_by(clevr: list) -> None:
+@pytest.mark.parametrize("families", ["clevr", "closure"])
+def test_sentences_are_whole_and_their_words_say_the_values_that_the_program_filters_by(
+    families: str, request: pytest.FixtureRequest
+) -> None:
     spoken = {"large": {"large", "big"}, "small": {"small", "tiny"}, "metal": {"metal", "metallic", "shiny"}}
     spoken |= {"rubber": {"rubber", "matte"}, "cube": {"cube", "cubes", "block", "blocks"}}
     spoken |= {"sphere": {"sphere", "spheres", "ball", "balls"}, "cylinder": {"cylinder", "cylinders"}}
-    for _, question in clevr:
+    for _, question in request.getfixturevalue(families):
         assert re.fullmatch(r"[A-Z][^{}_\[\]]*\?", question.text)
         assert "  " not in question.text
         assert " a object" not in question.text

@@ -13,6 +13,7 @@ from iep.runtime.locks import alone_in
 from iep.synth.presets import PRESETS, SPLITS, resolve
 from iep.synth.synthesize import RECORD, synthesize
 from iep.synth.tally import table
+from iep.synth.templates import FAMILIES_OF
 
 COUNT = click.IntRange(min=0)
 
@@ -30,6 +31,12 @@ COUNT = click.IntRange(min=0)
 @click.option("--val", type=COUNT, help="Number of images of the val split.")
 @click.option("--test", type=COUNT, help="Number of images of the test split, without answers, programs and scenes.")
 @click.option("--questions-per-image", type=click.IntRange(1, 300), help="Number of questions for each image.")
+@click.option(
+    "--families",
+    type=click.Choice(sorted(FAMILIES_OF)),
+    help="Families of questions: the 90 of CLEVR, or the seven groups of CLOSURE, each in a file of its own.  "
+    "[default: clevr]",
+)
 @click.option("--width", type=click.IntRange(48, 4096), help="Width of an image in pixels.")
 @click.option("--height", type=click.IntRange(32, 4096), help="Height of an image in pixels.")
 @click.option("--min-objects", type=click.IntRange(1, 10), help="Smallest number of objects in a scene.")
@@ -49,7 +56,7 @@ def main(
     workers: int,
     force: bool,
     dry_run: bool,
-    **given: int | bool | None,
+    **given: int | bool | str | None,
 ) -> None:
     """Write images, questions and scenes in CLEVR's layout into the directory OUT.
 

@@ -1,6 +1,7 @@
 """A CLEVR directory -> its splits, the paths of its images by index, and its questions as objects.
 
-This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and CLEVR-Humans' question files.
+This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and the question files of CLEVR-Humans and
+of CLOSURE.
 `encode_questions.py` encodes questions, and `images.py` decodes images.
 """
 
@@ -11,12 +12,14 @@ from pathlib import Path
 
 from iep.errors import InputError
 from iep.runtime.reading import reading
+from iep.synth.templates import CLOSURE_GROUPS
 
 _ORDER = ("train", "val", "test")
 _IMAGE_NUMBER = re.compile(r"_(\d+)\.png$")
 _QUESTION_FILES = (
     ("questions", re.compile(r"^CLEVR_(?P<split>.+)_questions\.json$")),
     (".", re.compile(r"^CLEVR-Humans-(?P<split>.+)\.json$")),
+    (".", re.compile(rf"^(?P<split>({'|'.join(CLOSURE_GROUPS)})_[a-z]+)\.json$")),
 )
 _LIST = re.compile(r'"questions"\s*:\s*\[\s*')
 _SEPARATOR = re.compile(r"\s*(?:,\s*|(?=\]))")
@@ -35,7 +38,7 @@ def image_directories(clevr_dir: Path) -> dict[str, Path]:
 
 
 def question_files(clevr_dir: Path) -> dict[str, Path]:
-    """Return the question file of each split of CLEVR or CLEVR-Humans, with those of train, val and test first."""
+    """Return the question file of each split of CLEVR, CLEVR-Humans or CLOSURE, with those of train, val and test first."""
     found = {}
     for folder, pattern in _QUESTION_FILES:
         directory = clevr_dir / folder

@@ -129,6 +129,9 @@ class _Words(dict):
         """Return what follows the noun: "that are left of the ball", "of the same size as the cube"."""
         be, have = ("are", "have") if many else ("is", "has")
         (link, start), *rest = phrase.links
+        if rest and rest[0][0].startswith("same"):
+            alike = self.alike(*rest[0])
+            return f"that {be} {self.relation(link, start)} and {self.pick((be, have))} {alike}"
         if rest:
             both = self.pick(("", "both "))
             return f"that {be} {both}{self.relation(link, start)} and {self.relation(*rest[0])}"
@@ -151,11 +154,10 @@ class _Words(dict):
         if link.startswith("relate"):
             return f"{noun} are {self.relation(link, start)}"
         noun = f"other {noun}" if phrase.other else noun
-        return f"{noun} {self.pick(('are', 'have'))} {self.alike(phrase)}"
+        return f"{noun} {self.pick(('are', 'have'))} {self.alike(link, start)}"
 
-    def alike(self, phrase: Phrase) -> str:
+    def alike(self, link: str, start: Phrase) -> str:
         """Return a comparison: "the same size as the cube"."""
-        ((link, start),) = phrase.links
         return f"the same {link.removeprefix('same_')} as {self.the(start)}"
 
 
@@ -186,5 +188,5 @@ _PLACEHOLDERS: dict[str, Callable[[_Words], str]] = {
     "things": lambda words: words.noun(words.extra, many=True),
     "same": lambda words: words.clause(words.phrases[0], many=False),
     "same_many": lambda words: words.clause(words.phrases[0], many=True),
-    "as": lambda words: words.alike(words.phrases[0]),
+    "as": lambda words: words.alike(*words.phrases[0].links[0]),
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from iep.synth.scenes import SceneRules
-from iep.synth.templates import GROUPS
+from iep.synth.templates import CLOSURE_GROUPS, GROUPS
 
 SPLITS = ("train", "val", "test")
 
@@ -21,13 +21,15 @@ class Options:
     width: int
     height: int
     rules: SceneRules
+    families: str = "clevr"
+    """The benchmark whose families of questions are asked, a key of `FAMILIES_OF`."""
     emphasis: Mapping[str, float] = field(default_factory=dict)
     """How many times more likely the families of a group are than others; see `question_generator.ask`."""
     seed: int = 0
     annotations: bool = False
 
     def __post_init__(self) -> None:
-        assert self.emphasis.keys() <= set(GROUPS), self.emphasis
+        assert self.emphasis.keys() <= {*GROUPS, *CLOSURE_GROUPS}, self.emphasis
 
 
 PRESETS = {
@@ -47,9 +49,15 @@ PRESETS = {
 }
 
 
-def resolve(preset: str, scene: dict, **given: int | bool | None) -> Options:
+CLOSURE_EMPHASIS = dict.fromkeys(("embed_mat_spa", "embed_spa_mat", "or_mat", "or_mat_spa"), 3.0)
+"""These groups of CLOSURE have a third of the families of the others."""
+
+
+def resolve(preset: str, scene: dict, **given: int | bool | str | None) -> Options:
     """Return a preset's options, replaced by those that are given (not None); `scene` holds those of the rules."""
     base = PRESETS[preset]
+    if given.get("families") == "closure":
+        given["emphasis"] = CLOSURE_EMPHASIS
     options = replace(base, **{name: value for name, value in given.items() if value is not None})
     rules = {name: value for name, value in scene.items() if value is not None}
     return replace(options, rules=replace(base.rules, aspect=options.width / options.height, **rules))

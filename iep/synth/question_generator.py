@@ -7,7 +7,7 @@ wording `phrases.py`, the families `templates.py`. Shape suffix: D descriptions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -17,7 +17,7 @@ from iep.programs import prefix_to_json
 from iep.synth.executor import Facts
 from iep.synth.phrases import Phrase, bits, mentions, word
 from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describe_set, search_on
-from iep.synth.templates import FAMILIES, Family
+from iep.synth.templates import FAMILIES, FAMILIES_OF, Family, Link
 from iep.synth.world import ATTRIBUTES, VALUES
 
 COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are rarely possible
@@ -36,11 +36,17 @@ class Question:
 
 
 def ask(
-    facts: Facts, count: int, rng: Random, tally: Counter, emphasis: Mapping[str, float] | None = None
+    facts: Facts,
+    count: int,
+    rng: Random,
+    tally: Counter,
+    emphasis: Mapping[str, float] | None = None,
+    families: str = "clevr",
 ) -> list[Question]:
     """Return up to `count` different questions about a scene, of as many families as possible.
 
     Args:
+        families: the families of a benchmark, a key of `FAMILIES_OF`.
         tally: counts answers by `(family, answer)`, and is updated; used for several scenes, it balances their answers.
         emphasis: how many times more likely the families of a group are to come first; the order is random (Efraimidis
             & Spirakis 2006, weighted sampling without replacement).
@@ -49,7 +55,7 @@ def ask(
     questions: list[Question] = []
     known: set[tuple[str, ...]] = set()
     for _ in range(TRIES):
-        for family in _shuffled_families(rng, emphasis or {}):
+        for family in _shuffled(FAMILIES_OF[families], rng, emphasis or {}):
             if len(questions) == count:
                 return questions
             found = _instantiate(family, search, tally)
@@ -63,9 +69,9 @@ def ask(
     return questions
 
 
-def _shuffled_families(rng: Random, emphasis: Mapping[str, float]) -> list[Family]:
-    keys = [rng.random() ** (1 / emphasis.get(family.group, 1.0)) for family in FAMILIES]
-    return [FAMILIES[i] for i in sorted(range(len(FAMILIES)), key=keys.__getitem__, reverse=True)]
+def _shuffled(families: Sequence[Family], rng: Random, emphasis: Mapping[str, float]) -> list[Family]:
+    keys = [rng.random() ** (1 / emphasis.get(family.group, 1.0)) for family in families]
+    return [families[i] for i in sorted(range(len(families)), key=keys.__getitem__, reverse=True)]
 
 
 Found = tuple[str, tuple[str, ...], tuple[Phrase, ...], tuple[str | None, ...]]
@@ -122,7 +128,7 @@ def _find_set(family: Family, search: Search, answer: str) -> tuple | None:
 
 def _find_union(family: Family, search: Search, answer: str) -> tuple | None:
     """Find two phrases that both add objects to their union, of which `extra` selects those with one more value."""
-    silent, wanted = mentions((family.extra,) if family.extra else ()), int(answer)
+    silent, wanted = mentions((*family.silent, *filter(None, [family.extra]))), int(answer)
     for _ in range(TRIES // 2):
         value, kept = _kept(search, family.extra, wanted)
         # Each side adds an object, so without an extra value the left side has fewer objects than wanted.
@@ -159,7 +165,7 @@ def _kept(search: Search, attribute: str | None, wanted: int) -> tuple[str | Non
     return value, having[value]
 
 
-def _shortest(link: int | str) -> int:
+def _shortest(link: Link) -> int:
     """Return the fewest attributes of a description with this link; "things" without a link is no description."""
     return 1 if link == 0 else 0
 
@@ -213,6 +219,9 @@ _FINDERS: dict[str, Callable[[Family, Search, str], tuple | None]] = {
     "comparison": _find_comparison,
     "compare_integer": _find_integers,
     "single_or": _find_union,
+    **dict.fromkeys(("compare_mat", "compare_mat_spa"), _find_comparison),
+    **dict.fromkeys(("or_mat", "or_mat_spa"), _find_union),
+    **dict.fromkeys(("embed_mat_spa", "embed_spa_mat"), _find_set),
     **dict.fromkeys(("zero_hop", "one_hop", "two_hop", "three_hop", "single_and", "same_relate"), _find_set),
 }
 

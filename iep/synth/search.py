@@ -6,16 +6,17 @@ descriptions.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, combinations, product
 from random import Random
 
 import numpy as np
 
 from iep.synth.executor import Facts
 from iep.synth.phrases import DESCRIPTIONS, LENGTHS, MENTIONS, WITHIN, Phrase, mentions
+from iep.synth.templates import Link
 from iep.synth.world import ATTRIBUTES, RELATIONS
 
 TRIES = 12  # relations tried for a phrase, and first phrases for a question of two
@@ -47,7 +48,7 @@ def search_on(facts: Facts, rng: Random) -> Search:
     return Search(facts, tuple(fitting), np.array(fitting), rng)
 
 
-def describe_one(search: Search, target: int, link: int | str, silent: int = 0, avoid: int = 0) -> Phrase | None:
+def describe_one(search: Search, target: int, link: Link, silent: int = 0, avoid: int = 0) -> Phrase | None:
     """Return a phrase with this link that names only the target, or None.
 
     `silent` are the attributes, as bits, that its description must not mention; `avoid` the objects that its links must
@@ -72,7 +73,7 @@ def describe_one(search: Search, target: int, link: int | str, silent: int = 0, 
 
 
 def describe_set(
-    search: Search, accept: Accept, link: int | str, silent: int = 0, shortest: int = 0, longest: int = 4
+    search: Search, accept: Accept, link: Link, silent: int = 0, shortest: int = 0, longest: int = 4
 ) -> Phrase | None:
     """Return a phrase of `shortest` to `longest` attributes with this link whose set `accept` accepts, or None."""
     allowed_D = _allowed(silent, shortest, longest)
@@ -108,7 +109,7 @@ def _phrase(search: Search, description: int, links: tuple, base: int) -> Phrase
 Base = tuple[tuple[tuple[str, Phrase], ...], int, tuple[int, ...]]
 
 
-def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[Base]:
+def _bases(search: Search, link: Link, target: int | None, avoid: int) -> Iterator[Base]:
     """Yield possible links of a phrase, the set they lead to, and the sets that dropping one link would lead to.
 
     With a target, every set contains it. Links do not start from objects in `avoid`.
@@ -116,25 +117,32 @@ def _bases(search: Search, link: int | str, target: int | None, avoid: int) -> I
     if link == 0:
         yield (), search.facts.everything, ()
     elif link == "and":
-        yield from _double_bases(search, target, avoid)
+        yield from _double_bases(combinations(_single_links(search, 1, target, avoid), 2))
+    elif isinstance(link, tuple) and link[0] == "and":
+        relations, others = (list(_single_links(search, each, target, avoid)) for each in (1, link[1]))
+        yield from _double_bases(product(relations, others))
     else:
         for token, base, inner in _single_links(search, link, target, avoid):
             yield ((token, inner),), base, (search.facts.everything,)
 
 
-def _double_bases(search: Search, target: int | None, avoid: int) -> Iterator[Base]:
-    found = list(_single_links(search, 1, target, avoid))
-    for position, (first, left, left_inner) in enumerate(found):
-        for second, right, right_inner in found[position + 1 :]:
-            if left_inner.objects != right_inner.objects and left & right:
-                yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
+Found = tuple[str, int, Phrase]
 
 
-def _single_links(search: Search, link: int | str, target: int | None, avoid: int) -> Iterator[tuple[str, int, Phrase]]:
+def _double_bases(pairs: Iterable[tuple[Found, Found]]) -> Iterator[Base]:
+    for (first, left, left_inner), (second, right, right_inner) in pairs:
+        if left_inner.objects != right_inner.objects and left & right:
+            yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
+
+
+def _single_links(search: Search, link: Link, target: int | None, avoid: int) -> Iterator[Found]:
     """Yield the token of a relation, the set it leads to, and the phrase of the one object that it starts from."""
-    facts, hops = search.facts, 1 if isinstance(link, str) else link
-    if isinstance(link, str):
-        tokens, silent = {link: facts.same[link.removeprefix("same_")]}, mentions((link.removeprefix("same_"),))
+    facts = search.facts
+    if not isinstance(link, tuple):
+        link = (link, 0) if isinstance(link, str) else (1, link - 1)
+    first, inner_link = link
+    if isinstance(first, str):
+        tokens, silent = {first: facts.same[first.removeprefix("same_")]}, mentions((first.removeprefix("same_"),))
     else:
         tokens, silent = {f"relate[{relation}]": facts.related[relation] for relation in RELATIONS}, 0
     wanted = 0 if target is None else 1 << target
@@ -142,9 +150,9 @@ def _single_links(search: Search, link: int | str, target: int | None, avoid: in
         (token, start, objects)
         for token, sets in tokens.items()
         for start, objects in enumerate(sets)
-        if not avoid >> start & 1 and objects & wanted == wanted and (objects or isinstance(link, str))
+        if not avoid >> start & 1 and objects & wanted == wanted and (objects or isinstance(first, str))
     ]
     for token, start, objects in search.rng.sample(starts, min(len(starts), TRIES)):
-        inner = describe_one(search, start, hops - 1, silent, avoid)
+        inner = describe_one(search, start, inner_link, silent, avoid)
         if inner is not None:
             yield token, objects, inner

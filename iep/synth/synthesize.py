@@ -11,11 +11,11 @@ import json
 import multiprocessing
 import shutil
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -35,6 +35,7 @@ from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
 from iep.synth.tally import Tally
+from iep.synth.templates import FAMILIES, FAMILIES_OF
 from iep.vocab import Vocab
 
 BLOCK = 50
@@ -56,10 +57,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Made:
-    """A block's entries in the scenes and questions files as JSON text, and the tally of its questions."""
+    """A block's entries in the scenes file and in each questions file as JSON text, and the tally of its questions."""
 
     scenes: str
-    questions: str
+    questions: dict[Path, str]
     tally: Tally
 
 
@@ -93,7 +94,7 @@ def synthesize(
                 continue
             blocks = [Block(split, start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
             made = run(_Maker(out, options), blocks)
-            tallies[split] = _write_split(out, split, zip(blocks, made, strict=True), progress)
+            tallies[split] = _write_split(out, options, split, zip(blocks, made, strict=True), progress)
     return tallies
 
 
@@ -108,7 +109,7 @@ def make_image(options: Options, split: str, index: int, balance: Counter) -> tu
         scene = sample_scene(rng, options.rules, visible_share)
         entry = scene_json(scene, index, split, options.width, options.height)
         counted = balance.copy()
-        questions = ask(facts_of(entry), options.questions_per_image, rng, counted, options.emphasis)
+        questions = ask(facts_of(entry), options.questions_per_image, rng, counted, options.emphasis, options.families)
         if len(questions) == options.questions_per_image:
             balance.update(counted - balance)
             return scene, entry, questions
@@ -127,7 +128,7 @@ class _Maker:
 
     def __call__(self, block: Block) -> Made:
         balance, tally = Counter(), Tally()
-        scenes, questions = [], []
+        scenes, questions = [], defaultdict(list)
         for index in range(block.start, block.stop):
             scene, entry, asked = make_image(self.options, block.split, index, balance)
             paths = _picture_paths(self.out, self.options, block.split, index)
@@ -138,9 +139,10 @@ class _Maker:
             scenes.append(json.dumps(entry))
             for position, question in enumerate(asked):
                 number = index * self.options.questions_per_image + position
-                questions.append(json.dumps(question_json(question, block.split, index, number)))
+                path = _questions_path(self.out, self.options, block.split, FAMILIES[question.family].group)
+                questions[path].append(json.dumps(question_json(question, block.split, index, number)))
                 tally.add(question.program, question.answer)
-        return Made(", ".join(scenes), ", ".join(questions), tally)
+        return Made(", ".join(scenes), {path: ", ".join(texts) for path, texts in questions.items()}, tally)
 
 
 def _write_png(path: Path, draw: Callable[[], np.ndarray]) -> None:
@@ -168,27 +170,34 @@ def question_json(question: Question, split: str, image: int, number: int) -> di
     return entry
 
 
-def _write_split(out: Path, split: str, results: Iterator[tuple[Block, Made]], progress: Progress) -> Tally:
-    """Write a split's questions and scenes as its blocks arrive; both files appear when all blocks are written."""
+def _write_split(
+    out: Path, options: Options, split: str, results: Iterator[tuple[Block, Made]], progress: Progress
+) -> Tally:
+    """Write a split's questions and scenes as its blocks arrive; the files appear when all blocks are written."""
     tally = Tally()
     head = json.dumps({"info": {"split": split, **INFO}})[:-1]
-    questions_path, scenes_path = _json_paths(out, split)
-    with (
-        list_file(questions_path, f'{head}, "questions": [') as add_questions,
-        list_file(scenes_path, f'{head}, "scenes": [') if scenes_path else nullcontext(lambda text: None) as add_scenes,
-    ):
+    scenes, questions = _json_paths(out, options, split)
+    with ExitStack() as stack:
+        add = {path: stack.enter_context(list_file(path, f'{head}, "questions": [')) for path in questions}
+        add |= {path: stack.enter_context(list_file(path, f'{head}, "scenes": [')) for path in scenes}
         for block, made in results:
-            add_questions(made.questions)
-            add_scenes(made.scenes)
+            for path, texts in (made.questions | dict.fromkeys(scenes, made.scenes)).items():
+                add[path](texts)
             tally.update(made.tally)
             progress(split, block.stop - block.start)
     return tally
 
 
-def _json_paths(out: Path, split: str) -> tuple[Path, Path | None]:
-    """Return the paths of a split's questions and scenes files; CLEVR v1.0 has no scenes for its test split."""
-    scenes = out / "scenes" / f"CLEVR_{split}_scenes.json" if split != "test" else None
-    return out / "questions" / f"CLEVR_{split}_questions.json", scenes
+def _json_paths(out: Path, options: Options, split: str) -> tuple[list[Path], list[Path]]:
+    """Return the paths of a split's scenes, which CLEVR v1.0 does not have for its test split, and of its questions."""
+    scenes = [out / "scenes" / f"CLEVR_{split}_scenes.json"] if split != "test" else []
+    groups = {family.group: None for family in FAMILIES_OF[options.families]}
+    return scenes, list(dict.fromkeys(_questions_path(out, options, split, group) for group in groups))
+
+
+def _questions_path(out: Path, options: Options, split: str, group: str) -> Path:
+    """Return the file of the questions of a group: CLEVR's for all groups, or one for each as CLOSURE has them."""
+    return out / (f"{group}_{split}.json" if options.families == "closure" else f"questions/CLEVR_{split}_questions.json")
 
 
 def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[Path]:
@@ -199,7 +208,7 @@ def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[
 
 def _is_finished(out: Path, options: Options, split: str) -> bool:
     """Return whether an earlier run with the same options finished the split, whose JSON files appear last."""
-    if not all(path is None or path.exists() for path in _json_paths(out, split)):
+    if not all(path.exists() for paths in _json_paths(out, options, split) for path in paths):
         return False
     indices = range(getattr(options, split))
     return all(is_whole_png(path) for index in indices for path in _picture_paths(out, options, split, index))
@@ -238,7 +247,7 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        if read_json(path, "the record of iep-synth") == record:
+        if {"families": "clevr"} | read_json(path, "the record of iep-synth") == record:  # older records have no families
             for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
                 temporary.unlink(missing_ok=True)
             return
@@ -247,6 +256,8 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         for part in ("images", "depth", "questions", "scenes"):
             if (out / part).exists():
                 shutil.rmtree(out / part)
+        for questions in out.glob("*_*.json"):  # of CLOSURE's groups
+            questions.unlink()
     write_json(path, record, indent=2)
 
 

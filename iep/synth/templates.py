@@ -1,7 +1,8 @@
 """The families of questions as data: what each asks for, the structure of its phrases, and its sentences.
 
 There are ninety families in nine groups, numbered as CLEVR's (Johnson et al. 2017, CLEVR, supplement B), with our own
-sentences in CLEVR's words. A *phrase* names a set of objects ("big red cubes left of the ball"). Finding phrases on a
+sentences in CLEVR's words. They are followed by the families of the seven groups of CLOSURE (Bahdanau et al. 2019,
+section 3), which combine the phrases of CLEVR's families in new ways. A *phrase* names a set of objects ("big red cubes left of the ball"). Finding phrases on a
 scene is `question_generator.py`, putting them into words `phrases.py`.
 
 In a sentence `{a}`, `{b}` are the phrases in the plural, `{the_a}`, `{the_b}` in the singular after "the", `{an_a}`
@@ -25,19 +26,32 @@ GROUPS = (
 )
 
 
+CLOSURE_GROUPS = (
+    "and_mat_spa",
+    "compare_mat",
+    "compare_mat_spa",
+    "embed_mat_spa",
+    "embed_spa_mat",
+    "or_mat",
+    "or_mat_spa",
+)
+Link = int | str | tuple[int | str, int | str]
+"""The relations of a phrase: a number of `relate` hops; "same_<attribute>"; "and" for two hops that both hold; or two of
+these, of which the second belongs to the phrase that the first starts from, or with "and" first, both hold."""
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of questions.
 
-    `head` is the program's root without its value. `links` has for each phrase a number of `relate` hops, "and", or
-    "same_<attribute>". `silent` are the attributes that the phrases do not mention; `extra` is the attribute that
+    `head` is the program's root without its value. `links` has the relations of each phrase. `silent` are the attributes that the phrases do not mention; `extra` is the attribute that
     filters a union; `bare` means that the phrase has no filters of its own.
     """
 
     index: int
     group: str
     head: str
-    links: tuple[int | str, ...]
+    links: tuple[Link, ...]
     sentences: tuple[str, ...]
     silent: tuple[str, ...] = ()
     extra: str | None = None
@@ -141,7 +155,7 @@ _ORDER = ("size", "color", "material", "shape")
 def _families() -> list[Family]:
     families: list[Family] = []
 
-    def add(group: str, head: str, links: tuple[int | str, ...], sentences: tuple[str, ...], **rest) -> None:
+    def add(group: str, head: str, links: tuple[Link, ...], sentences: tuple[str, ...], **rest) -> None:
         families.append(Family(len(families), group, head, links, sentences, **rest))
 
     for links in ((0, 0), (1, 0), (1, 1)):
@@ -171,6 +185,7 @@ def _families() -> list[Family]:
     add("zero_hop", "exist", (0,), _EXIST)
     for attribute in ("shape", "material", "color", "size"):
         add("zero_hop", f"query_{attribute}", (0,), _QUERY[attribute], silent=(attribute,))
+    _add_closure(add)
     return families
 
 
@@ -195,4 +210,26 @@ def _add_same(add) -> None:
                 add("same_relate", f"query_{asked}", link, _QUERY[asked], silent=(attribute, asked))
 
 
+def _add_closure(add) -> None:
+    """Add the families of CLOSURE: its templates with every attribute to match, and every other attribute to ask for."""
+    for match in _ORDER:
+        same, silent = f"same_{match}", (match,)
+        for asked in _ORDER:
+            if asked != match:
+                both = (asked, match)
+                statement = tuple(text for text in _EQUAL[asked] if text.startswith("There is"))
+                add("and_mat_spa", f"query_{asked}", (("and", same),), _QUERY[asked], silent=both)
+                add("compare_mat", f"equal_{asked}", (same, 0), statement, silent=both)
+                add("compare_mat_spa", f"equal_{asked}", (same, 1), statement, silent=both)
+        add("embed_mat_spa", "exist", ((1, same),), _EXIST_LINKED, silent=silent)
+        add("embed_spa_mat", "exist", ((same, 1),), _EXIST_LINKED, silent=silent)
+        add("or_mat", "count", (0, same), _EITHER, silent=silent)
+        add("or_mat_spa", "count", (1, same), _EITHER, silent=silent)
+
+
 FAMILIES = tuple(_families())
+FAMILIES_OF = {
+    "clevr": tuple(family for family in FAMILIES if family.group in GROUPS),
+    "closure": tuple(family for family in FAMILIES if family.group in CLOSURE_GROUPS),
+}
+"""The families of each benchmark."""
