@@ -14,5 +14,5 @@ read -ra SYNTH <<<"${SYNTH---train 10000 --val 500}"
 iep-synth "$OUT/clevr" --preset clevr --width 336 --height 224 --min-objects 2 --test 0 --questions-per-image 1 \
     --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 train "$OUT/run" --config "$CONFIGS/synth/backbone.yaml" --data "$OUT/clevr"
-python "$(dirname "$0")/export_backbone.py" "$OUT/run" "$OUT/synth.safetensors"
+cp "$OUT/run/best.safetensors" "$OUT/synth.safetensors"
 iep-eval --backbone "$OUT/synth.safetensors" --scenes "$OUT/clevr" --split val

@@ -246,8 +246,9 @@ def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        (None, "holds the weights of something else, expected those of a backbone"),
-        ({"kwargs": "[1]"}, "not a safetensors file of a backbone"),
+        (None, "holds the weights of something else, expected metadata of the format"),
+        ({"kwargs": "[1]"}, "networks.backbone.kwargs is of type list"),
+        ({"iep": "{"}, "not a whole checkpoint file"),
         ({"kwargs": '{"image_size": 0}'}, "image_size is 0, expected a"),
         ({"kwargs": '{"image_size": 32}'}, "the weights do not fit"),
     ],

@@ -92,7 +92,10 @@ NOT_CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     (_archive, "it is an archive without data.pkl"),
     (lambda path: path.write_bytes(pickle.dumps({"format": FORMAT, "a": print})), "not "),
     (Path.unlink, "no such file"),
-    (lambda path: (path.unlink(), path.mkdir()), "holds no checkpoint, expected best.pt or step-N.pt"),
+    (
+        lambda path: (path.unlink(), path.mkdir()),
+        "holds no checkpoint, expected best.pt, step-N.pt or",
+    ),
     (lambda path: (path.unlink(), os.mkfifo(path)), "is not a regular file"),
 ]
 

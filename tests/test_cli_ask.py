@@ -19,8 +19,8 @@ from clevr_files import write_images
 from evaluate_cases import evaluate
 from tiny_data import assert_one_error, newest
 
+import iep
 from iep.asking.answers import describe, nearest_word
-from iep.asking.loading import make_asker
 from iep.cli.ask import typed_questions
 from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import load_checkpoint
@@ -400,6 +400,6 @@ def test_an_engine_of_unknown_features_is_taken_for_the_original_toolkits(resnet
 
 
 def test_at_a_terminal_the_question_is_not_repeated(parts):
-    settings = {"beam_size": 1, "max_program_length": 30, "device": "cpu", "say": print}
-    (answer,) = make_asker(image=IMAGE, ee=parts[3], pg=parts[1], **settings).ask([QUESTION])
+    answer = iep.load(parts[3], parts[1], "cpu").ask(IMAGE, QUESTION)
+    assert str(answer) == describe(answer, 3)
     assert describe(answer, 3) == f"{QUESTION}\n{describe(answer, 3, with_question=False)}"

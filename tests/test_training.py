@@ -31,6 +31,7 @@ from iep.data.datasets import Batch
 from iep.errors import InputError
 from iep.models.build import build, load_network, network_kwargs
 from iep.models.checkpoint import BEST, load_checkpoint
+from iep.models.weights import WEIGHTS, WEIGHTS_CONFIG
 from iep.runtime.records import METRICS
 from iep.training.loop import Trainer, learning_rate
 from iep.training.run_training import train
@@ -153,7 +154,7 @@ def test_the_resolved_config_is_beside_the_checkpoints(data: Path, tmp_path: Pat
     train(config, tmp_path / "new" / "run", resume=False)
     assert read_config(tmp_path / "new" / "run" / "config.yaml") == config
     assert {path.name for path in (tmp_path / "new" / "run").iterdir()} == {
-        *("config.yaml", "step-2.pt", "step-4.pt", BEST, METRICS, "tensorboard")
+        *("config.yaml", "step-2.pt", "step-4.pt", BEST, WEIGHTS, WEIGHTS_CONFIG, METRICS, "tensorboard")
     }
 
 

@@ -143,6 +143,10 @@ class Answer:
     tree: ProgramTree | None
     ranked: tuple[tuple[str, float], ...]
 
+    def __str__(self) -> str:
+        """Return the question, the likeliest answers and the program as a tree."""
+        return describe(self, top=3)
+
 
 @dataclass(frozen=True)
 class Asker:

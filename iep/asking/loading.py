@@ -1,20 +1,37 @@
-"""Checkpoints and an image -> an `Asker`: the networks and the features of the image.
+"""Checkpoints -> a `Model`, and with an image, an `Asker`: the networks and the features of the image.
 
 The features are computed in the way that the checkpoint records for its training data, or else in the likeliest way.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
+from typing import Any
 
 import torch
 from torch import nn
 
-from iep.asking.answers import Asker
+from iep.asking.answers import Answer, Asker
+from iep.config import Evaluation
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
-from iep.models.build import FEATURE_SIDES, check_features, check_vocab, features_shape, load_network, place, unpack
+from iep.models.build import (
+    BASELINES,
+    FEATURE_SIDES,
+    check_features,
+    check_vocab,
+    features_shape,
+    load_network,
+    pack,
+    place,
+    unpack,
+)
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
+from iep.models.weights import WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image
@@ -24,24 +41,152 @@ from iep.vocab import Vocab
 DTYPES = ("float32", "float16")
 
 
-def make_asker(
+@dataclass(frozen=True)
+class Model:
+    """Networks that answer questions about images, and how the features of an image are computed."""
+
+    path: Path
+    """The checkpoint of the network that answers, for messages."""
+    predictor: Predictor
+    vocab: Vocab
+    backbone: Backbone | None
+    """None for a baseline that reads no image."""
+    dtype: str
+    """The dtype of the features."""
+    device: torch.device
+
+    def about(self, image: Path | str | None) -> Asker:
+        """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
+
+        Raises:
+            InputError: the image cannot be used, or is missing.
+        """
+        if self.backbone is None:
+            return Asker(self.predictor, self.vocab, None, self.device)
+        if image is None:
+            raise InputError(f"{self.path}: needs an image; give --image FILE")
+        open_image(Path(image))  # an unusable file is an error before weights are downloaded
+        features_1CHW = image_features(Path(image), self.backbone, self.dtype, self.device)
+        network = self.predictor.baseline or self.predictor.engine
+        check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
+        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device)
+
+    def ask(self, image: Path | str | None, question: str) -> Answer:
+        """Return the answer to a question about an image. `print` shows it with its program and other answers.
+
+        Raises:
+            InputError: the image or the question cannot be used.
+        """
+        return self.about(image).ask([question])[0]
+
+    def save(self, directory: Path | str) -> None:
+        """Write `best.safetensors` and `config.json` with all networks into a directory, from which `iep.load` reads.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        found = {"generator": self.predictor.generator, "engine": self.predictor.engine}
+        networks = {name: network for name, network in found.items() if network is not None}
+        if self.predictor.baseline is not None:
+            networks = {self.predictor.baseline.name: self.predictor.baseline}
+        recipe = next(reversed(networks.values())).recipe
+        save_weights(Path(directory), {"networks": pack(networks), "features": recipe, "vocab": self.vocab.to_json()})
+
+    def push_to_hub(self, name: str, private: bool = False) -> str:
+        """Upload the networks to a repository on the Hugging Face Hub, created if necessary, and return its address.
+
+        `pip install 'iep[hub]'` installs what this needs, and `hf auth login` stores the token.
+
+        Args:
+            name: such as `user/name`.
+            private: whether a new repository is private.
+
+        Raises:
+            InputError: the extra is not installed.
+            HfHubHTTPError: the Hub refuses the upload.
+        """
+        hub = _hub(name)
+        with TemporaryDirectory() as directory:
+            self.save(directory)
+            (Path(directory) / "README.md").write_text(CARD.format(name=name))
+            address = hub.create_repo(name, private=private, exist_ok=True)
+            hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload networks")
+        return str(address)
+
+
+CARD = """---
+library_name: iep
+tags: [clevr, visual-question-answering, neural-module-networks]
+---
+Networks of [iep](https://pypi.org/project/iep), which answer questions about images of the CLEVR world:
+
+```python
+import iep
+
+print(iep.load("{name}").ask("image.png", "How many red things are there?"))
+```
+"""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load(name: Path | str, pg: Path | str | None = None, device: str = "auto") -> Model:
+    """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
+
+    Args:
+        name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
+            baseline or an execution engine, and with it perhaps a program generator.
+        pg: the same for the program generator, if `name` does not hold one.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
+
+    Raises:
+        InputError: a checkpoint cannot be used, two of them do not fit together, or there is no generator.
+    """
+    path = _local(name)
+    held = load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
+    if "engine" not in held and held.keys() & BASELINES.keys():
+        return load_model(baseline=path, device=device)
+    if pg is None and "generator" not in held:
+        raise InputError(f"{path}: holds no program generator; give that of another run as pg")
+    return load_model(ee=path, pg=path if pg is None else _local(pg), device=device)
+
+
+def _local(name: Path | str) -> Path:
+    """Return the path of networks, which are downloaded from the Hub unless `name` is a path."""
+    if Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
+        return Path(name)
+    hub = _hub(name)
+    try:
+        return Path(hub.hf_hub_download(str(name), WEIGHTS))
+    except Exception as error:  # of requests and of the library, without a common class
+        reason = shorten(str(error), 300, placeholder=" ...")
+        raise InputError(f"{name}: no such run here, and the Hub has no {WEIGHTS} of this name ({reason})") from None
+
+
+def _hub(name: Path | str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        need = "pip install 'iep[hub]' for the Hugging Face Hub"
+        raise InputError(f"{name}: no such run here, and huggingface_hub is not installed; {need}") from None
+    return huggingface_hub
+
+
+def load_model(
     *,
-    image: Path | None,
     device: str,
-    beam_size: int,
-    max_program_length: int,
-    say: Callable[[str], None],
+    beam_size: int = Evaluation.beam_size,
+    max_program_length: int = Evaluation.max_program_length,
+    say: Callable[[str], None] = lambda _: None,
     ee: Path | None = None,
     pg: Path | None = None,
     baseline: Path | None = None,
     backbone: Callable[[], Backbone] | None = None,
     weights: str | None = None,
     options: Sequence[str] = (),
-) -> Asker:
-    """Load the networks, an engine or a baseline, and compute the image's features.
+) -> Model:
+    """Load the networks, an engine or a baseline, and choose the backbone of images.
 
     Args:
-        image: the image; None for a baseline that reads no image.
         say: a function that receives a line for each assumption.
         ee: the checkpoint or run of an execution engine; None for a baseline.
         pg: the checkpoint or run of a program generator; None to run only given programs.
@@ -51,38 +196,33 @@ def make_asker(
         options: the options of `backbone` that were given, besides `--weights`.
 
     Raises:
-        InputError: a checkpoint, the image or an option cannot be used, or two of them do not fit together.
+        InputError: a checkpoint or an option cannot be used, or two of them do not fit together.
     """
     on = resolve_device(device)
     path = ee if baseline is None else baseline
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
-    lengths = {"beam_size": beam_size, "max_program_length": max_program_length}
     if baseline is None:
         answering = place(unpack(held, "engine", path), on).eval()
         networks = {"engine": answering}
     else:
         answering = load_network(path, "baseline", vocab, on)
         networks = {"baseline": answering}
-        if not held["networks"].keys() & FEATURE_SIDES.keys():
-            if given := [*options, *(["--weights"] if weights else [])]:
-                raise InputError(f"{path}: reads no image; {given[0]} does not apply")
-            if image is not None:
-                say(f"{path}: does not read the image")
-            return Asker(Predictor(**networks, **lengths), vocab, None, on)
+    reads_image = baseline is None or held["networks"].keys() & FEATURE_SIDES.keys()
+    if not reads_image and (given := [*options, *(["--weights"] if weights else [])]):
+        raise InputError(f"{path}: reads no image; {given[0]} does not apply")
     if pg is not None:
         networks["generator"], words = _load_generator(pg, vocab, path, on)
         vocab = Vocab(words, vocab.program, vocab.answer)
-    if image is None:
-        raise InputError(f"{path}: needs an image; give --image FILE")
-    open_image(image)  # an unusable file is an error before weights are downloaded
-    if answering.recipe:
+    chosen, dtype = None, "float32"
+    if reads_image and answering.recipe:
         chosen, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
-    else:
-        chosen, dtype = backbone() if backbone else _likely_backbone(answering, path, say), "float32"
-    features_1CHW = image_features(image, chosen, dtype, on)
-    check_features(answering, features_1CHW.shape[1:], f"{image}, by {_describe(chosen)}")
-    return Asker(Predictor(**networks, run_predicted=True, **lengths), vocab, features_1CHW.to(on), on)
+    elif reads_image:
+        chosen = backbone() if backbone else _likely_backbone(answering, path, say)
+    predictor = Predictor(
+        **networks, run_predicted=baseline is None, beam_size=beam_size, max_program_length=max_program_length
+    )
+    return Model(path, predictor, vocab, chosen, dtype, on)
 
 
 def _load_generator(

@@ -94,11 +94,10 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import make_asker
+    from iep.asking.loading import load_model
 
     given = {name: value for name, value in of_backbone.items() if value is not None}
-    asker = make_asker(
-        image=image,
+    model = load_model(
         ee=ee,
         pg=pg,
         baseline=baseline,
@@ -110,6 +109,9 @@ def main(
         device=device,
         say=lambda line: click.echo(line, err=True),
     )
+    if model.backbone is None and image is not None:
+        click.echo(f"{model.path}: does not read the image", err=True)
+    asker = model.about(image)
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
     saliency = saliency or DEFAULT_SALIENCY

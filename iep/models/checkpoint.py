@@ -22,6 +22,7 @@ from torch import Tensor
 
 from iep.errors import InputError
 from iep.models.original import from_original, is_original, safe_globals
+from iep.models.weights import SAFETENSORS, WEIGHTS, read_weights
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 
@@ -85,7 +86,7 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
     """Return the content of a checkpoint, with tensors on the CPU.
 
     A run directory stands for its best checkpoint, or else its newest. A checkpoint of the original toolkit is
-    converted by `iep.models.original.from_original`.
+    converted by `iep.models.original.from_original`. A `.safetensors` file holds the networks alone.
 
     Args:
         parts: the parts that the checkpoint must have, as `check_parts` takes them.
@@ -96,11 +97,16 @@ def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[
     """
     path = Path(path)
     if path.is_dir():
-        found = [each for each in (path / BEST, *step_checkpoints(path)) if each.exists()]
+        found = [each for each in (path / BEST, *step_checkpoints(path), path / WEIGHTS) if each.exists()]
         if not found:
-            raise InputError(f"{path}: holds no checkpoint, expected {BEST} or {step_name(0).replace('0', 'N')}")
+            names = f"{BEST}, {step_name(0).replace('0', 'N')} or {WEIGHTS}"
+            raise InputError(f"{path}: holds no checkpoint, expected {names}")
         return _load_first(found, parts, "to use it, name {good}").content
     with reading(path, "a whole checkpoint file"):
+        if path.suffix == SAFETENSORS:
+            content = read_weights(path)
+            check_parts(content, parts or {})
+            return content
         content = _read(path)
         if is_original(content):
             if "step" in (parts or {}):

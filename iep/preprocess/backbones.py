@@ -6,7 +6,6 @@ features files and in the checkpoints of models trained on them; `backbone_of` r
 Shapes: B images, C H W features.
 """
 
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,14 +15,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
 from iep.backbone.network import SceneNetwork
 from iep.config import PATCH_SIZE, RESNET, RESNET_IMAGE_SIZE, RESNET_STAGE, RESNETS
 from iep.errors import InputError
-from iep.models.build import network_of, unpack
+from iep.models.build import unpack
 from iep.models.checkpoint import BEST, PARTS_OF_A_MODEL, load_checkpoint, step_checkpoints
 from iep.preprocess.recipe import Recipe, file_digest
 from iep.runtime.reading import reading
@@ -110,15 +108,7 @@ class Scenes:
         Raises:
             InputError: the file is missing or damaged, or holds the weights of another network.
         """
-        if self._path.suffix == ".pt":
-            return unpack(load_checkpoint(self._path, PARTS_OF_A_MODEL), "backbone", self._path).eval()
-        with reading(self._path, "a safetensors file of a backbone"), safe_open(self._path, "pt") as file:
-            metadata = file.metadata() or {}
-            if "kwargs" not in metadata:
-                raise InputError("holds the weights of something else, expected those of a backbone (metadata kwargs)")
-            kwargs = dict(json.loads(metadata["kwargs"]))
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        return network_of("backbone", kwargs, weights, self._path).eval()
+        return unpack(load_checkpoint(self._path, PARTS_OF_A_MODEL), "backbone", self._path).eval()
 
     @property
     def image_size(self) -> int:

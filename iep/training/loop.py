@@ -29,6 +29,7 @@ from iep.data.question_file import Split
 from iep.errors import InputError
 from iep.models.build import pack
 from iep.models.checkpoint import BEST, Saved, check_optimizer, remove_old, save_checkpoint, step_name
+from iep.models.weights import save_weights
 from iep.runtime.devices import autocast, enough_memory, peak_memory
 from iep.runtime.distributed import gather, is_main, rank, total, world_size
 from iep.runtime.reading import reading
@@ -122,6 +123,8 @@ class Trainer:
             **self._networks_and_optimizer(),
         }
         save_checkpoint(self.out / name, content)
+        if name == BEST:
+            save_weights(self.out, content)
 
     def save_step(self) -> None:
         """Write the numbered checkpoint of this step, and then remove the oldest ones but for `config.keep`."""

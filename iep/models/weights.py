@@ -1,0 +1,71 @@
+"""The networks of a checkpoint <-> a safetensors file, without the state of a run.
+
+The file is complete: its metadata holds everything except the weights, as JSON. It loads without executing anything,
+other programs can read its tensors, and it is what a repository on the Hugging Face Hub holds. `config.json` beside it
+shows the same metadata. The original toolkit has no such files.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save
+
+from iep.errors import InputError
+from iep.runtime.files import write_bytes, write_json
+
+WEIGHTS, WEIGHTS_CONFIG = "best.safetensors", "config.json"
+SAFETENSORS = ".safetensors"
+FORMAT = "iep-model-1"
+
+
+def save_weights(directory: Path, content: Mapping[str, Any]) -> None:
+    """Write the networks of a checkpoint's `content` to `best.safetensors` and `config.json` in a directory.
+
+    A tensor has the name of its network before its own, such as `engine.stem.0.weight`.
+
+    Raises:
+        OSError: a file cannot be written; the previous file is unchanged.
+    """
+    networks = content["networks"]
+    weights = {
+        f"{name}.{key}": value.contiguous()
+        for name, packed in networks.items()
+        for key, value in packed["weights"].items()
+    }
+    config = {
+        "format": FORMAT,
+        **{key: content[key] for key in ("model", "step", "best") if key in content},
+        "networks": {name: dict(packed["kwargs"]) for name, packed in networks.items()},
+        "features": content["features"],
+        "vocab": content["vocab"],
+    }
+    write_bytes(directory / WEIGHTS, save(weights, {"iep": json.dumps(config)}))
+    write_json(directory / WEIGHTS_CONFIG, config, indent=1)
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint without the state of its run.
+
+    A file with the metadata `kwargs` holds a backbone, as the one that comes with the package does.
+
+    Raises:
+        InputError: the file holds the weights of something else.
+        Exception: as the library, the file is missing or damaged.
+    """
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    if "kwargs" in metadata:
+        packed = {"kwargs": json.loads(metadata["kwargs"]), "weights": weights}
+        return {"networks": {"backbone": packed}, "vocab": {}, "features": {}}
+    config = json.loads(metadata.get("iep", "{}"))
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise InputError(f"holds the weights of something else, expected metadata of the format {FORMAT}")
+    networks = {name: {"kwargs": kwargs, "weights": {}} for name, kwargs in config["networks"].items()}
+    for name, weight in weights.items():
+        network, _, key = name.partition(".")
+        networks[network]["weights"][key] = weight
+    return config | {"networks": networks}

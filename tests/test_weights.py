@@ -1,0 +1,139 @@
+"""Networks in safetensors files, `iep.load`, and the Hugging Face Hub, which is replaced by a directory."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ask_cases import IMAGE, answers_of, iep_ask, sample_data, trained
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_data import assert_one_error
+
+import iep
+from iep.errors import InputError
+from iep.models.checkpoint import load_checkpoint
+
+QUESTION = "How many small things are there?"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("weights")
+    data = sample_data(root / "data")
+    made = {model: trained(data, model, root / model, 2) for model in ("pg", "ee", "lstm")}
+    start = ("--pg", made["pg"], "--ee", made["ee"])
+    return made | {"joint": trained(data, "joint", root / "joint", 2, *start)}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A directory in place of the Hub, with a directory for each repository."""
+
+    def upload(repo_id: str, folder_path: str, commit_message: str) -> None:
+        shutil.copytree(folder_path, tmp_path / "hub" / repo_id)
+
+    def download(repo_id: str, filename: str) -> str:
+        if not (path := tmp_path / "hub" / repo_id / filename).exists():
+            raise OSError(f"404 Client Error: {repo_id}\nnot found")
+        return str(path)
+
+    fake = SimpleNamespace(
+        create_repo=lambda name, private, exist_ok: f"https://hub/{name}",
+        upload_folder=upload,
+        hf_hub_download=download,
+    )
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", fake)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("model", ["pg", "ee", "joint", "lstm"])
+def test_the_safetensors_file_of_a_run_has_the_networks_of_its_best_checkpoint(runs, model):
+    content, best = (load_checkpoint(runs[model] / f"best.{kind}") for kind in ("safetensors", "pt"))
+    assert {key: content[key] for key in ("model", "step", "vocab", "features")} == {
+        key: best[key] for key in ("model", "step", "vocab", "features")
+    }
+    tensors = load_file(runs[model] / "best.safetensors")
+    for name, packed in best["networks"].items():
+        assert content["networks"][name]["kwargs"] == json.loads(json.dumps(packed["kwargs"]))
+        for key, weight in packed["weights"].items():
+            assert torch.equal(tensors.pop(f"{name}.{key}"), weight)
+    assert not tensors
+    with safe_open(runs[model] / "best.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["iep"]) == json.loads((runs[model] / "config.json").read_text())
+
+
+def test_a_directory_with_nothing_but_the_safetensors_file_is_evaluated_and_asked_as_the_run(runs, tmp_path):
+    shutil.copy(runs["joint"] / "best.safetensors", tmp_path)
+    outputs = [
+        iep_ask("--pg", where, "--ee", where, "--image", IMAGE, "--question", QUESTION).stdout
+        for where in (runs["joint"], tmp_path, tmp_path / "best.safetensors")
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    answer = iep.load(tmp_path).ask(IMAGE, QUESTION)
+    assert answer.ranked[0][0] == answers_of(outputs[0])[0]
+    assert str(answer) == outputs[0].rstrip("\n")
+
+
+def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_path):
+    model = iep.load(runs["ee"], pg=runs["pg"])
+    model.save(tmp_path / "both")
+    assert str(iep.load(tmp_path / "both").ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
+    baseline = iep.load(runs["lstm"])
+    baseline.save(tmp_path / "lstm")
+    assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
+
+
+def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub):
+    model = iep.load(runs["joint"])
+    assert model.push_to_hub("someone/clevr") == "https://hub/someone/clevr"
+    assert {path.name for path in (hub / "someone/clevr").iterdir()} == {
+        "best.safetensors",
+        "config.json",
+        "README.md",
+    }
+    assert 'iep.load("someone/clevr")' in (hub / "someone/clevr/README.md").read_text()
+    assert str(iep.load("someone/clevr").ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
+    with pytest.raises(InputError, match="no such run here, and the Hub has no best"):
+        iep.load("someone/other")
+
+
+def test_without_huggingface_hub_one_line_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"runs/absent: no such run here, .*pip install 'iep\[hub\]'"):
+        iep.load("runs/absent")
+
+
+def test_networks_without_a_generator_or_an_engine_are_errors(runs):
+    with pytest.raises(InputError, match="holds no program generator; give that of another run as pg"):
+        iep.load(runs["ee"])
+    with pytest.raises(InputError, match="holds a program generator, expected a checkpoint with an execution engine"):
+        iep.load(runs["pg"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("vocab"), "vocab is missing"),
+        (lambda content: content.update(format="other"), "holds the weights of something else"),
+        (lambda content: content["networks"].update(engine=3), "networks.engine.kwargs is of type int"),
+        (lambda content: content["networks"].pop("engine"), "not a whole checkpoint file"),
+        (lambda content: content["networks"]["engine"].update(module_dim=5), "the weights do not fit the settings"),
+    ],
+)
+def test_a_safetensors_file_with_other_metadata_is_refused(runs, change, message, tmp_path):
+    with safe_open(runs["ee"] / "best.safetensors", "pt") as file:
+        content = json.loads(file.metadata()["iep"])
+    change(content)
+    path = tmp_path / "changed.safetensors"
+    save_file(load_file(runs["ee"] / "best.safetensors"), path, {"iep": json.dumps(content)})
+    assert_one_error(iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene"), str(path), message)
+
+
+def test_a_damaged_safetensors_file_is_refused(runs, tmp_path):
+    path = tmp_path / "short.safetensors"
+    path.write_bytes((runs["ee"] / "best.safetensors").read_bytes()[:-10])
+    result = iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene")
+    assert_one_error(result, f"{path}: not a whole checkpoint file")
