@@ -33,7 +33,7 @@ ANSWERING = MODELS[:-1]
 WITH_ENGINE = ("ee", "joint")
 READING_FEATURES = ("ee", "joint", "cnn-lstm", "cnn-lstm-sa")
 """Models that read features."""
-MODULES = tuple(choices.MODULES)
+MODULES = choices.MODULES
 BATCHING = tuple(SCHEDULERS)
 PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
@@ -112,8 +112,11 @@ class EngineConfig:
     """Settings of the execution engine (Johnson et al. 2017, section 3.2; `scene: stem` is from Suarez & Zhu)."""
 
     modules: str = setting("iep", choices=MODULES)
-    """The set of modules: `iep`, residual blocks (Johnson et al. 2017), or `tbd`, attentions (Mascharka et al. 2018).
-    The set `tbd` does not have the settings `module_residual`, `module_norm` and `scene`."""
+    """The set of modules: `iep`, residual blocks (Johnson et al. 2017); `tbd`, attentions (Mascharka et al. 2018);
+    `vector`, vectors of a block that all functions share (Bahdanau et al. 2019); or `MODULE:CLASS`, a class of another
+    package. The sets `tbd` and `vector` do not have the settings `module_residual`, `module_norm` and `scene`."""
+    module_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a set of modules of another package, which its class gets by name."""
     module_dim: int = setting(128, minimum=1)
     module_residual: bool = True
     module_norm: str = setting("none", choices=choices.NORMS)
@@ -431,7 +434,7 @@ def check_used(config: Config, asked: Collection[str] = ()) -> None:
     unused = [
         f"{name} is {value}"
         for name, value in flat(to_dict(config)).items()
-        if name not in used and (value != defaults[name] or name in asked)
+        if name not in used and (value != defaults.get(name) or name in asked)
     ]
     if unused:
         how = " asynchronously" if config.asynchronous else ""
@@ -471,6 +474,10 @@ def update(config: Any, values: Mapping[str, Any], source: str, prefix: str = ""
             if not isinstance(value, Mapping):
                 raise InputError(f"{source}: {name} is {value!r}, expected a mapping of settings")
             changes[key] = update(current, value, source, prefix=f"{name}.")
+        elif isinstance(current, Mapping):
+            if not isinstance(value, Mapping):
+                raise InputError(f"{source}: {name} is {value!r}, expected a mapping of settings")
+            changes[key] = {**current, **value}
         else:
             changes[key] = _checked(value, kinds[key], known[key].metadata, f"{source}: {name}")
     return replace(config, **changes)

@@ -70,9 +70,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--modules",
-    type=click.Choice(MODULES),
-    help="Set of modules of a new engine (engine.modules): the residual blocks of iep, or the attention modules of "
-    f"Transparency by Design.  [default: {Config.engine.modules}]",
+    metavar="|".join((*MODULES, "MODULE:CLASS")),
+    help="Set of modules of a new engine (engine.modules): the residual blocks of iep, the attention modules of "
+    "Transparency by Design (tbd), Vector-NMN (vector), or a class of another package.  "
+    f"[default: {Config.engine.modules}]",
 )
 @execution_options
 @click.option(

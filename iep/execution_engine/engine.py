@@ -6,9 +6,10 @@ The engine runs CLEVR's programs with `iep/batching/`. `program_plan.py` makes t
 Shapes: B examples, L program tokens, C H W feature maps, A answers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class ExecutionEngine(nn.Module):
         feature_dim: C of the features, which is 3 * P * P for a stem of pixels.
         feature_height: H of the features.
         feature_width: W of the features.
-        modules: the name of a set of modules in `choices.MODULES`.
+        modules: the name of a set of modules in `choices.MODULES`, or its `MODULE:CLASS`.
         module_dim: the number of channels of every module's maps.
         module_residual: blocks add their input to their output. Only for the set `iep`.
         module_norm: the batch norm after every convolution of a block: 'none', 'batch' over all rows of a call, or
@@ -69,6 +70,7 @@ class ExecutionEngine(nn.Module):
         classifier_hidden: the widths of the classifier's linear layers before the last.
         classifier_norm: batch norm after each layer of the classifier but the last.
         classifier_dropout: the probability of dropping a unit after each linear layer but the last, in training.
+        module_settings: further arguments of the class of a set of modules of another package.
         stem_bias: the stem's convolutions have biases even before batch norm, where they have no effect. This is for
             checkpoints of the original toolkit.
         classifier_pool_rest: if the pooling window does not divide the grid, pool the rest of it too; the original
@@ -102,6 +104,7 @@ class ExecutionEngine(nn.Module):
         classifier_hidden: Sequence[int],
         classifier_norm: bool,
         classifier_dropout: float,
+        module_settings: Mapping[str, Any],
         stem_bias: bool = False,
         classifier_pool_rest: bool = True,
     ):
@@ -109,7 +112,7 @@ class ExecutionEngine(nn.Module):
         check_choice("initialization", initialization, INITIALIZATIONS)
         self.program_tokens = tuple(program_tokens)
         self.module_set = make_module_set(
-            modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene
+            modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene, **module_settings
         )
         self.roles = roles_of(self.program_tokens, self.module_set)
         self.stem = make_stem(

@@ -2,9 +2,9 @@
 
 All functions share one residual block, which reads the stem's output. A function's embedding and the vectors of its
 arguments modulate the block by FiLM (Perez et al. 2018, section 3.2), and the maximum over all positions is the
-function's own vector (Bahdanau et al. 2019, CLOSURE: Assessing Systematic Generalization of CLEVR Models, the section on
-Vector-NMN). As in FiLM, the block also reads the coordinates of each position. One call therefore runs any functions of
-the same arity.
+function's own vector (Bahdanau et al. 2019, CLOSURE: Assessing Systematic Generalization of CLEVR Models, where it
+introduces Vector-NMN). As in FiLM, the block also reads the coordinates of each position. One call therefore runs any
+functions of the same arity.
 
 Shapes: F functions, G rows of a call, N images, C channels, H W grid of a map.
 """

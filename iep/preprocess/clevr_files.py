@@ -38,7 +38,7 @@ def image_directories(clevr_dir: Path) -> dict[str, Path]:
 
 
 def question_files(clevr_dir: Path) -> dict[str, Path]:
-    """Return the question file of each split of CLEVR, CLEVR-Humans or CLOSURE, with those of train, val and test first."""
+    """Return the question file of each split of CLEVR, CLEVR-Humans or CLOSURE; train, val and test are first."""
     found = {}
     for folder, pattern in _QUESTION_FILES:
         directory = clevr_dir / folder

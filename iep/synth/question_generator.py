@@ -17,7 +17,7 @@ from iep.programs import prefix_to_json
 from iep.synth.executor import Facts
 from iep.synth.phrases import Phrase, bits, mentions, word
 from iep.synth.search import SIZES, TRIES, Accept, Search, describe_one, describe_set, search_on
-from iep.synth.templates import FAMILIES, FAMILIES_OF, Family, Link
+from iep.synth.templates import FAMILIES_OF, Family, Link
 from iep.synth.world import ATTRIBUTES, VALUES
 
 COUNT_WEIGHTS = tuple(max(0.7**count, 0.12) for count in range(11))  # high counts are rarely possible

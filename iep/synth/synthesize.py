@@ -197,7 +197,8 @@ def _json_paths(out: Path, options: Options, split: str) -> tuple[list[Path], li
 
 def _questions_path(out: Path, options: Options, split: str, group: str) -> Path:
     """Return the file of the questions of a group: CLEVR's for all groups, or one for each as CLOSURE has them."""
-    return out / (f"{group}_{split}.json" if options.families == "closure" else f"questions/CLEVR_{split}_questions.json")
+    is_closure = options.families == "closure"
+    return out / (f"{group}_{split}.json" if is_closure else f"questions/CLEVR_{split}_questions.json")
 
 
 def _picture_paths(out: Path, options: Options, split: str, index: int) -> list[Path]:
@@ -247,7 +248,8 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        if {"families": "clevr"} | read_json(path, "the record of iep-synth") == record:  # older records have no families
+        found = {"families": "clevr"} | read_json(path, "the record of iep-synth")  # older records have no families
+        if found == record:
             for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
                 temporary.unlink(missing_ok=True)
             return

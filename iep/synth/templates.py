@@ -2,8 +2,8 @@
 
 There are ninety families in nine groups, numbered as CLEVR's (Johnson et al. 2017, CLEVR, supplement B), with our own
 sentences in CLEVR's words. They are followed by the families of the seven groups of CLOSURE (Bahdanau et al. 2019,
-section 3), which combine the phrases of CLEVR's families in new ways. A *phrase* names a set of objects ("big red cubes left of the ball"). Finding phrases on a
-scene is `question_generator.py`, putting them into words `phrases.py`.
+section 3), which combine the phrases of CLEVR's families in new ways. A *phrase* names a set of objects ("big red cubes
+left of the ball"). Finding phrases on a scene is `question_generator.py`, putting them into words `phrases.py`.
 
 In a sentence `{a}`, `{b}` are the phrases in the plural, `{the_a}`, `{the_b}` in the singular after "the", `{an_a}`
 after an article; `{are_a}` is a statement ("cubes are left of the ball"); `{an_o}` the object that the last relation
@@ -36,16 +36,18 @@ CLOSURE_GROUPS = (
     "or_mat_spa",
 )
 Link = int | str | tuple[int | str, int | str]
-"""The relations of a phrase: a number of `relate` hops; "same_<attribute>"; "and" for two hops that both hold; or two of
-these, of which the second belongs to the phrase that the first starts from, or with "and" first, both hold."""
+"""The relations of a phrase: a number of `relate` hops; "same_<attribute>"; "and" for two hops that both hold; or a
+pair, of "and" and another relation that holds beside a hop, or of a relation and those of the phrase that it starts
+from."""
 
 
 @dataclass(frozen=True)
 class Family:
     """One family of questions.
 
-    `head` is the program's root without its value. `links` has the relations of each phrase. `silent` are the attributes that the phrases do not mention; `extra` is the attribute that
-    filters a union; `bare` means that the phrase has no filters of its own.
+    `head` is the program's root without its value. `links` has the relations of each phrase. `silent` are attributes that
+    the phrases do not mention; `extra` is the attribute that filters a union; `bare` means that the phrase has no filters
+    of its own.
     """
 
     index: int
@@ -211,7 +213,7 @@ def _add_same(add) -> None:
 
 
 def _add_closure(add) -> None:
-    """Add the families of CLOSURE: its templates with every attribute to match, and every other attribute to ask for."""
+    """Add the families of CLOSURE: its templates for every attribute to match, and every other one to ask for."""
     for match in _ORDER:
         same, silent = f"same_{match}", (match,)
         for asked in _ORDER:
