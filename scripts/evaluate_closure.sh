@@ -23,18 +23,22 @@ else
     ln -sf "$(realpath "$DATA/val_features.h5")" "$OUT/"
 fi
 
-percent() { python3 -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))["accuracy"]:.1f}")' "$1/report.json"; }
+for questions in "$OUT"/*_questions.h5; do
+    split=$(basename "$questions" _questions.h5)
+    ln -sfn val_features.h5 "$OUT/${split}_features.h5"
+    step iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/predicted/$split"
+    step iep-eval --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/true/$split"
+done
+python3 - "$OUT/eval" <<'END' >"$OUT/closure.txt.part"
+import sys
+from pathlib import Path
 
-{
-    printf '%-24s%10s%20s%15s\n' 'CLOSURE' questions 'predicted programs' 'true programs'
-    for questions in "$OUT"/*_questions.h5; do
-        split=$(basename "$questions" _questions.h5)
-        ln -sfn val_features.h5 "$OUT/${split}_features.h5"
-        iep-eval --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/true/$split" >&2
-        iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/predicted/$split" >&2
-        count=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["num_questions"])' "$OUT/eval/true/$split/report.json")
-        printf '%-24s%10s%20s%15s\n' "$split" "$count" "$(percent "$OUT/eval/predicted/$split")" "$(percent "$OUT/eval/true/$split")"
-    done
-} >"$OUT/closure.txt.part"
+from iep.evaluation.json_report import read_report
+
+print(f"{'':24}{'questions':>10}{'predicted programs':>20}{'true programs':>15}")
+for path in sorted(Path(sys.argv[1], "true").iterdir()):
+    true, predicted = (read_report(path.parents[1] / kind / path.name / "report.json") for kind in ("true", "predicted"))
+    print(f"{path.name:24}{true.questions:10,}{predicted.accuracy.overall:20.1%}{true.accuracy.overall:15.1%}")
+END
 mv "$OUT/closure.txt.part" "$OUT/closure.txt"
 cat "$OUT/closure.txt"

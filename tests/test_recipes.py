@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +29,9 @@ from iep.evaluation.json_report import Report, read_report
 from iep.models.checkpoint import BEST, load_checkpoint
 from iep.preprocess.backbones import Scenes
 from iep.programs import json_to_prefix
+from iep.synth.presets import resolve
+from iep.synth.synthesize import synthesize
+from iep.synth.templates import CLOSURE_GROUPS
 from iep.vocab import Vocab
 
 LEARNING = "learning_rate=0.01"  # of which the recipes have their own
@@ -85,6 +89,26 @@ def questions(clevr: Path, split: str) -> list[dict[str, Any]]:
 
 
 # CLEVR
+
+
+def test_closure_is_evaluated_file_by_file_with_predicted_and_true_programs(
+    recipes: Recipes, clevr: Path, trained, tmp_path: Path
+):
+    """About images of its own, and about those that the models know."""
+    out, _ = trained
+    options = resolve("mini", {"min_objects": 3}, train=0, val=8, test=0, questions_per_image=14, families="closure")
+    synthesize(tmp_path / "closure", options)
+    shutil.rmtree(tmp_path / "closure" / "images")  # the download has no images, and these are those of `clevr`
+    run = out / "runs/200/joint"
+    recipe = recipes.run("evaluate_closure.sh", tmp_path / "closure", out, run, run, tmp_path / "out")
+    assert recipe.returncode == 0, recipe.output
+    rows = [line.split() for line in (tmp_path / "out/closure.txt").read_text().splitlines()[1:]]
+    assert [row[0] for row in rows] == sorted(f"{group}_val" for group in CLOSURE_GROUPS)
+    assert sum(int(row[1]) for row in rows) == 8 * 14
+    for group, _, *percentages in rows:
+        found = [report(tmp_path / "out/eval" / kind / group) for kind in ("predicted", "true")]
+        assert percentages == [f"{each.accuracy.overall:.1%}" for each in found]
+        assert [each.programs for each in found] == ["predicted", "ground-truth"]
 
 
 def test_few_programs_train_the_generator_whose_programs_train_the_engine_then_both_learn_jointly(trained):

@@ -45,9 +45,9 @@ from."""
 class Family:
     """One family of questions.
 
-    `head` is the program's root without its value. `links` has the relations of each phrase. `silent` are attributes that
-    the phrases do not mention; `extra` is the attribute that filters a union; `bare` means that the phrase has no filters
-    of its own.
+    `head` is the program's root without its value. `links` has the relations of each phrase. `silent` are attributes
+    that the phrases do not mention; `extra` is the attribute that filters a union; `bare` means that the phrase has no
+    filters of its own.
     """
 
     index: int
