@@ -21,8 +21,9 @@ from iep.cli.preprocess import main as preprocess_main
 from iep.cli.synth import main as synth_main
 from iep.evaluation.objects import NEAR, count_matches, peaks
 from iep.preprocess.backbones import Scenes
+from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.compute_features import image_features
-from iep.preprocess.labelled_scenes import open_scenes, scenes_path
+from iep.preprocess.labelled_scenes import open_scenes
 from iep.synth.world import VALUES
 
 SMALL = (*tiny("backbone"), "batch_size=4")

@@ -1,4 +1,4 @@
-"""A CLEVR directory -> its splits, the paths of its images by index, and its questions as objects.
+"""A CLEVR directory -> its splits, the paths of its images by index, and its questions and scenes as objects.
 
 This covers CLEVR v1.0, directories of the same layout such as CLEVR-CoGenT, and the question files of CLEVR-Humans and
 of CLOSURE.
@@ -21,7 +21,6 @@ _QUESTION_FILES = (
     (".", re.compile(r"^CLEVR-Humans-(?P<split>.+)\.json$")),
     (".", re.compile(rf"^(?P<split>({'|'.join(CLOSURE_GROUPS)})_[a-z]+)\.json$")),
 )
-_LIST = re.compile(r'"questions"\s*:\s*\[\s*')
 _SEPARATOR = re.compile(r"\s*(?:,\s*|(?=\]))")
 
 
@@ -86,6 +85,11 @@ def image_paths(directory: Path) -> list[Path]:
     return [by_index[index] for index in range(len(by_index))]
 
 
+def scenes_path(clevr_dir: Path, split: str) -> Path:
+    """Return the path of a split's scenes file in a CLEVR directory."""
+    return clevr_dir / "scenes" / f"CLEVR_{split}_scenes.json"
+
+
 def read_questions(path: Path) -> Iterator[dict]:
     """Yield the objects in the list `questions` of a question file.
 
@@ -94,20 +98,33 @@ def read_questions(path: Path) -> Iterator[dict]:
     Raises:
         InputError: as `reading`, or the file has no list `questions` of objects, or the list is empty.
     """
-    with reading(path, "a CLEVR question file"):
+    return _read_list(path, "a CLEVR question file", "question", "question")
+
+
+def read_scenes(path: Path) -> Iterator[dict]:
+    """Yield the objects in the list `scenes` of a scenes file, parsed one at a time.
+
+    Raises:
+        InputError: as `reading`, or the file has no list `scenes` of objects, or the list is empty.
+    """
+    return _read_list(path, "a CLEVR scenes file", "scene", "objects")
+
+
+def _read_list(path: Path, what: str, item: str, key: str) -> Iterator[dict]:
+    with reading(path, what):
         text = path.read_text(encoding="utf-8")
-        start = _LIST.search(text)
+        start = re.search(rf'"{item}s"\s*:\s*\[\s*', text)
         if start is None:
-            raise InputError("not a CLEVR question file, expected JSON with a list under the key 'questions'")
+            raise InputError(f"not {what}, expected JSON with a list under the key '{item}s'")
         parse, position, count = json.JSONDecoder().raw_decode, start.end(), 0
         while not text.startswith("]", position):
-            question, position = parse(text, position)
-            if not isinstance(question, dict):
-                raise InputError(f"question {count} is {question!r:.60}, expected an object with 'question'")
+            entry, position = parse(text, position)
+            if not isinstance(entry, dict):
+                raise InputError(f"{item} {count} is {entry!r:.60}, expected an object with {key!r}")
             separator = _SEPARATOR.match(text, position)
             if separator is None:
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-            yield question
+            yield entry
             position, count = separator.end(), count + 1
         if not count:
-            raise InputError("the list 'questions' is empty")
+            raise InputError(f"the list '{item}s' is empty")

@@ -86,8 +86,8 @@ def load_questions(path: Path) -> QuestionSet:
             if not isinstance(text, str):
                 raise InputError(f"'question' is {text!r:.60}, expected a text; the keys are {', '.join(question)}")
             questions.append(tokenize(text))
-            image_idxs.append(_image_index(question))
-            orig_idxs.append(_integer(question.get("question_index", position), "'question_index'"))
+            image_idxs.append(image_index(question))
+            orig_idxs.append(question_index(question, position))
             present = _optional_parts(question, present)
             if "program" in present:
                 programs.append(json_to_prefix(question["program"]))
@@ -130,13 +130,27 @@ def _optional_parts(question: dict, before: list[str] | None) -> list[str]:
     return present
 
 
-def _image_index(question: dict) -> int:
+def image_index(question: dict) -> int:
+    """Return the index of a question's image: `image_index`, or the number in `image_filename`.
+
+    Raises:
+        InputError: the question has neither, or the index is not an integer of 32 bits.
+    """
     if "image_index" in question:
         return _integer(question["image_index"], "'image_index'")
     number = image_number(str(question.get("image_filename", "")))
     if number is None:
         raise InputError("expected the key 'image_index', or 'image_filename' with a name like CLEVR_val_000000.png")
     return _integer(number, "the image index in 'image_filename'")
+
+
+def question_index(question: dict, position: int) -> int:
+    """Return `question_index`, or else the position of the question in its file.
+
+    Raises:
+        InputError: the index is not an integer of 32 bits.
+    """
+    return _integer(question.get("question_index", position), "'question_index'")
 
 
 def _integer(value: object, name: str) -> int:

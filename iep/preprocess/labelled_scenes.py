@@ -17,6 +17,7 @@ from tqdm import tqdm
 from iep.backbone.network import ABSENT
 from iep.data.question_file import Questions, Split
 from iep.errors import InputError, nearest
+from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.images import image_batches, read_image
 from iep.runtime.distributed import is_main
 from iep.runtime.memory import available_memory
@@ -135,11 +136,6 @@ def open_scenes(
     questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
     pixels = SceneImages(directory, images, size)
     return Split(questions, pixels.in_memory(workers) if in_memory else pixels, len(scenes))
-
-
-def scenes_path(clevr_dir: Path, split: str) -> Path:
-    """Return the path of a split's scenes file in a CLEVR directory."""
-    return clevr_dir / "scenes" / f"CLEVR_{split}_scenes.json"
 
 
 def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:

@@ -55,7 +55,8 @@ from iep.models.build import (
     with_module_norm,
 )
 from iep.models.checkpoint import Saved, check_best, checkpoints, load_newest
-from iep.preprocess.labelled_scenes import open_scenes, scenes_path
+from iep.preprocess.clevr_files import scenes_path
+from iep.preprocess.labelled_scenes import open_scenes
 from iep.programs import program_lengths
 from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes

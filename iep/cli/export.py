@@ -1,0 +1,56 @@
+"""`iep-export`: write a CLEVR directory as training data of another tool."""
+
+from pathlib import Path
+
+import click
+
+from iep.cli.command import Command
+from iep.cli.options import DirectoryPath
+from iep.preprocess.export_formats import FORMATS, export
+
+
+@click.command(cls=Command)
+@click.argument("clevr_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    required=True,
+    help="Columns and files as these read them: hf (datasets, plain columns), trl, easyr1, verl, swift (ms-swift), "
+    "llava, or nscl (NSCL and LEFT).",
+)
+@click.option("--out", type=DirectoryPath(), required=True, help="Output directory, which must be new or empty.")
+@click.option(
+    "--split", "splits", multiple=True, help="Export this split; can be repeated.  [default: all with answers]"
+)
+@click.option(
+    "--per-type",
+    type=click.IntRange(min=1),
+    help="Take at most this many questions of each type, with answers as balanced as possible.  [default: all]",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=1),
+    help="Leave out questions whose programs have more functions, scene included.  [default: no limit]",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the choice.")
+def main(
+    clevr_dir: Path,
+    form: str,
+    out: Path,
+    splits: tuple[str, ...],
+    per_type: int | None,
+    max_length: int | None,
+    seed: int,
+) -> None:
+    """Write the questions of CLEVR_DIR, a directory of CLEVR v1.0, with answers and images as training data.
+
+    Formats hf, trl, easyr1 and verl are parquet files with the images inside (pip install 'iep[export]'); the others
+    are JSON files beside the images, which are hard links where the file system allows them. The splits are those of
+    CLEVR_DIR. Equal questions about one image are written once.
+    """
+    export(clevr_dir, out, form, tuple(dict.fromkeys(splits)), per_type, max_length, seed, click.echo)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""`iep-export`: the libraries that training tools use read what it writes."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pandas
+import pytest
+from clevr_files import COLORS, question, write_clevr, write_images, write_questions
+from click.testing import CliRunner, Result
+from PIL import Image
+from pycocotools import mask as coco
+from tiny_data import assert_one_error, files_no_larger_than
+
+from iep.cli.export import main
+from iep.preprocess import export_formats
+from iep.preprocess.export_formats import FORMATS
+from iep.reward import clevr_reward
+from iep.synth.annotations import annotate, estimated_box
+from iep.synth.renderer import visible_share
+from iep.synth.scenes import SceneRules, sample_scene, scene_json
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before datasets is imported
+from datasets import Dataset, load_dataset
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = ROOT / "data" / "sample"
+PARQUET = ("hf", "trl", "easyr1", "verl")
+DETAILS = ["question_index", "image_index", "question_type", "program", "program_length", "scene"]
+COLUMNS = {
+    "hf": ["image", "question", "answer", *DETAILS],
+    "trl": ["image", "prompt", "problem", "solution", *DETAILS],
+    "easyr1": ["images", "problem", "answer", *DETAILS],
+    "verl": ["data_source", "prompt", "images", "ability", "reward_model", "extra_info"],
+    "swift": ["messages", "images", "solution", *DETAILS],
+    "llava": ["id", "image", "conversations", *DETAILS],
+}
+
+
+def iep_export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments])
+
+
+def exported(directory: Path, form: str, out: Path, *options: object) -> Path:
+    result = iep_export(directory, "--format", form, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def read(out: Path, split: str, cache: Path) -> Dataset:
+    """The rows of a split, as `datasets` reads them."""
+    if (out / "data").exists():
+        return load_dataset(str(out), split=split, cache_dir=str(cache))
+    (path,) = out.glob(f"{split}.json*")
+    return load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
+
+
+def entries(path: Path, key: str) -> list[dict]:
+    return json.loads(path.read_text())[key]
+
+
+@pytest.fixture
+def clevr(tmp_path: Path) -> Path:
+    """A directory like CLEVR's, without scenes."""
+    return write_clevr(tmp_path / "CLEVR")
+
+
+@pytest.mark.parametrize("form", COLUMNS)
+def test_datasets_reads_every_question_with_its_image_and_a_solution_that_earns_the_reward(form: str, tmp_path: Path):
+    out = exported(SAMPLE, form, tmp_path / "out")
+    for split in ("train", "val"):
+        asked = entries(SAMPLE / "questions" / f"CLEVR_{split}_questions.json", "questions")
+        scenes = entries(SAMPLE / "scenes" / f"CLEVR_{split}_scenes.json", "scenes")
+        rows = read(out, split, tmp_path)
+        assert rows.column_names == COLUMNS[form]
+        assert len(rows) == len(asked)
+        for row, true in zip(rows, asked, strict=True):
+            details = row.get("extra_info", row)
+            assert details["question_index"] == true["question_index"]
+            assert details["program"].split()[-1] == "scene"
+            assert json.loads(details["scene"]) == scenes[true["image_index"]]
+            assert true["question"] in str(row)
+            said = row.get("conversations", [{}])[-1].get("value") or row.get("reward_model", {}).get("ground_truth")
+            assert clevr_reward(true["answer"], row.get("solution") or row.get("answer") or said) == 1.0
+        image = rows[-1].get("image") or rows[-1]["images"][0]
+        opened = Image.open(out / image) if isinstance(image, str) else image
+        pixels = Image.open(SAMPLE / "images" / split / asked[-1]["image_filename"])
+        np.testing.assert_array_equal(np.asarray(opened), np.asarray(pixels))
+
+
+def test_pandas_and_the_trainers_that_name_a_directory_read_the_same_rows(tmp_path: Path):
+    out = exported(SAMPLE, "easyr1", tmp_path / "easyr1")
+    rows = load_dataset("parquet", data_dir=str(out / "data"), split="validation", cache_dir=str(tmp_path))
+    frame = pandas.read_parquet(out / "data" / "val-00000-of-00001.parquet")
+    assert rows["problem"][:] == frame["problem"].tolist()
+    lines = pandas.read_json(exported(SAMPLE, "swift", tmp_path / "swift") / "val.jsonl", lines=True)
+    assert lines["question_index"].tolist() == frame["question_index"].tolist()
+
+
+def test_the_rewards_of_the_documentation_give_1_to_true_answers_alone(tmp_path: Path):
+    page = (ROOT / "docs" / "other_models.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "easyr1_score" in block)
+    names: dict = {}
+    exec(code, names)
+    trl, verl, easyr1 = (
+        read(exported(SAMPLE, form, tmp_path / form), "val", tmp_path)[0] for form in ("trl", "verl", "easyr1")
+    )
+    for text, expected in ((f"It is <answer>{easyr1['answer'].upper()}</answer>.", 1.0), ("I cannot say", 0.0)):
+        assert names["reward"]([[{"role": "assistant", "content": text}]], [trl["solution"]], prompts=None) == [
+            expected
+        ]
+        assert names["verl_score"](verl["data_source"], text, verl["reward_model"]["ground_truth"]) == expected
+        assert names["easyr1_score"]({"response": text, "ground_truth": easyr1["answer"]})["overall"] == expected
+
+
+def test_types_and_answers_are_as_balanced_as_the_data_allow(tmp_path: Path):
+    everything = read(exported(SAMPLE, "hf", tmp_path / "all"), "train", tmp_path)
+    there = Counter(zip(everything["question_type"], everything["answer"], strict=True))
+    chosen = read(exported(SAMPLE, "hf", tmp_path / "some", "--per-type", 7), "train", tmp_path)
+    taken = Counter(zip(chosen["question_type"], chosen["answer"], strict=True))
+    by_type = Counter(chosen["question_type"])
+    for kind, number in Counter(everything["question_type"]).items():
+        assert by_type[kind] == min(number, 7)
+        most = max(count for (other, _), count in taken.items() if other == kind)
+        for (other, answer), number in there.items():
+            assert other != kind or taken[kind, answer] >= min(number, most - 1)
+
+
+def test_the_seed_determines_the_choice(tmp_path: Path):
+    options = ("--per-type", 3, "--split", "train")
+    names = {"a": 0, "b": 0, "c": 1}
+    outs = {name: exported(SAMPLE, "llava", tmp_path / name, *options, "--seed", seed) for name, seed in names.items()}
+    texts = {name: (out / "train.json").read_text() for name, out in outs.items()}
+    assert texts["a"] == texts["b"] != texts["c"]
+    assert not (outs["a"] / "val.json").exists()
+
+
+def test_long_programs_are_left_out(tmp_path: Path):
+    lengths = read(exported(SAMPLE, "trl", tmp_path / "all"), "train", tmp_path)["program_length"]
+    short = read(exported(SAMPLE, "trl", tmp_path / "some", "--max-length", 8), "train", tmp_path)["program_length"]
+    assert short[:] == [length for length in lengths if length <= 8]
+
+
+def test_equal_questions_about_one_image_are_written_once_and_splits_share_no_image(clevr: Path, tmp_path: Path):
+    asked = [question(0, 0, "train"), question(1, 0, "train"), question(2, 1, "train"), question(3, 1, "train", "blue")]
+    write_questions(clevr, "train", [each | {"answer": True} for each in asked])
+    out = exported(clevr, "swift", tmp_path / "out")
+    train, val = (read(out, split, tmp_path) for split in ("train", "val"))
+    assert train["question_index"][:] == [0, 2, 3]
+    assert set(train["solution"]) == {"<answer>yes</answer>"}, "the public generator's true is CLEVR's yes"
+    assert not {path for (path,) in train["images"]} & {path for (path,) in val["images"]}
+    assert not list(out.glob("test*")), "the test split has no answers"
+
+
+def test_consecutive_questions_share_their_image_in_a_parquet_file(clevr: Path, tmp_path: Path):
+    paths = write_images(clevr, "train", 5, (400, 300))
+    write_questions(clevr, "train", [question(n, n // 4, "train", f"{COLORS[n % 3]}{n}") for n in range(20)])
+    out = exported(clevr, "trl", tmp_path / "out", "--split", "train")
+    assert (out / "data" / "train-00000-of-00001.parquet").stat().st_size < 1.1 * sum(p.stat().st_size for p in paths)
+
+
+def test_large_splits_are_shards_in_the_order_of_the_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = exported(SAMPLE, "trl", tmp_path / "whole", "--split", "train")
+    monkeypatch.setattr(export_formats, "GROUP_ROWS", 7)
+    monkeypatch.setattr(export_formats, "SHARD_ROWS", 21)
+    shards = exported(SAMPLE, "trl", tmp_path / "shards", "--split", "train")
+    assert len(list((shards / "data").glob("train-0000?-of-00008.parquet"))) == 8
+    one, many = (read(out, "train", tmp_path).remove_columns("image")[:] for out in (whole, shards))
+    assert one == many
+
+
+def test_images_are_copied_where_they_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(*_: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    monkeypatch.setattr(os, "link", link)
+    out = exported(SAMPLE, "llava", tmp_path / "out", "--split", "val")
+    assert {path.name: path.read_bytes() for path in (out / "images" / "val").iterdir()} == {
+        path.name: path.read_bytes() for path in (SAMPLE / "images" / "val").iterdir()
+    }
+
+
+def test_nscl_finds_a_box_around_every_object_and_every_word(tmp_path: Path):
+    out = exported(SAMPLE, "nscl", tmp_path / "out", "--per-type", 5)
+    for split in ("train", "val"):
+        scenes = entries(out / split / "scenes.json", "scenes")
+        vocab = json.loads((out / split / "vocab.json").read_text())
+        assert sorted(vocab.values()) == list(range(len(vocab)))
+        assert vocab["<PAD>"] == 0
+        for scene in scenes:
+            width, height = Image.open(out / split / "images" / scene["image_filename"]).size
+            for thing, found in zip(scene["objects"], scene["objects_detection"], strict=True):
+                x, y, across, down = coco.toBbox(found["mask"])  # as nscl/datasets/common/scene_annotation.py does
+                assert [x, y, across, down] == found["bbox"]
+                column, row, _ = thing["pixel_coords"]
+                assert 0 <= x < column < x + across <= width
+                assert 0 <= y < row < y + down <= height
+        for asked in entries(out / split / "questions.json", "questions"):
+            assert scenes[asked["image_index"]]["image_filename"] == asked["image_filename"]
+            assert {*asked["question"].removesuffix("?").replace(";", " ;").replace(",", " ,").split()} <= {*vocab}
+
+
+def test_nscl_keeps_the_masks_that_there_are(tmp_path: Path):
+    shutil.copytree(SAMPLE, tmp_path / "clevr")
+    path = tmp_path / "clevr" / "scenes" / "CLEVR_val_scenes.json"
+    content = json.loads(path.read_text())
+    for thing in (thing for scene in content["scenes"] for thing in scene["objects"]):
+        thing["mask"] = {"size": [160, 240], "counts": "0"}
+    path.write_text(json.dumps(content))
+    out = exported(tmp_path / "clevr", "nscl", tmp_path / "out", "--split", "val")
+    assert entries(out / "val" / "scenes.json", "scenes") == content["scenes"]
+
+
+def test_estimated_boxes_lie_where_objects_are_seen():
+    overlaps = []
+    for seed in range(6):
+        scene = sample_scene(Random(seed), SceneRules(max_objects=4), visible_share)
+        entry = scene_json(scene, seed, "val", 240, 160)
+        annotate(scene, entry["objects"], 240, 160)
+        for thing in entry["objects"]:
+            box = estimated_box(thing, entry["directions"]["behind"], 240, 160)
+            overlaps.append(coco.iou([box], [thing["bbox"]], [0])[0, 0])
+    assert np.mean(overlaps) > 0.85
+
+
+def test_nothing_is_left_of_an_export_that_fails(clevr: Path, tmp_path: Path):
+    image = clevr / "images" / "val" / "CLEVR_val_000001.png"
+    image.write_bytes(image.read_bytes()[:-9])
+    for form in (form for form in FORMATS if form != "nscl"):
+        result = iep_export(clevr, "--format", form, "--out", tmp_path / "out")
+        assert_one_error(result, f"{image}: not a whole PNG image")
+    with files_no_larger_than(1000):
+        assert_one_error(iep_export(SAMPLE, "--format", "hf", "--out", tmp_path / "out"), f"{tmp_path / 'out'}: ")
+    assert {path.name for path in tmp_path.iterdir()} == {clevr.name}
+
+
+def test_without_pyarrow_parquet_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for form in PARQUET:
+        assert_one_error(iep_export(SAMPLE, "--format", form, "--out", tmp_path / "out"), "pip install 'iep[export]'")
+    exported(SAMPLE, "swift", tmp_path / "out")
+
+
+def without(key: str) -> dict:
+    return {name: value for name, value in question(1, 0, "val").items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "message"),
+    [
+        ([question(0, 0, "val"), without("answer")], (), "question 1: 'answer' is None, expected a string"),
+        ([without("question")], (), "question 0: 'question' is None, expected a text"),
+        ([question(0, 9, "val")], (), "question 0: is about image 9, but there are 3 images (0 to 2)"),
+        ([question(0, 0, "val") | {"program": [{"function": "count"}]}], (), "question 0: program call 0 (count)"),
+        ([without("program")], ("--per-type", 1), "no questions have programs, which give types and lengths"),
+        ([question(0, 0, "val"), without("program")], (), "only some questions have programs"),
+        ([question(0, 0, "val")], ("--max-length", 2), "no question has a program of at most 2 functions"),
+        ([question(0, 0, "val")], ("--split", "test"), "the questions have no answers, which an export needs"),
+        ([question(0, 0, "val")], ("--split", "nowhere"), "no questions of split 'nowhere' (found: train, val, test)"),
+        ([question(0, 0, "val")], ("--format", "nscl"), "CLEVR_val_scenes.json: no such file"),
+    ],
+)
+def test_questions_that_cannot_be_exported_are_one_line(clevr: Path, tmp_path: Path, asked, options, message):
+    write_questions(clevr, "val", asked)
+    result = iep_export(clevr, "--format", "hf", "--split", "val", "--out", tmp_path / "out", *options)
+    assert_one_error(result, message)
+
+
+@pytest.mark.parametrize(
+    ("scenes", "form", "message"),
+    [
+        ([{"objects": []}], "trl", "image 1 has no scene"),
+        ([{"objects": []}], "nscl", "1 scenes of 3 images, expected one of each"),
+        ([{"objects": [], "image_index": 2}], "nscl", "scene 0 is not that of image 0"),
+        ([{"objects": [{}], "directions": {"behind": [1, 0, 0]}}], "nscl", "not a CLEVR scenes file (KeyError"),
+        ([3], "nscl", "scene 0 is 3, expected an object with 'objects'"),
+    ],
+)
+def test_scenes_that_do_not_fit_are_one_line(clevr: Path, tmp_path: Path, scenes: list, form: str, message: str):
+    path = clevr / "scenes" / "CLEVR_val_scenes.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"scenes": scenes}))
+    assert_one_error(
+        iep_export(clevr, "--format", form, "--split", "val", "--out", tmp_path / "out"), str(path), message
+    )
+
+
+def test_a_directory_is_written_if_it_is_empty(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    assert (exported(SAMPLE, "swift", tmp_path / "empty") / "train.jsonl").exists()
+    shutil.rmtree(tmp_path / "empty")
+    (tmp_path / "notes.txt").touch()
+    assert_one_error(iep_export(SAMPLE, "--format", "swift", "--out", tmp_path), "not empty; choose a new directory")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
