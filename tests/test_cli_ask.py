@@ -112,7 +112,7 @@ def test_the_rest_of_a_predicted_program_whose_tree_is_complete_is_named(parts, 
 
 REFUSED = [
     # Options that do not go together.
-    ("--image {image}", 2, "give --ee CKPT, or --baseline CKPT"),
+    ("--image {image} --pg {pg}", 2, "give --ee CKPT, or --baseline CKPT"),
     ("--ee {ee} --image {image}", 2, "give --pg CKPT, or --program TOKENS"),
     ("--ee {ee} --program {count}", 2, "there is no image: give --image FILE"),
     ("{run} --program {count} --pg x", 2, "give one of them"),

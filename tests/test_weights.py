@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_data import assert_one_error
 
 import iep
+from iep.asking.loading import DEMO
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 
@@ -137,3 +138,14 @@ def test_a_damaged_safetensors_file_is_refused(runs, tmp_path):
     path.write_bytes((runs["ee"] / "best.safetensors").read_bytes()[:-10])
     result = iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene")
     assert_one_error(result, f"{path}: not a whole checkpoint file")
+
+
+def test_the_networks_of_the_demo_come_with_the_package_and_answer_unless_others_are_given():
+    asked = ("--image", IMAGE, "--question", "Is there a sphere?")
+    result = iep_ask(*asked)
+    assert result.exit_code == 0, result.output
+    assert "The networks of the demo answer" in result.stderr
+    assert result.stdout == str(iep.load().ask(IMAGE, "Is there a sphere?")) + "\n\n"
+    assert DEMO.stat().st_size < 3 * 2**20
+    program = iep_ask("--image", IMAGE, "--program", "exist filter_shape[sphere] scene").stdout
+    assert "exist" in program

@@ -39,6 +39,8 @@ from iep.runtime.devices import resolve_device
 from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
+DEMO = Path(__file__).with_name("demo.safetensors")
+"""The jointly trained networks of the demo (scripts/demo.sh), in float16."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ class Model:
         """
         return self.about(image).ask([question])[0]
 
-    def save(self, directory: Path | str) -> None:
+    def save(self, directory: Path | str, half: bool = False) -> None:
         """Write `best.safetensors` and `config.json` with all networks into a directory, from which `iep.load` reads.
+
+        Args:
+            half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
             OSError: a file cannot be written.
@@ -89,8 +94,10 @@ class Model:
         networks = {name: network for name, network in found.items() if network is not None}
         if self.predictor.baseline is not None:
             networks = {self.predictor.baseline.name: self.predictor.baseline}
-        recipe = next(reversed(networks.values())).recipe
-        save_weights(Path(directory), {"networks": pack(networks), "features": recipe, "vocab": self.vocab.to_json()})
+        recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
+        for each in packed.values() if half else ():
+            each["weights"] = {name: value.half() for name, value in each["weights"].items()}
+        save_weights(Path(directory), {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()})
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
         """Upload the networks to a repository on the Hugging Face Hub, created if necessary, and return its address.
@@ -129,12 +136,13 @@ print(iep.load("{name}").ask("image.png", "How many red things are there?"))
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load(name: Path | str, pg: Path | str | None = None, device: str = "auto") -> Model:
+def load(name: Path | str = DEMO, pg: Path | str | None = None, device: str = "auto") -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
         name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
-            baseline or an execution engine, and with it perhaps a program generator.
+            baseline or an execution engine, and with it perhaps a program generator. The default are the networks of
+            the demo, which come with the package and know scenes of two or three objects.
         pg: the same for the program generator, if `name` does not hold one.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
 

@@ -78,7 +78,7 @@ def main(
     as_json: bool,
     **of_backbone: Any,
 ) -> None:
-    """Answer questions about one image.
+    """Answer questions about one image, by the networks of the demo unless others are given.
 
     The image's features are computed as they were for the training of the network. Checkpoints record how. --backbone
     and the options after it, except --weights, are only for checkpoints that do not, such as the original toolkit's.
@@ -94,8 +94,11 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import load_model
+    from iep.asking.loading import DEMO, load_model
 
+    if not (ee or baseline):  # then --pg is not given either
+        click.echo("The networks of the demo answer, which know scenes of two or three objects (see --ee).", err=True)
+        ee, pg = DEMO, None if programs else DEMO
     given = {name: value for name, value in of_backbone.items() if value is not None}
     model = load_model(
         ee=ee,
@@ -229,9 +232,12 @@ def _check_options(context: click.Context) -> None:
         problems = [(wrong, f"--baseline answers alone and runs no program: {''.join(wrong[:1])} does not apply")]
     else:
         problems = [
-            ("ee" not in given, "no network answers: give --ee CKPT, or --baseline CKPT"),
+            ("pg" in given and "ee" not in given, "no network answers: give --ee CKPT, or --baseline CKPT"),
             (programs and "pg" in given, "--program replaces the programs that --pg predicts: give one of them"),
-            (not programs and "pg" not in given, "there are no programs: give --pg CKPT, or --program TOKENS"),
+            (
+                not programs and "ee" in given and "pg" not in given,
+                "there are no programs: give --pg CKPT, or --program TOKENS",
+            ),
             ("image" not in given, "there is no image: give --image FILE"),
             (programs and decoding, f"--program replaces decoded programs: {''.join(decoding[:1])} does not apply"),
             ("saliency" in given and "draw" not in given, "--saliency is for pictures: give --draw FILE too"),
