@@ -104,6 +104,16 @@ def test_a_run_is_read_once_whether_named_by_its_directory_or_a_checkpoint(tmp_p
     assert found.averaged == 1
 
 
+def test_the_runs_that_a_joint_run_started_from_follow_it(tmp_path: Path):
+    runs = {name: write_metrics(tmp_path / name, '{"step": 1, "loss": 2}') for name in ("pg", "ee", "joint")}
+    starts = "".join(f"{name}: {runs[name] / 'best.pt'}\n" for name in ("pg", "ee"))
+    (runs["joint"] / "config.yaml").write_text(f"model: joint\n{starts}")
+    found = training_runs({"pg": str(runs["joint"]), "ee": str(runs["joint"])})
+    named = [(run.parts, run.path) for run in found]
+    before = [((f"{name} before joint training",), runs[name]) for name in ("pg", "ee")]
+    assert named == [(("pg", "ee"), runs["joint"]), *before]
+
+
 def test_what_is_no_finite_number_is_left_out_of_a_curve(tmp_path: Path):
     lines = ['{"step": 1, "loss": 1%s}' % ("0" * 400), '{"step": 1%s, "loss": 1}' % ("0" * 400)]
     lines += ['{"step": 1, "loss": NaN}', '{"step": 2, "loss": "low"}', '{"step": 3, "loss": null}', "broken", "{"]

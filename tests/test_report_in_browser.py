@@ -250,7 +250,7 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     assert f"{percent(row['probability'])}%" in card.locator(".answers").inner_text()
     for answer, share in row["runners_up"].items():
         assert f"{answer} {percent(share)}%" in card.locator(".rest").inner_text()
-    card.locator("summary").click()
+    card.locator("summary").first.click()
     card.locator("table").wait_for()
     for side, program in ((1, row["program"]), (2, row["predicted_program"])):
         tokens = card.locator(f"table.programs td:nth-child({side}) code:not(.filled-in)").all_inner_texts()
@@ -266,9 +266,22 @@ def test_a_questions_details_are_those_of_the_prediction(shown: Opened, made):
     assert image.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [320, 213]
     right = next(row for row in made[1] if program_right(row))
     card = shown.page.locator(f'article[data-index="{right["question_index"]}"]')
-    card.locator("summary").press("Enter")
+    card.locator("summary").first.press("Enter")
     card.locator("table").wait_for()
     assert card.locator("tr.differs, ins, del").count() == 0
+
+
+def test_a_wrong_answer_shows_where_each_function_looked_over_its_image(shown: Opened, made):
+    rows = {row["question_index"]: row for row in made[1] if not row["correct"]}
+    with_maps = shown.page.locator("article:has(.maps)")
+    assert set(with_maps.evaluate_all("all => all.map(a => Number(a.dataset.index))")) <= set(rows)
+    card = with_maps.first
+    card.locator("summary", has_text="Where each function looked").click()
+    names = card.locator(".maps code").all_inner_texts()
+    program = rows[int(card.get_attribute("data-index"))]["predicted_program"]
+    assert [name for name in names if name != "scene"] == [name for name in program if name != "scene"][: len(names)]
+    picture, heat = (card.locator(".maps img").nth(n).bounding_box() for n in (0, 1))
+    assert picture == heat
 
 
 def test_the_page_is_no_wider_than_a_narrow_window(shown: Opened):

@@ -7,8 +7,7 @@ from batching_cases import quick
 from engine_cases import ENGINES, MANY_BL, any_programs, features, programs, small_engine
 from hypothesis import given, settings
 
-from iep.asking.picture import saliency_maps, to_unit
-from iep.execution_engine.trace import trace
+from iep.execution_engine.trace import saliency_maps, to_unit, trace
 
 FEATURES = features(1)
 UNION = programs("count union filter_color[red] scene relate[left] scene")[0].tolist()

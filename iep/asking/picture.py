@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,7 +29,7 @@ from torch.nn import functional
 from iep.asking.answers import MOST_WORDS, Answer, Asker, some
 from iep.config import SALIENCY
 from iep.errors import InputError
-from iep.execution_engine.trace import Trace, trace
+from iep.execution_engine.trace import saliency_maps, to_unit, trace
 from iep.preprocess.images import open_image
 from iep.programs import NOT_USED, Node, ProgramTree
 from iep.runtime.pictures import DPI, save
@@ -205,34 +204,6 @@ def _letters(name: str) -> frozenset[str]:
     """Return the characters that a font has in normal and in bold."""
     fonts = (get_font(findfont(FontProperties(family=[name], weight=weight))) for weight in ("normal", "bold"))
     return frozenset.intersection(*(frozenset(map(chr, font.get_charmap())) for font in fonts))
-
-
-def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
-    """Return a map (H, W) of numbers from 0 for every node of the tree, in its order.
-
-    Args:
-        trace: made with autograd on, for `gradient`.
-        saliency: `norm`, the norm over the channels of a module's output, which for an attention is the attention
-            itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, the norm of the gradient of
-            the likeliest answer's logit by that output (Johnson et al. 2017, section 4.2 and figure 3, which take the
-            sum of all logits and the last map alone), 0 where the logit does not depend on it.
-    """
-    values = trace.outputs
-    if saliency == "gradient":
-        learnt = [output for output in values if output.requires_grad]  # a scene of ones has no gradient
-        found = torch.autograd.grad(trace.logits.max(), learnt, materialize_grads=True) if learnt else ()
-        gradients = iter(found)
-        values = [next(gradients) if output.requires_grad else torch.zeros_like(output) for output in values]
-    return [value[0].detach().float().norm(dim=0).cpu() for value in values]
-
-
-def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
-    """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its minimum to its maximum, and a
-    constant one becomes 0."""
-    if is_attention:
-        return map_HW.clamp(0, 1)
-    low, high = map_HW.aminmax()
-    return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)
 
 
 def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency: str, top: int) -> str:

@@ -27,7 +27,7 @@ from iep.evaluation import training_curves
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
-from iep.evaluation.page_questions import REMARKS, Pictures, choose, differ, question_cards
+from iep.evaluation.page_questions import REMARKS, Maps, Pictures, choose, differ, question_cards
 from iep.programs import QUESTION_TYPES, program_lengths
 from iep.runtime.files import write_bytes
 
@@ -60,6 +60,7 @@ def write_page(
     settings: Mapping[str, Any],
     pictures: Pictures | None,
     notes: Sequence[str] = (),
+    maps: Maps | None = None,
 ) -> None:
     """Write report.html, whole or not at all. Its statistics are over all questions, of which R are listed.
 
@@ -67,12 +68,13 @@ def write_page(
         settings: the evaluation's settings, to be shown.
         pictures: the images of the split in `page.images`, if any.
         notes: lines to be shown above everything.
+        maps: where each function of a question's program looked, by the question's row; None if no engine answers.
 
     Raises:
         OSError: the file cannot be written, or a run's metrics.jsonl cannot be read.
     """
     lengths_N = None if outcome.programs is None else program_lengths(outcome.programs, outcome.vocab.program)
-    others = with_baselines([*page.others, (page.name, report)])[:-1]
+    others = [each for each in with_baselines([*page.others, (page.name, report)])[:-1] if each[1].accuracy is not None]
     by_type, by_family = _by_type(outcome, [other for _, other in others]), _by_family(outcome)
     by_length = [] if lengths_N is None else _by_key(outcome, lengths_N)
     rows_R = choose(outcome, page.most_questions)
@@ -95,7 +97,12 @@ def write_page(
             ("program", "Program", _right_and_wrong(outcome, outcome.exact)),
         ],
         confusion=_confusion(outcome),
-        cards=question_cards(outcome.select(rows_R), None if lengths_N is None else lengths_N[rows_R], pictures),
+        cards=question_cards(
+            outcome.select(rows_R),
+            None if lengths_N is None else lengths_N[rows_R],
+            pictures,
+            None if maps is None else lambda row: maps(int(rows_R[row])),
+        ),
         pictures=pictures,
         runs=training_curves.training_runs(report.checkpoints),
     )

@@ -8,13 +8,14 @@ Shapes: N questions, R of them listed, L program tokens.
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import colormaps
 from PIL import Image
 
 from iep.errors import InputError
@@ -80,6 +81,22 @@ class Pictures:
             except InputError as error:
                 self.problems[image] = str(error)
         return image in self.by_key
+
+
+Maps = Callable[[int], list[tuple[str, np.ndarray]]]
+"""A function from the row of a question to the name of each function that was run, and where it looked: a map (H, W) of
+numbers from 0 to 1."""
+MOST_MAPS = 100
+"""The most questions with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
+HEAT = colormaps["inferno"]
+
+
+def heat_uri(map_HW: np.ndarray) -> str:
+    """Return a map as a PNG in a data URI, transparent where it is 0, to be stretched over the image."""
+    colors_HWC, content = HEAT(map_HW, bytes=True), io.BytesIO()
+    colors_HWC[..., 3] = (170 * map_HW).astype(np.uint8)
+    Image.fromarray(colors_HWC).save(content, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode("ascii")
 
 
 def data_uri(image: Image.Image) -> str:
@@ -167,15 +184,20 @@ def _round_robin(keys_N: np.ndarray, rows_N: np.ndarray) -> np.ndarray:
     return rows_N[by_key[np.argsort(turn, kind="stable")]]
 
 
-def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None) -> list[dict[str, Any]]:
+def question_cards(
+    outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pictures | None, maps: Maps | None = None
+) -> list[dict[str, Any]]:
     """Return the contents of each question's card on the page.
 
     A card has the keys of the question's row in predictions.jsonl and these: `length`; `ranked`, pairs of answer and
     probability; `programs`, the lines of the true and the predicted program side by side; `remarks`, the kinds of lines
-    of the predicted program; `picture`, whether there is a picture; and `data`, the attributes by which the page
-    filters and sorts, None where unknown.
+    of the predicted program; `picture`, whether there is a picture; `maps`, pairs of a function and its map as a data
+    URI, for the most confident wrong answers; and `data`, the attributes by which the page filters and sorts, None
+    where unknown.
     """
     confidence_N = _confidence(outcome)
+    wrong = [] if maps is None or outcome.right is None else np.flatnonzero(~outcome.right)
+    drawn = set(sorted(wrong, key=lambda n: -confidence_N[n])[:MOST_MAPS])
     cards = []
     for n, row in enumerate(outcome.rows()):
         true, predicted = (
@@ -199,7 +221,8 @@ def question_cards(outcome: Outcome, lengths_N: np.ndarray | None, pictures: Pic
             "ranked": outcome.ranked(n),
             "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
             "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
-            "picture": pictures is not None and pictures.has(row["image_index"]),
+            "picture": (picture := pictures is not None and pictures.has(row["image_index"])),
+            "maps": [(token, heat_uri(map_HW)) for token, map_HW in maps(n)] if picture and n in drawn else (),
             "data": data,
         }
         cards.append(row | more)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -25,10 +26,11 @@ from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
-from iep.evaluation.page_questions import Pictures
+from iep.evaluation.page_questions import Maps, Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
+from iep.execution_engine.trace import saliency_maps, to_unit, trace
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory
@@ -92,7 +94,7 @@ def evaluate(
             for note in _answers_notes(out, outcome, split.total):
                 tqdm.write(note)
         if page is not None:
-            write_page(page, outcome, report, vars(settings), pictures, notes)
+            write_page(page, outcome, report, vars(settings), pictures, notes, found.maps)
     finally:
         if show is not None:
             show(report)
@@ -107,6 +109,8 @@ class Found(NamedTuple):
     device: str = ""
     peak_memory_gb: float | None = None
     notes: Sequence[str] = ()
+    maps: Maps | None = None
+    """Where each function of a question's program looked; None without an engine on one device."""
 
 
 def _predicted(settings: Evaluation) -> Found | None:
@@ -132,9 +136,29 @@ def _predicted(settings: Evaluation) -> Found | None:
     memory = gather(peak_memory(device))
     if predictions is None:
         return None
-    modules = None if predictor.engine is None else predictor.engine.module_set
-    outcome = Outcome(vocab, split.questions, predictions, modules)
-    return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9)
+    engine = predictor.engine
+    outcome = Outcome(vocab, split.questions, predictions, None if engine is None else engine.module_set)
+    maps = None
+    if engine is not None and engine.placement is None:
+        programs_NL = predictions.programs if predictor.run_predicted else split.questions.programs
+
+        def maps(row: int) -> list[tuple[str, np.ndarray]]:
+            features_1CHW = split.features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
+            return _maps(engine, features_1CHW, programs_NL[row])
+
+    return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
+
+
+@torch.inference_mode()
+def _maps(engine: ExecutionEngine, features_1CHW: torch.Tensor, program_L: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Return the attention, or the norm of the map, of each function that runs: (H, W) from 0 to 1, in prefix order."""
+    traced = trace(engine, features_1CHW, program_L)
+    values = zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True)
+    return [
+        (node.token, to_unit(map_HW, output.shape[1] == 1).numpy())
+        for node, map_HW, output in values
+        if engine.module_set.role(node.token) is not None
+    ]
 
 
 def _answered(settings: Evaluation) -> Found:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from iep.config import CONFIG
+from iep.runtime.reading import read_yaml
 from iep.runtime.records import METRICS, read_rows
 
 MOST_POINTS = 500
@@ -49,18 +51,29 @@ class TrainingRun:
 def training_runs(checkpoints: Mapping[str, str]) -> list[TrainingRun]:
     """Return the runs that checkpoints (files in a run directory, or run directories) belong to, each once.
 
-    A run without metrics.jsonl has no charts.
+    The runs that a joint run started from follow it. A run without metrics.jsonl has no charts.
 
     Args:
         checkpoints: paths by part, as in a report.
 
     Raises:
+        InputError: the config.yaml of a run cannot be read.
         OSError: a metrics.jsonl cannot be read.
     """
     runs: dict[Path, tuple[Path, list[str]]] = {}
-    for part, path in checkpoints.items():
+
+    def add(part: str, path: str) -> Path:
         directory = Path(path) if Path(path).is_dir() else Path(path).parent
         runs.setdefault(directory.resolve(), (directory, []))[1].append(part)
+        return directory
+
+    for directory in [add(part, path) for part, path in checkpoints.items()]:
+        settings = read_yaml(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+        if isinstance(settings, Mapping) and settings.get("model") == "joint":
+            for part in ("pg", "ee"):
+                name = f"{part} before joint training"
+                if isinstance(settings.get(part), str) and all(name not in parts for _, parts in runs.values()):
+                    add(name, settings[part])
     return [_read_run(tuple(parts), directory) for directory, parts in runs.values()]
 
 

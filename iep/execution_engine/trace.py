@@ -1,7 +1,7 @@
 """One program about one image -> the value of each of its functions, by one module call at a time.
 
 Tests compare the batched engine with this slow twin, which traverses the tree of `iep/programs.py` and uses nothing of
-`iep/batching/`. `iep/asking/` draws the values, to show how the engine arrives at an answer.
+`iep/batching/`. Maps of the values are drawn, to show how the engine arrives at an answer.
 
 Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 """
@@ -9,6 +9,7 @@ Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from iep.execution_engine.roles import result_kind
@@ -67,3 +68,31 @@ def run_tree(engine: nn.Module, tree: ProgramTree, stem_1CHW: Tensor) -> tuple[l
         elif node.arguments:
             kinds[number], values[number] = kinds[node.arguments[0]], values[node.arguments[0]]
     return values, value(0, result_kind(engine.module_set.role(SCENE)))
+
+
+def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
+    """Return a map (H, W) of numbers from 0 for every node of the tree, in its order.
+
+    Args:
+        trace: made with autograd on, for `gradient`.
+        saliency: `norm`, the norm over the channels of a module's output, which for an attention is the attention
+            itself (Mascharka et al. 2018, Transparency by Design, figure 1); or `gradient`, the norm of the gradient of
+            the likeliest answer's logit by that output (Johnson et al. 2017, section 4.2 and figure 3, which take the
+            sum of all logits and the last map alone), 0 where the logit does not depend on it.
+    """
+    values = trace.outputs
+    if saliency == "gradient":
+        learnt = [output for output in values if output.requires_grad]  # a scene of ones has no gradient
+        found = torch.autograd.grad(trace.logits.max(), learnt, materialize_grads=True) if learnt else ()
+        gradients = iter(found)
+        values = [next(gradients) if output.requires_grad else torch.zeros_like(output) for output in values]
+    return [value[0].detach().float().norm(dim=0).cpu() for value in values]
+
+
+def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
+    """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its minimum to its maximum, and a
+    constant one becomes 0."""
+    if is_attention:
+        return map_HW.clamp(0, 1)
+    low, high = map_HW.aminmax()
+    return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)

@@ -131,7 +131,7 @@ function chips() {
 
 function showMore() {
   const more = found.slice(shown, shown + STEP);
-  for (const image of more.flatMap((card) => all("img", card))) image.src = PICTURES[image.dataset.picture];
+  for (const image of more.flatMap((card) => all("[data-picture]", card))) image.src = PICTURES[image.dataset.picture];
   byId("cards").append(...more);
   shown += STEP;
   const rest = found.length - shown;
