@@ -38,7 +38,7 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     path = tmp_path / "a.svg"
     output = answered(*asked, "--program", WIDE, "--question", "Why $x$ < y, then?", "--draw", path, "--top", 4)
     assert f"Wrote {path}" in output
-    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 1 + len(WIDE.split())
+    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 2 + len(WIDE.split())  # and the scale of colours
     found = texts(path)
     names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'Why', '$x$', '<'", "Colours: norm over")
     assert [name for name in names if name not in found] == []
@@ -115,7 +115,7 @@ def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_pat
     ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
     path = tmp_path / "a.svg"
     answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
-    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 4
+    assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 5
     assert "attentions as they are" in texts(path)
     answered(*asked, "--program", "count scene", "--draw", tmp_path / "b.svg")
     assert "attentions as" not in texts(tmp_path / "b.svg")

@@ -1,8 +1,8 @@
 """An answer and the saliency of its functions -> one picture, laid out as figure 3 of Johnson et al. 2017.
 
 The left column holds the question, the image, the likeliest answers and notes. On the right is the program's tree with
-its root at the top: each function is a small copy of the image with the function's saliency or attention map over it,
-and its name beside it. The picture is as large as the tree needs. Texts are drawn in installed fonts that together have
+its root at the top: each function is a copy of the image with the function's saliency or attention map over it, and its
+name beside it. The picture is as large as the tree needs. Texts are drawn in installed fonts that together have
 their characters; whether a font suits the language is not checked.
 
 Shapes: C H W maps; H W pixels of an image or cells of a map.
@@ -44,6 +44,7 @@ PIXELS = 2**25
 HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
+TITLE = "Where each function looked"
 GREY, DARK, WARNING = "0.45", "0.15", "#b03a2e"
 
 # Lengths in inches.
@@ -51,7 +52,7 @@ MARGIN = 0.05
 """The margin around the picture, for the width of lines."""
 LEFT, GAP = 3.6, 0.45
 """The width of the left column, and the gap between it and the tree."""
-AREA, BETWEEN = 0.75, 0.2
+AREA, BETWEEN = 1.8, 0.2
 """The area of a node's picture in square inches, and the gap between rows of nodes."""
 LABEL_GAP, COLUMN_GAP = 0.07, 0.22
 """The gap between a node's picture and its name, and between a name and the next picture."""
@@ -93,6 +94,10 @@ class Arrangement(NamedTuple):
     image: Box
     answers: Box
     notes: Box
+    scale: Box
+    """The scale of colours."""
+    title: Box
+    """The title of the tree."""
     pictures: list[Box]
     """The box of each node of the tree, in its order."""
     labels: list[Box]
@@ -101,7 +106,7 @@ class Arrangement(NamedTuple):
     @property
     def boxes(self) -> list[Box]:
         """All boxes."""
-        return [*self[:4], *self.pictures, *self.labels]
+        return [*self[:6], *self.pictures, *self.labels]
 
     @property
     def width(self) -> float:
@@ -139,6 +144,8 @@ def arrange(
     image = Box((LEFT - height * proportion) / 2, question.bottom + PARAGRAPH, height * proportion, height)
     answers = Box(0, image.bottom + PARAGRAPH, LEFT, LINE * num_answers)
     notes = Box(0, answers.bottom + PARAGRAPH, LEFT, LINE * note_lines)
+    scale = Box(0.15, notes.bottom + PARAGRAPH, LEFT / 2, LINE / 2)
+    title = Box(LEFT + GAP, 0, LEFT, LINE)
 
     height = (AREA / proportion) ** 0.5
     width = height * proportion
@@ -146,14 +153,14 @@ def arrange(
     column = width + LABEL_GAP + max(lengths) + COLUMN_GAP
     columns = tree_columns([node.arguments for node in tree.nodes])
     pictures = [
-        Box(LEFT + GAP + column * across, (height + BETWEEN) * node.depth, width, height)
+        Box(LEFT + GAP + column * across, title.bottom + PARAGRAPH + (height + BETWEEN) * node.depth, width, height)
         for across, node in zip(columns, tree.nodes, strict=True)
     ]
     names = [
         Box(picture.right + LABEL_GAP, picture.y, length, height)
         for picture, length in zip(pictures, lengths, strict=True)
     ]
-    return Arrangement(question, image, answers, notes, pictures, names)
+    return Arrangement(question, image, answers, notes, scale, title, pictures, names)
 
 
 def wrapped(text: str, width: float, measure: Measure) -> list[str]:
@@ -262,18 +269,22 @@ def _draw(
     _draw_answers(axis, arrangement.answers, ranked)
     for number, (line, color) in enumerate(notes):
         _write(axis, arrangement.notes, number, line, fontsize=NOTE, color=color)
-    _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 240), maps)
+    _write(axis, arrangement.title, 0, TITLE, fontsize=QUESTION, weight="bold")
+    _draw_tree(axis, arrangement, answer.tree, labels, _no_larger(image, 480), maps)
+    _show(axis, arrangement.scale, HEAT(np.linspace(0, 1, 256))[None, :, :3])
+    for text, x in (("0", 0), ("1", arrangement.scale.right + 0.06)):
+        axis.text(x, arrangement.scale.y + LINE / 4, text, va="center", fontsize=NOTE, color=GREY, clip_on=False)
     save(figure, path, min(DPI, (PIXELS / (width * height)) ** 0.5))
 
 
 def lit(image: Image.Image, map_HW: Tensor) -> np.ndarray:
-    """Return the image (H, W, 3) in grey, with the map, of numbers from 0 to 1, in colours over it."""
-    grey_HW1 = np.asarray(image.convert("L"), dtype=np.float32)[:, :, None] / 255
+    """Return the image (H, W, 3) from 0 to 1 with the map, of numbers from 0 to 1, in colours over it."""
+    image_HW3 = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
     size = (image.height, image.width)
     heat_11HW = functional.interpolate(map_HW[None, None].float(), size, mode="bicubic", align_corners=False)
     heat_HW = heat_11HW[0, 0].clamp(0, 1).numpy()
     strength_HW1 = 0.65 * heat_HW[:, :, None]
-    return (1 - strength_HW1) * 0.75 * grey_HW1 + strength_HW1 * HEAT(0.25 + 0.75 * heat_HW)[:, :, :3]
+    return (1 - strength_HW1) * image_HW3 + strength_HW1 * HEAT(heat_HW)[:, :, :3]
 
 
 def _label(node: Node) -> list[str]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from iep.asking.answers import Answer, Asker
 
 
+PORT = 7860
+
+
 @click.command(cls=Command)
 @network_options
 @click.option(
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
     help="Saliency map of a function that --draw shows: the norm of its output, or of the gradient of the answer's "
     f"score with respect to its output.  [default: {DEFAULT_SALIENCY}]",
 )
+@click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of --serve.  [default: 7860]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
 @backbone_options
@@ -72,6 +77,8 @@ def main(
     top: int,
     draw: Path | None,
     saliency: str | None,
+    serve: bool,
+    port: int | None,
     beam_size: int | None,
     max_program_length: int | None,
     device: str,
@@ -112,6 +119,13 @@ def main(
         device=device,
         say=lambda line: click.echo(line, err=True),
     )
+    if serve:
+        try:
+            from iep.asking.page import serve as show
+        except ImportError:
+            raise InputError("the page needs Gradio: pip install 'iep[web]'") from None
+        show(model, image, port or PORT, click.echo)
+        return
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
     asker = model.about(image)
@@ -223,7 +237,16 @@ def _check_options(context: click.Context) -> None:
     Raises:
         click.UsageError: two options contradict each other, or one is missing.
     """
-    given = {name: value for name, value in context.params.items() if value not in (None, ())}
+    given = {name: value for name, value in context.params.items() if value not in (None, (), False)}
+    if "serve" in given:
+        others = ("questions", "programs", "draw", "saliency", "as_json", "baseline")
+        if wrong := [_flag(context, name) for name in others if name in given]:
+            raise click.UsageError(f"--serve shows a page to ask in: {wrong[0]} does not apply")
+        if ("pg" in given) != ("ee" in given):
+            raise click.UsageError("--serve needs both --pg CKPT and --ee CKPT, or neither")
+        return
+    if "port" in given:
+        raise click.UsageError("--port is for --serve")
     decoding = [_flag(context, name) for name in ("beam_size", "max_program_length") if name in given]
     programs, questions = len(given.get("programs", ())), len(given.get("questions", ()))
     if "baseline" in given:

@@ -1,0 +1,166 @@
+"""A page in the browser to ask in, by Gradio: an image, questions, programs, and where each function looked.
+
+The page computes nothing by itself: `loading.Model` answers, and the maps are drawn as in `picture.py`. It needs the
+extra `web` and no network.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from secrets import randbits
+from typing import Any
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported
+
+import gradio as gr
+import numpy as np
+from markupsafe import escape
+from matplotlib.colors import to_hex
+from PIL import Image
+
+from iep.asking.answers import Answer, Asker
+from iep.asking.loading import Model
+from iep.asking.picture import HEAT, lit
+from iep.errors import InputError
+from iep.evaluation.page_questions import data_uri
+from iep.execution_engine.trace import saliency_maps, to_unit, trace
+from iep.preprocess.images import open_image
+from iep.programs import named, tokens_run, tree_lines
+from iep.synth.renderer import render, visible_share
+from iep.synth.scenes import SceneRules, sample_scene
+
+QUESTION = "How many red things are there?"
+SIZE = 480, 320
+"""Width and height of generated images, in pixels."""
+FONTS = ("system-ui", "sans-serif")
+"""Fonts of the system: those of Gradio's themes would be fetched from a server."""
+MOST_EXAMPLES = 12
+"""The most images of a directory that can be chosen by a click."""
+SCALE = ", ".join(to_hex(HEAT(step / 8)) for step in range(9))
+MAPS = """<h3>Where each function looked</h3>
+<p class="scale">0 <span></span> 1, or its greatest value</p>
+<div class="maps">{}</div>"""
+CSS = f"""
+.maps {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 240px), 1fr)); gap: 12px }}
+.maps figure {{ margin: 0 }}
+.maps img {{ width: 100%; display: block }}
+.maps figcaption {{ font-family: monospace }}
+.scale span {{ display: inline-block; width: 8em; height: 0.8em; background: linear-gradient(90deg, {SCALE}) }}
+"""
+
+
+def make_page(model: Model, image: Path | None) -> gr.Blocks:
+    """Return the page of an engine with a program generator.
+
+    Args:
+        image: the image that is shown first; None for a generated one.
+    """
+
+    def ask(image: str | None, question: str) -> tuple[Any, ...]:
+        """Answer a question about an image (a file) by a predicted program."""
+        with _told():
+            asker = model.about(image)
+            return _shown(asker, asker.ask([question])[0], image)
+
+    def run(image: str | None, program: str) -> tuple[Any, ...]:
+        """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
+        with _told():
+            asker = model.about(image)
+            return _shown(asker, asker.run([program])[0], image)
+
+    with gr.Blocks(title="iep") as page:
+        gr.Markdown("# Ask about an image of CLEVR's world")
+        with gr.Row():
+            with gr.Column(min_width=300):
+                shown = gr.Image(_generate(3) if image is None else str(image), type="filepath", label="Image")
+                with gr.Row():
+                    objects = gr.Slider(1, 10, 3, step=1, label="Objects", min_width=140)
+                    generate = gr.Button("Generate an image", min_width=140)
+                question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
+                if image is not None:
+                    gr.Examples([[str(path)] for path in _beside(image)], shown, label="Other images")
+            with gr.Column(min_width=300):
+                answers = gr.Label(label="Answer", num_top_classes=5)
+                tree = gr.Code(
+                    label="Program that ran, as a tree", language=None, interactive=False, show_line_numbers=False
+                )
+                program = gr.Textbox(label="Program in prefix order, to edit and run again", submit_btn="Run")
+        maps = gr.HTML()
+        results = [answers, tree, program, maps]
+        generate.click(_generate, objects, shown, api_name="generate")
+        question.submit(ask, [shown, question], results, api_name="ask")
+        program.submit(run, [shown, program], results, api_name="run")
+    return page
+
+
+def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None]) -> None:
+    """Show the page at http://127.0.0.1:`port` until a signal ends the process.
+
+    Raises:
+        InputError: the model has no program generator.
+        OSError: the port is in use.
+    """
+    if model.predictor.generator is None or model.predictor.engine is None:
+        raise InputError(f"{model.path}: the page needs a program generator and an execution engine")
+    if image is not None:
+        open_image(image)
+    page = make_page(model, image)
+    theme = gr.themes.Default(font=FONTS, font_mono=("monospace",))
+    try:
+        _, address, _ = page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            prevent_thread_lock=True,
+            quiet=True,
+            theme=theme,
+            css=CSS,
+            ssr_mode=False,
+        )
+        say(f"{address} (Ctrl-C ends it)")
+        page.block_thread()
+    finally:
+        page.close(verbose=False)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Show an error that the user can cause on the page."""
+    try:
+        yield
+    except InputError as error:
+        raise gr.Error(str(error), print_exception=False) from None
+
+
+def _beside(image: Path) -> list[Path]:
+    """Return the first images of an image's directory."""
+    paths = sorted(path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
+    return paths[:MOST_EXAMPLES]
+
+
+def _generate(objects: int) -> str:
+    """Draw a random scene, and return the file of its image."""
+    rules = SceneRules(min_objects=int(objects), max_objects=int(objects))
+    pixels_HWC = render(sample_scene(Random(randbits(64)), rules, visible_share), *SIZE)
+    with tempfile.NamedTemporaryFile(prefix="iep-", suffix=".png", delete=False) as file:
+        Image.fromarray(pixels_HWC).save(file, "PNG")
+    return file.name
+
+
+def _shown(asker: Asker, answer: Answer, image: str) -> tuple[Any, ...]:
+    """Return the values of the page's results: probabilities, the program's tree, its tokens, and maps."""
+    for word, near in answer.question.unknown if answer.question else ():
+        gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
+    engine = asker.predictor.engine
+    traced = trace(engine, asker.features, answer.program)
+    picture, maps = open_image(Path(image)), []
+    picture.thumbnail(SIZE)
+    for node, map_HW, output in zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True):
+        if engine.module_set.role(node.token) is not None:
+            over_HWC = lit(picture, to_unit(map_HW, output.shape[1] == 1))
+            uri = data_uri(Image.fromarray((255 * over_HWC).astype(np.uint8)))
+            maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
+    tree = "\n".join(tree_lines(answer.tree, named))
+    return dict(answer.ranked), tree, " ".join(tokens_run(answer.tree)), MAPS.format("".join(maps))
