@@ -95,8 +95,8 @@ class Step:
             found.append((module, [each.detach() for each in arguments], result.detach()))
 
         with ExitStack() as hooks, torch.no_grad(), self._mode(inference=False):
-            for child in self.engine.children():
-                hooks.callback(child.register_forward_hook(record).remove)
+            for part in self.engine.parts:
+                hooks.callback(getattr(self.engine, part).register_forward_hook(record).remove)
             self.engine(self.features, self.plan)
         return found
 
