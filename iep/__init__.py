@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from iep.asking.loading import load
+    from iep.asking.loading import Model, load
 
-__all__ = ["load"]
+__all__ = ["Model", "load"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load`, and PyTorch with it, when it is first used."""
-    if name == "load":
-        from iep.asking.loading import load
+    """Import `Model` or `load`, and PyTorch with it, when it is first used."""
+    if name in __all__:
+        from iep.asking import loading
 
-        return load
+        return getattr(loading, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,7 +96,8 @@ def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub
         "README.md",
     }
     assert 'iep.load("someone/clevr")' in (hub / "someone/clevr/README.md").read_text()
-    assert str(iep.load("someone/clevr").ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
+    for loaded in (iep.load("someone/clevr"), iep.Model.from_pretrained("someone/clevr")):
+        assert str(loaded.ask(IMAGE, QUESTION)) == str(model.ask(IMAGE, QUESTION))
     with pytest.raises(InputError, match="no such run here, and the Hub has no best"):
         iep.load("someone/other")
 

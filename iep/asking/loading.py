@@ -57,6 +57,11 @@ class Model:
     """The dtype of the features."""
     device: torch.device
 
+    @staticmethod
+    def from_pretrained(name: str) -> "Model":
+        """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
+        return load(name)
+
     def about(self, image: Path | str | None) -> Asker:
         """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
 
