@@ -92,6 +92,11 @@ def test_the_page_fits_a_desktop_and_a_phone_and_asks_no_other_server(address, w
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
 
 
+def test_a_port_that_is_in_use_is_one_line(address):
+    result = iep_ask("--serve", "--image", IMAGE, "--port", address.rstrip("/").rpartition(":")[2])
+    assert_one_error(result, "cannot be opened", "choose another --port")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

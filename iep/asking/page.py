@@ -32,6 +32,7 @@ from iep.programs import named, tokens_run, tree_lines
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene
 
+HOST = "127.0.0.1"
 QUESTION = "How many red things are there?"
 SIZE = 480, 320
 """Width and height of generated images, in pixels."""
@@ -52,12 +53,20 @@ CSS = f"""
 """
 
 
-def make_page(model: Model, image: Path | None) -> gr.Blocks:
+def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
     """Return the page of an engine with a program generator.
 
     Args:
         image: the image that is shown first; None for a generated one.
+        directory: where generated images are written.
     """
+
+    def generate(objects: int) -> str:
+        """Draw a random scene, and return the file of its image."""
+        rules, number = SceneRules(min_objects=int(objects), max_objects=int(objects)), randbits(64)
+        pixels_HWC = render(sample_scene(Random(number), rules, visible_share), *SIZE)
+        Image.fromarray(pixels_HWC).save(directory / f"{number}.png")
+        return str(directory / f"{number}.png")
 
     def ask(image: str | None, question: str) -> tuple[Any, ...]:
         """Answer a question about an image (a file) by a predicted program."""
@@ -75,10 +84,10 @@ def make_page(model: Model, image: Path | None) -> gr.Blocks:
         gr.Markdown("# Ask about an image of CLEVR's world")
         with gr.Row():
             with gr.Column(min_width=300):
-                shown = gr.Image(_generate(3) if image is None else str(image), type="filepath", label="Image")
+                shown = gr.Image(generate(3) if image is None else str(image), type="filepath", label="Image")
                 with gr.Row():
                     objects = gr.Slider(1, 10, 3, step=1, label="Objects", min_width=140)
-                    generate = gr.Button("Generate an image", min_width=140)
+                    button = gr.Button("Generate an image", min_width=140)
                 question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
                 if image is not None:
                     gr.Examples([[str(path)] for path in _beside(image)], shown, label="Other images")
@@ -90,39 +99,34 @@ def make_page(model: Model, image: Path | None) -> gr.Blocks:
                 program = gr.Textbox(label="Program in prefix order, to edit and run again", submit_btn="Run")
         maps = gr.HTML()
         results = [answers, tree, program, maps]
-        generate.click(_generate, objects, shown, api_name="generate")
+        button.click(generate, objects, shown, api_name="generate")
         question.submit(ask, [shown, question], results, api_name="ask")
         program.submit(run, [shown, program], results, api_name="run")
     return page
 
 
 def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None]) -> None:
-    """Show the page at http://127.0.0.1:`port` until a signal ends the process.
+    """Show the page at `HOST`:`port` until a signal ends the process.
 
     Raises:
-        InputError: the model has no program generator.
-        OSError: the port is in use.
+        InputError: the model has no program generator, or the port is in use.
     """
     if model.predictor.generator is None or model.predictor.engine is None:
         raise InputError(f"{model.path}: the page needs a program generator and an execution engine")
     if image is not None:
         open_image(image)
-    page = make_page(model, image)
     theme = gr.themes.Default(font=FONTS, font_mono=("monospace",))
-    try:
-        _, address, _ = page.launch(
-            server_name="127.0.0.1",
-            server_port=port,
-            prevent_thread_lock=True,
-            quiet=True,
-            theme=theme,
-            css=CSS,
-            ssr_mode=False,
-        )
-        say(f"{address} (Ctrl-C ends it)")
-        page.block_thread()
-    finally:
-        page.close(verbose=False)
+    with tempfile.TemporaryDirectory() as directory:
+        page = make_page(model, image, Path(directory))
+        how = {"prevent_thread_lock": True, "quiet": True, "theme": theme, "css": CSS, "ssr_mode": False}
+        try:
+            _, address, _ = page.launch(server_name=HOST, server_port=port, allowed_paths=[directory], **how)
+            say(f"{address} (Ctrl-C ends it)")
+            page.block_thread()
+        except OSError:
+            raise InputError(f"port {port} of {HOST} cannot be opened; choose another --port") from None
+        finally:
+            page.close(verbose=False)
 
 
 @contextmanager
@@ -138,15 +142,6 @@ def _beside(image: Path) -> list[Path]:
     """Return the first images of an image's directory."""
     paths = sorted(path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
     return paths[:MOST_EXAMPLES]
-
-
-def _generate(objects: int) -> str:
-    """Draw a random scene, and return the file of its image."""
-    rules = SceneRules(min_objects=int(objects), max_objects=int(objects))
-    pixels_HWC = render(sample_scene(Random(randbits(64)), rules, visible_share), *SIZE)
-    with tempfile.NamedTemporaryFile(prefix="iep-", suffix=".png", delete=False) as file:
-        Image.fromarray(pixels_HWC).save(file, "PNG")
-    return file.name
 
 
 def _shown(asker: Asker, answer: Answer, image: str) -> tuple[Any, ...]:
