@@ -104,7 +104,7 @@ def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub
 
 def test_without_huggingface_hub_one_line_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(InputError, match=r"runs/absent: no such run here, .*pip install 'iep\[hub\]'"):
+    with pytest.raises(InputError, match=r"runs/absent: not a run here, .*pip install 'iep\[hub\]'"):
         iep.load("runs/absent")
 
 

@@ -130,7 +130,7 @@ CARD = """---
 library_name: iep
 tags: [clevr, visual-question-answering, neural-module-networks]
 ---
-Networks of [iep](https://pypi.org/project/iep), which answer questions about images of the CLEVR world:
+Networks of `iep`, a toolkit for CLEVR visual reasoning. They answer questions about images of CLEVR's world:
 
 ```python
 import iep
@@ -179,8 +179,7 @@ def _hub(name: Path | str) -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        need = "pip install 'iep[hub]' for the Hugging Face Hub"
-        raise InputError(f"{name}: no such run here, and huggingface_hub is not installed; {need}") from None
+        raise InputError(f"{name}: not a run here, and the Hugging Face Hub needs pip install 'iep[hub]'") from None
     return huggingface_hub
 
 
