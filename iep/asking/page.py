@@ -23,12 +23,13 @@ from PIL import Image
 
 from iep.asking.answers import Answer, Asker
 from iep.asking.loading import Model
-from iep.asking.picture import HEAT, lit
+from iep.asking.picture import lit
 from iep.errors import InputError
 from iep.evaluation.page_questions import data_uri
-from iep.execution_engine.trace import saliency_maps, to_unit, trace
+from iep.execution_engine.trace import trace, unit_maps
 from iep.preprocess.images import open_image
 from iep.programs import named, tokens_run, tree_lines
+from iep.runtime.pictures import HEAT
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene
 
@@ -149,13 +150,10 @@ def _shown(asker: Asker, answer: Answer, image: str) -> tuple[Any, ...]:
     for word, near in answer.question.unknown if answer.question else ():
         gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
     engine = asker.predictor.engine
-    traced = trace(engine, asker.features, answer.program)
     picture, maps = open_image(Path(image)), []
     picture.thumbnail(SIZE)
-    for node, map_HW, output in zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True):
-        if engine.module_set.role(node.token) is not None:
-            over_HWC = lit(picture, to_unit(map_HW, output.shape[1] == 1))
-            uri = data_uri(Image.fromarray((255 * over_HWC).astype(np.uint8)))
-            maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
+    for node, map_HW in unit_maps(engine, trace(engine, asker.features, answer.program)):
+        uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
+        maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
     tree = "\n".join(tree_lines(answer.tree, named))
     return dict(answer.ranked), tree, " ".join(tokens_run(answer.tree)), MAPS.format("".join(maps))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib import colormaps, rc_context
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
@@ -32,7 +32,7 @@ from iep.errors import InputError
 from iep.execution_engine.trace import saliency_maps, to_unit, trace
 from iep.preprocess.images import open_image
 from iep.programs import NOT_USED, Node, ProgramTree
-from iep.runtime.pictures import DPI, save
+from iep.runtime.pictures import DPI, HEAT, save
 
 USUAL = "sans-serif"
 _NO_TEXT = ("Last Resort", "STIXNonUnicode", "STIXSize", "cm")
@@ -41,7 +41,6 @@ MOST_NODES = 200
 """The most functions of a program that is drawn; a larger picture would be illegible."""
 PIXELS = 2**25
 """The most pixels of a picture; a larger one is drawn at a lower resolution."""
-HEAT = colormaps["inferno"]
 QUESTION, ANSWER, LABEL, NOTE = 10.5, 9.5, 8.0, 7.5
 """Sizes of text, in points."""
 TITLE = "Where each function looked"

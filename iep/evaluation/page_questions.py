@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import colormaps
 from PIL import Image
 
 from iep.errors import InputError
@@ -25,6 +24,7 @@ from iep.preprocess.clevr_files import image_directories, image_number, png_file
 from iep.preprocess.images import open_image
 from iep.preprocess.recipe import listing, value_digest
 from iep.programs import NOT_USED, program_tree
+from iep.runtime.pictures import HEAT
 from iep.vocab import Vocab
 
 WIDTH = 320
@@ -88,7 +88,6 @@ Maps = Callable[[int], list[tuple[str, np.ndarray]]]
 numbers from 0 to 1."""
 MOST_MAPS = 100
 """The most questions with maps; with a dozen functions of half a kilobyte each, they are a small part of a page."""
-HEAT = colormaps["inferno"]
 
 
 def heat_uri(map_HW: np.ndarray) -> str:

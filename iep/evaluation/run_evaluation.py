@@ -30,7 +30,7 @@ from iep.evaluation.page_questions import Maps, Pictures
 from iep.evaluation.predict import Predictor, predict
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
-from iep.execution_engine.trace import saliency_maps, to_unit, trace
+from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory
@@ -151,14 +151,9 @@ def _predicted(settings: Evaluation) -> Found | None:
 
 @torch.inference_mode()
 def _maps(engine: ExecutionEngine, features_1CHW: torch.Tensor, program_L: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return the attention, or the norm of the map, of each function that runs: (H, W) from 0 to 1, in prefix order."""
-    traced = trace(engine, features_1CHW, program_L)
-    values = zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True)
-    return [
-        (node.token, to_unit(map_HW, output.shape[1] == 1).numpy())
-        for node, map_HW, output in values
-        if engine.module_set.role(node.token) is not None
-    ]
+    """Return the name and the map of each function that runs, (H, W) from 0 to 1, in prefix order."""
+    found = unit_maps(engine, trace(engine, features_1CHW, program_L))
+    return [(node.token, map_HW.numpy()) for node, map_HW in found]
 
 
 def _answered(settings: Evaluation) -> Found:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from iep.execution_engine.roles import result_kind
-from iep.programs import SCENE, ProgramTree, program_tree
+from iep.programs import SCENE, Node, ProgramTree, program_tree
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,18 @@ def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
         return map_HW.clamp(0, 1)
     low, high = map_HW.aminmax()
     return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)
+
+
+def unit_maps(engine: nn.Module, traced: Trace) -> list[tuple[Node, Tensor]]:
+    """Return for every node that a module computes its attention, or the norm of its map: (H, W) from 0 to 1.
+
+    Args:
+        engine: the engine of the trace.
+        traced: what it computed.
+    """
+    found = zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True)
+    return [
+        (node, to_unit(map_HW, output.shape[1] == 1))
+        for node, map_HW, output in found
+        if engine.module_set.role(node.token) is not None
+    ]

@@ -1,13 +1,15 @@
-"""A matplotlib figure -> a file with the same bytes each time."""
+"""A matplotlib figure -> a file with the same bytes each time; and the colours of maps."""
 
 from pathlib import Path
 
-from matplotlib import rc_context
+from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 
 from iep.runtime.files import atomic_path
 
 DPI = 150
+HEAT = colormaps["inferno"]
+"""The colours of attention and saliency maps."""
 
 
 def save(figure: Figure, path: Path, dpi: float = DPI) -> None:
