@@ -12,6 +12,7 @@ import torch
 from batching_cases import assert_same, quick, results
 from device_cases import DEVICES, HAS_TRITON, ONE_GPU
 from engine_cases import (
+    BINARY,
     DEVICE_LISTS,
     ENGINES,
     FULL_SIZE,
@@ -19,6 +20,7 @@ from engine_cases import (
     MANY_BL,
     PROGRAMS_BL,
     TOKENS,
+    UNARY,
     any_programs,
     features,
     placed_copy,
@@ -79,6 +81,26 @@ def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, d
     plan = engine.plan(programs_BL, rows_B, execution="triton")
     found = results(lambda x: engine(x.to(device), plan).cpu(), engine, features_NCHW)
     assert_same(on_cpu(found), expected, 1e-4)
+
+
+FROZEN = [("stem",), ("classifier",), ("count", "greater_than"), (*UNARY, *BINARY, "scene")]
+
+
+@pytest.mark.parametrize(
+    ("name", "execution"),
+    [*((name, "grouped") for name in ENGINES), pytest.param("iep", "triton", marks=HAS_TRITON)],
+)
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts_have_no_gradients_and_the_others_those_of_calls(name, execution, frozen):
+    found = []
+    for each in ("calls", execution):
+        engine = small_engine(torch.float32, **ENGINES[name])
+        for part, parameter in engine.named_parameters():
+            parameter.requires_grad_(part.split(".")[0] not in frozen)
+        logits_BA = engine(features(2, torch.float32), engine.plan(PROGRAMS_BL[:2], execution=each))
+        logits_BA.square().sum().backward()
+        found.append({part: parameter.grad for part, parameter in engine.named_parameters()})
+    assert_same(found[1], found[0], 1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "vector"])  # whose weights have no worker
