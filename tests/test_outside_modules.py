@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tiny_data import assert_one_error, tiny
 from train_cases import iep_train
 
 from iep.cli.evaluate import main as evaluate
+from iep.execution_engine.roles import MAP, Role, tree_run
+from iep.programs import arity
 from iep.vocab import index_tokens
 
 PAGE = (Path(__file__).parent.parent / "docs" / "add_a_module.md").read_text()
@@ -50,6 +53,12 @@ def test_a_set_that_derives_from_another_has_its_functions_and_a_new_one():
     red = getattr(engine, "filter_color[red]")(stem_1CHW, torch.ones_like(stem_1CHW[:, :1]))
     expected_1A = engine.classifier(engine.count(stem_1CHW, 1 - red))
     torch.testing.assert_close(engine(features_BCHW, engine.plan(programs_BL)), expected_1A)
+
+
+def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():
+    modules = SimpleNamespace(role=lambda token: Role((2,) * arity(token), MAP))
+    tree = tree_run(("count", "exist", "scene"), modules)
+    assert tree.nodes[1].unused.endswith("an encoding, not a value of kind 2")
 
 
 @pytest.mark.parametrize(

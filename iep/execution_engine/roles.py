@@ -1,4 +1,4 @@
-"""Roles of functions: the kinds of values, encodings or attentions, that each reads and returns.
+"""Roles of functions: the kinds of values, such as maps and attentions, that each reads and returns.
 
 A set of modules defines a role for every token. The roles determine the graph of a minibatch's module calls
 (`program_graph.py`), the traversal of one program (`trace.py`), and which functions of a program are not used because
@@ -17,6 +17,7 @@ from iep.programs import NOT_USED, SCENE, ProgramTree, program_tree, without
 MAP, ATTENTION = 0, 1
 """The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output, and (1, H, W)."""
 KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
+"""The kinds in words; another one, of a set of another package, has only its number."""
 
 
 class Role(NamedTuple):
@@ -34,8 +35,8 @@ class Role(NamedTuple):
 class ModuleSet(Protocol):
     """A set of modules, which defines the module and the role of every function of an engine.
 
-    It is created from the engine's settings of its modules, `dim`, `residual`, `norm` and `scene`, and raises
-    ValueError for settings that it does not support.
+    It is created from the engine's settings of its modules, `dim`, `residual`, `norm` and `scene`, and from
+    `module_settings`, and raises ValueError for settings that it does not support.
     """
 
     def role(self, token: str) -> Role | None:
@@ -81,7 +82,7 @@ class Misfit(NamedTuple):
     @property
     def words(self) -> tuple[str, str]:
         """The two kinds in words."""
-        return KINDS[self.found], KINDS[self.expected]
+        return tuple(KINDS.get(kind, f"a value of kind {kind}") for kind in (self.found, self.expected))
 
 
 def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
