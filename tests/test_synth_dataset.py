@@ -130,7 +130,9 @@ def test_a_finished_data_set_is_not_made_again_and_that_of_other_options_only_if
     assert synth(out, *SMALL, *COUNTS).count("already done") == 3
     assert_one_error(iep_synth(out, *other), "made with other options")
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    (out / "my_notes.json").touch()
     synth(out, *other, "--force")
+    (out / "my_notes.json").unlink()
     synth(tmp_path / "fresh", *other)
     assert digests(out) == digests(tmp_path / "fresh")
 

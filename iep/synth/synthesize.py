@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -35,7 +36,7 @@ from iep.synth.question_generator import Question, ask
 from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import Scene, image_filename, sample_scene, scene_json
 from iep.synth.tally import Tally
-from iep.synth.templates import FAMILIES, FAMILIES_OF
+from iep.synth.templates import CLOSURE_GROUPS, FAMILIES, FAMILIES_OF
 from iep.vocab import Vocab
 
 BLOCK = 50
@@ -258,8 +259,8 @@ def _claim(out: Path, options: Options, force: bool) -> None:
         for part in ("images", "depth", "questions", "scenes"):
             if (out / part).exists():
                 shutil.rmtree(out / part)
-        for questions in out.glob("*_*.json"):  # of CLOSURE's groups
-            questions.unlink()
+        for group, split in product(CLOSURE_GROUPS, SPLITS):
+            (out / f"{group}_{split}.json").unlink(missing_ok=True)
     write_json(path, record, indent=2)
 
 
