@@ -113,6 +113,8 @@ def test_networks_without_a_generator_or_an_engine_are_errors(runs):
         iep.load(runs["ee"])
     with pytest.raises(InputError, match="holds a program generator, expected a checkpoint with an execution engine"):
         iep.load(runs["pg"])
+    with pytest.raises(InputError, match="a baseline runs no program; pg does not apply"):
+        iep.load(runs["lstm"], pg=runs["pg"])
 
 
 @pytest.mark.parametrize(

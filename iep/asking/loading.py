@@ -152,11 +152,14 @@ def load(name: Path | str = DEMO, pg: Path | str | None = None, device: str = "a
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
 
     Raises:
-        InputError: a checkpoint cannot be used, two of them do not fit together, or there is no generator.
+        InputError: a checkpoint cannot be used, two of them do not fit together, there is no generator, or `pg` is
+            given for a baseline.
     """
     path = _local(name)
     held = load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
     if "engine" not in held and held.keys() & BASELINES.keys():
+        if pg is not None:
+            raise InputError(f"{path}: a baseline runs no program; pg does not apply")
         return load_model(baseline=path, device=device)
     if pg is None and "generator" not in held:
         raise InputError(f"{path}: holds no program generator; give that of another run as pg")
