@@ -167,7 +167,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
 @option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
 @batching(f"{BEST}+{SHARING}", SHARING, *GROUPED)
-@option("--modules", metavar="|".join((*MODULES, "MODULE:CLASS")), default=EngineConfig.modules, help="Set of modules.")
+@option("--modules", metavar="|".join(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options
 @option("--out", type=DirectoryPath(), help="Directory for the text, the calls (JSON) and a picture.")

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--modules",
-    metavar="|".join((*MODULES, "MODULE:CLASS")),
+    metavar="|".join(MODULES),
     help="Set of modules of a new engine (engine.modules): the residual blocks of iep, the attention modules of "
     "Transparency by Design (tbd), Vector-NMN (vector), or a class of another package.  "
     f"[default: {Config.engine.modules}]",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Names(tuple):
-    """The names of the package's sets of modules; `MODULE:CLASS` names one of another package."""
+    """The names of the package's sets of modules and `MODULE:CLASS`, which stands for those of other packages."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or ":" in str(name)
@@ -25,7 +25,7 @@ _PACKAGES_OWN = {
     "vector": "iep.execution_engine.vector:VectorModules",
 }
 """The class of each set of modules, imported when it is first needed."""
-MODULES = _Names(_PACKAGES_OWN)
+MODULES = _Names((*_PACKAGES_OWN, "MODULE:CLASS"))
 DEFAULT_SCHEDULER = "lookahead"
 EXECUTIONS = {
     "calls": "one module per call",

@@ -295,7 +295,9 @@ def set_execution(engine: ExecutionEngine, execution: str, device: torch.device,
     elif execution == "triton" and engine.shared is not None:
         refusal = "Triton's kernels are for modules with weights of their own"
     elif not engine.can_be_grouped:
-        refusal = "only modules whose parameters are all those of convolutions can be grouped"
+        refusal = (
+            "only modules whose parameters are all those of convolutions can be grouped, or with a method 'grouped'"
+        )
     if execution == "auto":
         is_faster = device.type == "cuda" or engine.shared is not None
         execution = "grouped" if is_faster and refusal is None else DEFAULT_EXECUTION
