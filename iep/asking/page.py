@@ -43,7 +43,7 @@ MOST_EXAMPLES = 12
 """The most images of a directory that can be chosen by a click."""
 SCALE = ", ".join(to_hex(HEAT(step / 8)) for step in range(9))
 MAPS = """<h3>Where each function looked</h3>
-<p class="scale">0 <span></span> 1, or its greatest value</p>
+<p class="scale">0, or its smallest value <span></span> 1, or its greatest value</p>
 <div class="maps">{}</div>"""
 CSS = f"""
 .maps {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 240px), 1fr)); gap: 12px }}
@@ -110,7 +110,7 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
     """Show the page at `HOST`:`port` until a signal ends the process.
 
     Raises:
-        InputError: the model has no program generator, or the port is in use.
+        InputError: the model has no program generator, the image cannot be read, or the port is in use.
     """
     if model.predictor.generator is None or model.predictor.engine is None:
         raise InputError(f"{model.path}: the page needs a program generator and an execution engine")

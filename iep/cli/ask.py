@@ -63,7 +63,7 @@ PORT = 7860
     f"score with respect to its output.  [default: {DEFAULT_SALIENCY}]",
 )
 @click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port of --serve.  [default: 7860]")
+@click.option("--port", type=click.IntRange(1, 65535), help=f"Port of --serve.  [default: {PORT}]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line for each question.")
 @click.option("--device", default=Evaluation.device, show_default=True, help="Device: auto, cpu, cuda, cuda:1, ...")
 @backbone_options
