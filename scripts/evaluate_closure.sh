@@ -29,7 +29,7 @@ for questions in "$OUT"/*_questions.h5; do
     step iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/predicted/$split"
     step iep-eval --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/true/$split"
 done
-python3 - "$OUT/eval" <<'END' >"$OUT/closure.txt.part"
+python - "$OUT/eval" <<'END' >"$OUT/closure.txt.part"
 import sys
 from pathlib import Path
 
