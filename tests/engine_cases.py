@@ -1,4 +1,4 @@
-"""Small engines of either family of modules, programs for them, well-formed and not, and devices to place them on."""
+"""Small engines of each set of modules, programs for them, well-formed and not, and devices to place them on."""
 
 import copy
 
@@ -19,8 +19,12 @@ BINARY = ("equal_integer", "greater_than", "intersect", "union")
 TOKENS = index_tokens([*UNARY, *BINARY, "scene"])
 INDEX = {token: index for index, token in enumerate(TOKENS)}
 
-ENGINES = {"iep": {}, "iep with scene as the stem": {"scene": "stem"}, "tbd": {"modules": "tbd"}}
-ENGINES |= {"vector": {"modules": "vector"}}
+ENGINES = {
+    "iep": {},
+    "iep with scene as the stem": {"scene": "stem"},
+    "tbd": {"modules": "tbd"},
+    "vector": {"modules": "vector"},
+}
 """Settings of engines by name."""
 FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
 """The shape of the features of ResNet-101."""

@@ -206,6 +206,7 @@ def question_cards(
         answer, program = (
             None if good_N is None else "right" if good_N[n] else "wrong" for good_N in (outcome.right, outcome.exact)
         )
+        picture = pictures is not None and pictures.has(row["image_index"])
         length = None if lengths_N is None or lengths_N[n] < 0 else int(lengths_N[n])
         # Wrong answers come first, the most confident before others; then wrong programs; then the least confident.
         rank = 0 if answer == "wrong" else 1 if program == "wrong" else 2
@@ -220,7 +221,7 @@ def question_cards(
             "ranked": outcome.ranked(n),
             "programs": side_by_side(true, predicted) if true and predicted else list(zip_longest(true, predicted)),
             "remarks": list(dict.fromkeys(line.kind for line in predicted if line.kind)),
-            "picture": (picture := pictures is not None and pictures.has(row["image_index"])),
+            "picture": picture,
             "maps": [(token, heat_uri(map_HW)) for token, map_HW in maps(n)] if picture and n in drawn else (),
             "data": data,
         }

@@ -110,7 +110,7 @@ class Found(NamedTuple):
     peak_memory_gb: float | None = None
     notes: Sequence[str] = ()
     maps: Maps | None = None
-    """Where each function of a question's program looked; None without an engine on one device."""
+    """Where each function of a question's program looked; None unless an engine on one device answers."""
 
 
 def _predicted(settings: Evaluation) -> Found | None:
@@ -142,18 +142,13 @@ def _predicted(settings: Evaluation) -> Found | None:
     if engine is not None and engine.placement is None:
         programs_NL = predictions.programs if predictor.run_predicted else split.questions.programs
 
+        @torch.inference_mode()
         def maps(row: int) -> list[tuple[str, np.ndarray]]:
             features_1CHW = split.features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
-            return _maps(engine, features_1CHW, programs_NL[row])
+            found = unit_maps(engine, trace(engine, features_1CHW, programs_NL[row]))
+            return [(node.token, map_HW.numpy()) for node, map_HW in found]
 
     return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
-
-
-@torch.inference_mode()
-def _maps(engine: ExecutionEngine, features_1CHW: torch.Tensor, program_L: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Return the name and the map of each function that runs, (H, W) from 0 to 1, in prefix order."""
-    found = unit_maps(engine, trace(engine, features_1CHW, program_L))
-    return [(node.token, map_HW.numpy()) for node, map_HW in found]
 
 
 def _answered(settings: Evaluation) -> Found:

@@ -53,7 +53,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
     Raises:
         InputError: the file holds the weights of something else.
-        Exception: as the library, the file is missing or damaged.
+        Exception: the file is missing or damaged; safetensors and JSON have several classes of errors for this.
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}

@@ -126,17 +126,18 @@ def _bases(search: Search, link: Link, target: int | None, avoid: int) -> Iterat
             yield ((token, inner),), base, (search.facts.everything,)
 
 
-Found = tuple[str, int, Phrase]
+Start = tuple[str, int, Phrase]
+"""The token of a relation, the set it leads to, and the phrase of the one object that it starts from."""
 
 
-def _double_bases(pairs: Iterable[tuple[Found, Found]]) -> Iterator[Base]:
+def _double_bases(pairs: Iterable[tuple[Start, Start]]) -> Iterator[Base]:
     for (first, left, left_inner), (second, right, right_inner) in pairs:
         if left_inner.objects != right_inner.objects and left & right:
             yield ((first, left_inner), (second, right_inner)), left & right, (left, right)
 
 
-def _single_links(search: Search, link: Link, target: int | None, avoid: int) -> Iterator[Found]:
-    """Yield the token of a relation, the set it leads to, and the phrase of the one object that it starts from."""
+def _single_links(search: Search, link: Link, target: int | None, avoid: int) -> Iterator[Start]:
+    """Yield up to `TRIES` relations of a link whose sets contain the target, if there is one."""
     facts = search.facts
     if not isinstance(link, tuple):
         link = (link, 0) if isinstance(link, str) else (1, link - 1)
