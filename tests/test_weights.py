@@ -16,6 +16,7 @@ import iep
 from iep.asking.loading import DEMO
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
+from iep.models.weights import save_weights
 
 QUESTION = "How many small things are there?"
 
@@ -85,6 +86,15 @@ def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_
     baseline = iep.load(runs["lstm"])
     baseline.save(tmp_path / "lstm")
     assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
+
+
+def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
+    weight = torch.randn(3, 2).T
+    networks = {"engine": {"kwargs": {}, "weights": {"count.weight": weight, "exist.weight": weight}}}
+    save_weights(tmp_path, {"networks": networks, "features": {}, "vocab": {}})
+    found = load_checkpoint(tmp_path)["networks"]["engine"]["weights"]
+    assert found.keys() == networks["engine"]["weights"].keys()
+    assert all(torch.equal(each, weight) for each in found.values())
 
 
 def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -31,7 +32,7 @@ def save_weights(directory: Path, content: Mapping[str, Any]) -> None:
     """
     networks = content["networks"]
     weights = {
-        f"{name}.{key}": value.contiguous()
+        f"{name}.{key}": value.clone(memory_format=torch.contiguous_format)  # the library refuses shared memory
         for name, packed in networks.items()
         for key, value in packed["weights"].items()
     }
