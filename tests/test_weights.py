@@ -116,6 +116,8 @@ def test_without_huggingface_hub_one_line_says_what_to_install(runs, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(InputError, match=r"runs/absent: not a run here, .*pip install 'iep\[hub\]'"):
         iep.load("runs/absent")
+    with pytest.raises(InputError, match=r"^someone/clevr: the Hugging Face Hub needs pip install"):
+        iep.load().push_to_hub("someone/clevr")
 
 
 def test_networks_without_a_generator_or_an_engine_are_errors(runs):

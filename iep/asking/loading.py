@@ -117,7 +117,7 @@ class Model:
             InputError: the extra is not installed.
             HfHubHTTPError: the Hub refuses the upload.
         """
-        hub = _hub(name)
+        hub = _hub(f"{name}:")
         with TemporaryDirectory() as directory:
             self.save(directory)
             (Path(directory) / "README.md").write_text(CARD.format(name=name))
@@ -170,7 +170,7 @@ def _local(name: Path | str) -> Path:
     """Return the path of networks, which are downloaded from the Hub unless `name` is a path."""
     if Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
         return Path(name)
-    hub = _hub(name)
+    hub = _hub(f"{name}: not a run here, and")
     try:
         return Path(hub.hf_hub_download(str(name), WEIGHTS))
     except Exception as error:  # of requests and of the library, without a common class
@@ -178,11 +178,12 @@ def _local(name: Path | str) -> Path:
         raise InputError(f"{name}: no such run here, and the Hub has no {WEIGHTS} of this name ({reason})") from None
 
 
-def _hub(name: Path | str) -> Any:
+def _hub(before: str) -> Any:
+    """Return the library of the Hub; without it, an error has the text `before` at its beginning."""
     try:
         import huggingface_hub
     except ImportError:
-        raise InputError(f"{name}: not a run here, and the Hugging Face Hub needs pip install 'iep[hub]'") from None
+        raise InputError(f"{before} the Hugging Face Hub needs pip install 'iep[hub]'") from None
     return huggingface_hub
 
 

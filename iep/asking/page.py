@@ -109,11 +109,15 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
 def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None]) -> None:
     """Show the page at `HOST`:`port` until a signal ends the process.
 
+    Args:
+        model: an engine with a program generator.
+        image: as in `make_page`.
+        port: a free port.
+        say: is called with the page's address.
+
     Raises:
-        InputError: the model has no program generator, the image cannot be read, or the port is in use.
+        InputError: the image cannot be read, or the port is in use.
     """
-    if model.predictor.generator is None or model.predictor.engine is None:
-        raise InputError(f"{model.path}: the page needs a program generator and an execution engine")
     if image is not None:
         open_image(image)
     theme = gr.themes.Default(font=FONTS, font_mono=("monospace",))
