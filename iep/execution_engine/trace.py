@@ -7,6 +7,7 @@ Shapes: L program tokens, C H W maps (C is 1 for an attention), A answers.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,10 @@ def trace(engine: nn.Module, features_1CHW: Tensor, program_L: Sequence[int]) ->
     tree = program_tree([engine.program_tokens[token] for token in program_L])
     maps: list[Tensor] = []
     pools = [part for part in (engine.shared or nn.Module()).children() if isinstance(part, nn.AdaptiveMaxPool2d)]
-    hooks = [pool.register_forward_pre_hook(lambda _, inputs: maps.append(inputs[0])) for pool in pools]
-    outputs, result_1CHW = run_tree(engine, tree, engine.stem(features_1CHW))
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for pool in pools:
+            hooks.callback(pool.register_forward_pre_hook(lambda _, inputs: maps.append(inputs[0])).remove)
+        outputs, result_1CHW = run_tree(engine, tree, engine.stem(features_1CHW))
     for number, map_1CHW in zip(tree.post_order, maps, strict=False):  # without vectors, there are no such maps
         outputs[number] = map_1CHW
     return Trace(tree, tuple(outputs), engine.classifier(result_1CHW))
@@ -99,7 +100,7 @@ def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
 
 
 def unit_maps(engine: nn.Module, traced: Trace) -> list[tuple[Node, Tensor]]:
-    """Return for every node that a module computes its attention, or the norm of its map: (H, W) from 0 to 1.
+    """Return the attention of every node that a module computes, or the scaled norm of its map: (H, W) from 0 to 1.
 
     Args:
         engine: the engine of the trace.
