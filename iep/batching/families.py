@@ -236,7 +236,8 @@ class _Stacked(Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.layer, count = layer, len(parameters) // 2
+        ctx.layer, ctx.like, count = layer, parameters[0], len(parameters) // 2
+        ctx.set_materialize_grads(False)
         weight_FTIO = torch.stack(parameters[:count]).to(layer.dtype).permute(0, 3, 4, 2, 1).flatten(1, 2)
         return layer.in_order(weight_FTIO), torch.stack(parameters[count:]).to(layer.dtype)
 
@@ -247,8 +248,11 @@ class _Stacked(Function):
         if kept is None:
             return (None,) * len(ctx.needs_input_grad)
         of_weight_FTIO, of_bias_FO = layer.weight_gradients(kept)
-        of_weight_FOIhw = of_weight_FTIO.unflatten(1, (layer.size, layer.size)).permute(0, 4, 3, 1, 2)
-        return None, *of_weight_FOIhw, *of_bias_FO
+        like, count = ctx.like, len(of_weight_FTIO)
+        # One copy in the memory order of the parameters, so that autograd need not copy the gradient of each of them.
+        of_weight_FOIhw = like.new_empty_strided((count, *like.shape), (like.numel(), *like.stride()))
+        of_weight_FOIhw.copy_(of_weight_FTIO.unflatten(1, (layer.size, layer.size)).permute(0, 4, 3, 1, 2))
+        return None, *of_weight_FOIhw, *of_bias_FO.to(like.dtype)
 
 
 class _Conv(Function):

@@ -176,6 +176,7 @@ class _Chain(Function):
         *_: Tensor,
     ) -> Tensor:
         ctx.chain, ctx.buffers, ctx.call, ctx.functions = chain, buffers, call, functions
+        ctx.set_materialize_grads(False)
         ctx.made = [each[functions.first : functions.first + call.size] for each in chain.made]
         chain.compute(call, functions, arguments, ctx.made)
         return token.new_empty(0)
