@@ -19,7 +19,8 @@ PARTS=("$@")
 GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
 DEVICE=$([ "$GPUS" = 0 ] && echo cpu || echo cuda)
 SIZES=1,4,16,64,256,1024 PROFILED=64,1024 IMAGES=8000 PRESET=clevr SECONDS_OF_TRAINING=540 CONFIG=synth/ee
-ENGINE=() EFFORT=(--repeat 10 --max-seconds 5) EXPERTS=(--experts 1,10,100,1000,10000) TRITON=lookahead+sharing+triton
+ENGINE=() EFFORT=(--repeat 10 --max-seconds 5) EXPERTS=(--experts 1,10,100,1000,10000)
+TRITON="lookahead+sharing+triton lookahead+sharing+cuda_graph"
 if [ -n "${QUICK-}" ]; then
     SIZES=64 PROFILED=4 IMAGES=20 PRESET=mini SECONDS_OF_TRAINING=15 CONFIG=mini/ee
     ENGINE=(--feature-shape 8 4 4 engine.stem_widths=[] engine.module_dim=4)

@@ -15,7 +15,8 @@ from iep.bench.measure_engine import Step
 from iep.bench.strategy import parse_strategies
 from iep.bench.workload import generated
 from iep.config import read_config
-from iep.models.build import build, network_kwargs, place
+from iep.execution_engine.placement import Sample
+from iep.models.build import build, fit_template, network_kwargs, place
 
 PEAKS = {"H100": (494.7e12, 989.4e12), "H200": (494.7e12, 989.4e12), "A100": (156e12, 312e12)}
 """Dense TF32 and bfloat16 FLOP/s of the SXM variants, from NVIDIA's data sheets."""
@@ -33,7 +34,7 @@ def main() -> None:
     device = torch.device(given.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     peaks = next((peaks for part, peaks in PEAKS.items() if part in name), None)
-    more = ",lookahead+sharing+triton" if device.type == "cuda" else ""
+    more = ",lookahead+sharing+triton,lookahead+sharing+cuda_graph" if device.type == "cuda" else ""
     strategies = [
         strategy
         for precision in ("float32", "bfloat16")
@@ -47,6 +48,8 @@ def main() -> None:
             build("engine", network_kwargs("engine", config, workload.vocab, workload.feature_shape)), device
         )
         minibatch = workload.minibatch(0, size, device)
+        if device.type == "cuda":
+            fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, sharing=True)
         with FlopCounterMode(display=False) as counter:
             Step(engine.train(), strategies[0], minibatch, device).step()
         flops = counter.get_total_flops()

@@ -160,6 +160,22 @@ def test_grouped_execution_that_is_not_possible_is_an_error(data, given, message
     assert result.exit_code != 0
 
 
+@ONE_GPU
+@pytest.mark.parametrize("how", [(), ("--workers", 2)])
+def test_training_with_cuda_graphs_is_that_of_calls_and_is_resumed(data, alone, how, tmp_path) -> None:
+    given = ("--execution", "cuda_graph", "--device", "cuda", *how)
+    train(tmp_path / "run", "--model", "ee", "--data", data, *given, "iterations=2")
+    train(tmp_path / "run", "--resume", *given)
+    assert_same_run(tmp_path / "run", alone)
+
+
+def test_cuda_graphs_are_for_training_on_a_gpu(data, alone, tmp_path) -> None:
+    given = ("--data", data, "--execution", "cuda_graph", "--device", "cpu")
+    message = "execution is cuda_graph, but CUDA graphs are for training on a GPU; expected calls"
+    assert_one_error(iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", *given), message)
+    assert_one_error(iep_eval("--ee", alone, "--out", tmp_path / "eval", *given), message)
+
+
 def test_tritons_kernels_need_a_gpu(data, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     given = ("--model", "ee", "--data", data, "--execution", "triton", "--device", "cpu")

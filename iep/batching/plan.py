@@ -117,10 +117,14 @@ class Family:
     total_ends: torch.Tensor
     """The end of the rows of each function among these, (F,) int32."""
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        return {name: getattr(self, name) for name in ("index", "ends", "order", "total_ends")}
+
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Family":
         """Return the family with `function` applied to its tensors."""
-        tensors = {name: function(getattr(self, name)) for name in ("index", "ends", "order", "total_ends")}
-        return replace(self, **tensors)
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,12 @@ class Plan:
             op: each.map(lambda tensor: tensor.to(device, non_blocking=True)) for op, each in self.families.items()
         }
         return replace(self, columns=tuple(columns), families=families)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All index tensors."""
+        families = [tensor for family in self.families.values() for tensor in family.tensors.values()]
+        return [*(column.index for column in self.columns), *families]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
         """Return the plan with `function` applied to its index tensors."""

@@ -128,14 +128,14 @@ def lookahead(graph: Graph) -> Schedule:
     if len(by_height) == int(graph.height.max(initial=-1)) + 1:  # no more calls than the longest path has nodes
         return by_height
     _, kind = graph.kinds
-    reads = _reads(graph)
+    reads = reads_of(graph)
     left = np.ones(graph.num_nodes, dtype=bool)
     schedule: Schedule = ()
     # The loop runs once, unless the graph has too many paths for the strings to cover all of them. Nodes that find no
     # call before their readers then run first, with all that they read.
     while left.any():
         calls = np.array(supersequence.short_supersequence(op_strings(kind, reads, left)))
-        call = _last_calls(calls, kind, reads, left)
+        call = last_calls(calls, kind, reads, left)
         nodes = np.flatnonzero(left & (call >= 0))
         assert len(nodes), "the calls run every string, so that at least one path finds its calls"
         first = [Group(op, nodes[members]) for op, members, _ in pooled(call[nodes], graph.op[nodes])]
@@ -144,15 +144,16 @@ def lookahead(graph: Graph) -> Schedule:
     return schedule
 
 
-def _last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: np.ndarray) -> np.ndarray:
+def last_calls(calls: np.ndarray, kind: np.ndarray, reads: np.ndarray, among: np.ndarray | None = None) -> np.ndarray:
     """Return the last call of every node's kind before the calls of all its readers, (N,); -1 if there is none.
 
     Args:
         calls: (K,) kinds.
         kind: (N,).
         reads: (N, A) nodes whose results each node reads, -1 elsewhere.
-        among: (N,) bool, the nodes to consider; every node that one of them reads is among them too.
+        among: (N,) bool, the nodes to consider, None for all; every node that one of them reads is among them too.
     """
+    among = np.ones(len(kind), dtype=bool) if among is None else among
     # Every call as one number, by kind and then by time; the first entry means no call.
     width = len(calls) + 1
     by_kind = np.concatenate([[-2], np.sort(calls * width + np.arange(len(calls)))])
@@ -177,7 +178,7 @@ def lower_bound(graph: Graph) -> int:
     In graphs with very many paths, only some of them are considered.
     """
     every = np.ones(graph.num_nodes, dtype=bool)
-    return supersequence.lower_bound(op_strings(graph.kinds[1], _reads(graph), every))
+    return supersequence.lower_bound(op_strings(graph.kinds[1], reads_of(graph), every))
 
 
 SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {
@@ -237,6 +238,6 @@ def pooled(pool: np.ndarray, op: np.ndarray) -> Schedule:
     )
 
 
-def _reads(graph: Graph) -> np.ndarray:
+def reads_of(graph: Graph) -> np.ndarray:
     """Return the nodes whose results each node reads, (N, A), in the order of its arguments; -1 elsewhere."""
     return np.where(graph.args >= graph.num_inputs, graph.args - graph.num_inputs, -1)

@@ -62,7 +62,7 @@ def _dot(left, right, total, PRECISION: tl.constexpr):
 )
 @triton.jit(
     do_not_specialize=["num_functions", "magnitude"],
-    do_not_specialize_on_alignment=["first_rows_ptr", "second_rows_ptr", "residual_rows_ptr"],
+    do_not_specialize_on_alignment=["first_rows_ptr", "second_rows_ptr", "residual_rows_ptr", "ends_ptr"],
 )
 def _conv(
     first_ptr, first_rows_ptr, second_ptr, second_rows_ptr, weight_ptr, bias_ptr, residual_ptr, residual_rows_ptr,

@@ -33,7 +33,7 @@ from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.program_plan import ProgramPlan
-from iep.models.build import build, network_kwargs, place, place_engine, set_execution
+from iep.models.build import build, fit_template, network_kwargs, place, place_engine, set_execution
 from iep.runtime.devices import autocast
 
 Call = tuple[nn.Module, Sequence[Tensor], Tensor]
@@ -171,9 +171,7 @@ def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
         if is_limit:
             return {"nodes": nodes, "calls": mean(len(np.unique(graph.op)) for graph in graphs)}
         bound = None if strategy.execution != DEFAULT_EXECUTION else mean(map(lower_bound, graphs))
-        calls, kernels = (
-            mean(map(count, steps)) for count in (lambda step: len(step.plan.schedule), Step.count_kernels)
-        )
+        calls, kernels = (mean(map(count, steps)) for count in (lambda step: step.plan.num_calls, Step.count_kernels))
         return {"nodes": nodes, "calls": calls, "bound": bound, "kernels": kernels}
 
     name, total = (limit, None) if is_limit else (strategy.name, (PLANNING, STEP))
@@ -222,15 +220,22 @@ def engine_benchmark(
         description += "\n" + describe_engine(placement, engine, costs, sample, engine.planner(), largest, "float32")
 
     for strategy in strategies:
-        set_execution(engine, strategy.execution, first, strategy.defer)
+        set_execution(engine, strategy.execution, first, strategy.defer, training="train" in phases)
 
     def case(size: int, phase: str) -> Case:
         training = phase == "train"
         engine.train(training)
         count = max(1, min(MIN_SAMPLES, len(workload.programs_QL)) // size)
         minibatches = [workload.minibatch(number * size, size, first) for number in range(count)]
-        # Without weight gradients there is nothing to defer.
-        chosen = dict.fromkeys(replace(strategy, defer=strategy.defer and training) for strategy in strategies)
+        # Without weight gradients there is nothing to defer, and CUDA graphs are for training.
+        chosen = dict.fromkeys(
+            replace(strategy, defer=strategy.defer and training)
+            for strategy in strategies
+            if training or strategy.execution != "cuda_graph"
+        )
+        sharing = {strategy.sharing for strategy in chosen if strategy.execution == "cuda_graph"}
+        if sharing:
+            fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, min(sharing))
         alike = dict.fromkeys(
             replace(strategy, batching=BEST, defer=False, execution=DEFAULT_EXECUTION) for strategy in chosen
         )

@@ -136,7 +136,8 @@ execution_options = all_of(
         "--execution",
         type=click.Choice(("auto", *EXECUTIONS)),
         help="What a module call runs: one function (calls), or all functions of one architecture that are ready "
-        f"(grouped). auto: grouped on a GPU where it is possible, otherwise calls.  [default: {Config.execution}]",
+        "(grouped, or with Triton's kernels, triton). cuda_graph: the calls of triton, started at once by CUDA graphs, "
+        f"for training. auto: grouped on a GPU where it is possible, otherwise calls.  [default: {Config.execution}]",
     ),
     click.option(
         "--precision",

@@ -31,6 +31,7 @@ EXECUTIONS = {
     "calls": "one module per call",
     "grouped": "all functions of one architecture per call, by PyTorch's grouped matrix products",
     "triton": "all functions of one architecture per call, by Triton kernels",
+    "cuda_graph": "in training, the calls of triton for a whole minibatch as one CUDA graph",
 }
 """What a call runs, and how."""
 DEFAULT_EXECUTION = "calls"

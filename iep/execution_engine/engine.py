@@ -17,6 +17,7 @@ from torch import nn
 
 from iep.batching.execute import execute
 from iep.batching.families import can_be_grouped, family_modules
+from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
     DEFAULT_SCHEDULER,
@@ -134,6 +135,10 @@ class ExecutionEngine(nn.Module):
         )
         self.execution = DEFAULT_EXECUTION
         """The execution of plans that do not name another one, one of `choices.EXECUTIONS`."""
+        self.template: Template | None = None
+        """The calls of plans for CUDA graphs. `set_template` sets it."""
+        self._captured: dict[tuple, Any] = {}
+        """The CUDA graphs for the template, by dtype and whether the stem is trained."""
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
@@ -165,6 +170,24 @@ class ExecutionEngine(nn.Module):
         return any(can_be_grouped(getattr(self, token)) for token in self._runs.values())
 
     @property
+    def can_be_captured(self) -> bool:
+        """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""
+        modules = [getattr(self, token) for token in self._runs.values()]
+        return is_of_maps(self.roles) and all(getattr(each, "conv_steps", None) is not None for each in modules)
+
+    def set_template(self, template: Template) -> None:
+        """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""
+        self.template, self._captured = template, {}
+
+    @property
+    def families(self) -> dict[int, int]:
+        """The family of every op that runs, numbered from the vocabulary's length on."""
+        numbers: dict[tuple, int] = {}
+        places = {} if self.placement is None else self.placement.parts
+        kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
+        return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
+
+    @property
     def ops(self) -> dict[int, str]:
         """The part that each op of a plan with `ends` runs."""
         return self._runs | {len(self.program_tokens): STEM, len(self.program_tokens) + 1: CLASSIFIER}
@@ -194,12 +217,15 @@ class ExecutionEngine(nn.Module):
             training: the plans are for training.
             attentions: as in `plan_programs`.
             ends: as in `plan_programs`; `ops` has the modules of such a plan, and `inputs_of` its inputs.
-            execution: one of `choices.EXECUTIONS`; None for the engine's own.
+            execution: one of `choices.EXECUTIONS`; None for the engine's own. A CUDA graph is for training, and other
+                plans are for `triton` instead.
 
         Raises:
             ValueError: `attentions` is set, and the modules return none that the penalty counts.
         """
-        execution = execution or self.execution
+        execution, template = execution or self.execution, None
+        if execution == "cuda_graph":
+            template, execution = (self.template, execution) if training else (None, "triton")
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the set tbd do")
         if sharing is None:
@@ -210,9 +236,10 @@ class ExecutionEngine(nn.Module):
             "roles": self.roles,
             "placement": self.placement,
             "attentions": attentions,
-            "families": None if execution == DEFAULT_EXECUTION else self._families(),
+            "families": None if execution == DEFAULT_EXECUTION else self.families,
             "ends": ends,
             "execution": execution,
+            "template": template,
         }
         return partial(plan_programs, **own, batching=batching, sharing=sharing)
 
@@ -267,6 +294,9 @@ class ExecutionEngine(nn.Module):
         """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
+        if plan.execution == "cuda_graph":
+            maps_BCHW = self._replay(plan, modules, inputs[MAP])
+            return maps_BCHW, maps_BCHW.new_zeros((), dtype=torch.float32)
         if plan.execution != DEFAULT_EXECUTION:
             grouped = family_modules
             if plan.execution == "triton":
@@ -278,19 +308,21 @@ class ExecutionEngine(nn.Module):
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
 
+    def _replay(self, plan: ProgramPlan, modules: dict[int, nn.Module], stems_NCHW: torch.Tensor) -> torch.Tensor:
+        """Return the programs' results, (B, C, H, W), which CUDA graphs compute; the first such plan captures them."""
+        from iep.batching.cuda_graph import CapturedExecution  # which needs Triton
+
+        key = stems_NCHW.dtype, stems_NCHW.requires_grad
+        if key not in self._captured:
+            self._captured[key] = CapturedExecution(plan.plan, modules, stems_NCHW)
+        return self._captured[key](plan.plan, plan.graph.kinds[0].tolist(), stems_NCHW)[: len(plan.graph.roots)]
+
     def reference(self, features_BCHW: torch.Tensor, programs_BL: np.ndarray | torch.Tensor) -> torch.Tensor:
         """Return the answer logits, (B, A), by one module call per node: slow, for comparison with `forward`."""
         trees = [program_tree([self.program_tokens[token] for token in row]) for row in programs_BL.tolist()]
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
         return self.classifier(torch.cat(results))
-
-    def _families(self) -> dict[int, int]:
-        """Return the family of every op that runs, numbered from the vocabulary's length on."""
-        numbers: dict[tuple, int] = {}
-        places = {} if self.placement is None else self.placement.parts
-        kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
-        return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
@@ -314,12 +315,7 @@ def describe_engine(
     text = describe_placement(option, engine.placement, costs.work)
     if not sample.is_known:
         return f"{text}\n  the copies between devices depend on programs, which are not known yet"
-    rows = _spread(len(sample.programs_QL), MOST_MINIBATCHES * batch_size)
-    count, plans = max(1, len(rows) // batch_size), []
-    for number in range(count):
-        batch = rows[number::count][:batch_size]
-        image_rows_B = np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
-        plans.append(planner(sample.programs_QL[batch], image_rows_B=image_rows_B).plan)
+    plans = [each.plan for each in plan_sample(sample, planner, batch_size, MOST_MINIBATCHES)]
     number_bytes, kinds, total = 2 if precision == "bfloat16" else 4, [], 0.0
     for column, (name, size) in enumerate(zip(("maps", "attentions"), costs.sizes, strict=False)):
         copied = mean(rows_copied(plan, column) for plan in plans)
@@ -334,6 +330,21 @@ def describe_engine(
         f"{' and '.join(kinds)} between devices ({total / 1e6:.4g} MB), and the backward pass as many gradients\n"
         f"  together, the devices take at least {100 * mean(shares):.0f}% of one device's time for the modules"
     )
+
+
+def plan_sample(sample: Sample, planner: Callable, batch_size: int, most: int) -> list[Any]:
+    """Return the plans of at most `most` minibatches of questions that are evenly spread over a sample.
+
+    Args:
+        planner: `plan_programs` for an engine, as `engine.planner` returns it.
+    """
+    rows = _spread(len(sample.programs_QL), most * batch_size)
+    count, plans = max(1, len(rows) // batch_size), []
+    for number in range(count):
+        batch = rows[number::count][:batch_size]
+        image_rows_B = np.unique(sample.image_idxs_Q[batch], return_inverse=True)[1]
+        plans.append(planner(sample.programs_QL[batch], image_rows_B=image_rows_B))
+    return plans
 
 
 def _spread(count: int, most: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from iep.batching.placement import make_placed_plan
 from iep.batching.plan import Plan, make_plan
 from iep.batching.schedulers import Schedule, make_schedule
 from iep.batching.sharing import share
+from iep.batching.template import Template
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
 from iep.execution_engine.placement import Placement
 from iep.execution_engine.program_graph import Roles, module_graph, penalized, types_of, with_ends
@@ -29,6 +30,7 @@ class ProgramPlan:
     """The graph of the calls. Its first inputs are stems, one for each image, or for each program without sharing. Its
     first roots are the programs' results, and further roots are attentions."""
     schedule: Schedule
+    """The schedule of the graph; it is empty for a plan in the calls of a template."""
     plan: Plan
     program_tokens: tuple[str, ...]
     roles: Roles
@@ -41,6 +43,11 @@ class ProgramPlan:
     """The placement that an engine that runs the plan must have; None for one device."""
     execution: str = DEFAULT_EXECUTION
     """How an engine runs the plan, one of `choices.EXECUTIONS`."""
+
+    @property
+    def num_calls(self) -> int:
+        """The number of module calls, without copies between devices."""
+        return sum(call.op >= 0 for call in self.plan.calls)
 
     def to(self, device: torch.device) -> "ProgramPlan":
         """Return the plan for features on `device`; the index tensors of a placed plan are on their own devices."""
@@ -65,6 +72,7 @@ def plan_programs(
     families: Mapping[int, int] | None = None,
     ends: bool = False,
     execution: str = DEFAULT_EXECUTION,
+    template: Template | None = None,
 ) -> ProgramPlan:
     """Return the plan of (B, L) prefix programs, well-formed or not (`iep/programs.py` defines what they mean).
 
@@ -84,6 +92,7 @@ def plan_programs(
         ends: the stem and the classifier are ops of the graph, as `with_ends` says, so that a run computes the scores
             of the answers from features.
         execution: how an engine runs the families, one of `choices.EXECUTIONS`.
+        template: the calls that a CUDA graph runs. The plan of programs that do not fit into it is for `triton`.
 
     Raises:
         ValueError: a token is out of range, the scheduler is unknown, the vocabulary has no `scene`, `image_rows_B` is
@@ -98,6 +107,10 @@ def plan_programs(
     if sharing:
         graph, rows = share(graph), None
     count = len(programs_BL)
+    if template is not None:
+        if (plan := template.plan_of(graph)) is not None:
+            return ProgramPlan(graph, (), plan, tuple(program_tokens), roles, num_images, rows, None, execution)
+        execution = "triton"
     graph, types = with_ends(graph, roles, count) if ends else (graph, types_of(graph, roles, count))
     schedule = make_schedule(graph, batching, families)
     if placement is None:

@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
+from iep.batching.template import make_template
 from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement
+from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
 from iep.vocab import Vocab, count_new_words
@@ -239,6 +240,8 @@ def with_module_norm(engine: nn.Module, norm: str) -> nn.Module:
     return other
 
 
+MOST_MINIBATCHES = 32
+"""The number of minibatches whose programs determine the calls of a CUDA graph."""
 MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": torch.channels_last}
 
 
@@ -274,13 +277,16 @@ def place_engine(
     return costs
 
 
-def set_execution(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool = False) -> None:
+def set_execution(
+    engine: ExecutionEngine, execution: str, device: torch.device, defer: bool = False, training: bool = False
+) -> None:
     """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
 
     The execution `auto` is grouped on a GPU, and for modules that share their weights; otherwise it is by calls.
 
     Args:
         defer: the weight gradients of calls are deferred.
+        training: the engine will be trained, so that its execution may be `cuda_graph`; see `fit_template`.
 
     Raises:
         InputError: the execution would have no effect, or does not work, for this engine.
@@ -290,6 +296,10 @@ def set_execution(engine: ExecutionEngine, execution: str, device: torch.device,
         refusal = "the engine is placed on several devices"
     elif defer:
         refusal = "defer_weight_grads is a setting of calls, which grouped execution always does"
+    elif execution == "cuda_graph" and not (training and device.type == "cuda"):
+        refusal = "CUDA graphs are for training on a GPU"
+    elif execution == "cuda_graph" and not engine.can_be_captured:
+        refusal = "CUDA graphs are for modules of the set iep without norm"
     elif execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         refusal = f"Triton's kernels run on a GPU, not on {device}"
     elif execution == "triton" and engine.shared is not None:
@@ -304,6 +314,23 @@ def set_execution(engine: ExecutionEngine, execution: str, device: torch.device,
     elif execution != DEFAULT_EXECUTION and refusal is not None:
         raise InputError(f"execution is {execution}, but {refusal}; expected {DEFAULT_EXECUTION}")
     engine.execution = execution
+
+
+def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, sharing: bool | None) -> None:
+    """Set the calls that a CUDA graph runs, so that minibatches like those of a sample fit.
+
+    Args:
+        batch_size: the number of questions of a minibatch, of which the engine may get fewer.
+        sharing: as for the engine's plans.
+
+    Raises:
+        InputError: the sample has no programs.
+    """
+    if not sample.is_known:
+        raise InputError(f"{sample.source}: no programs, which execution cuda_graph needs; expected those of training")
+    planner = engine.planner(sharing=sharing, training=True, execution="triton")
+    plans = plan_sample(sample, planner, batch_size, MOST_MINIBATCHES)
+    engine.set_template(make_template([each.graph for each in plans], engine.families))
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:

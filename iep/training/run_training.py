@@ -34,6 +34,8 @@ from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Split, load_vocab, open_split, split_files
 from iep.errors import InputError
+from iep.execution_engine.choices import DEFAULT_SCHEDULER
+from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
     DESCRIPTIONS,
@@ -46,6 +48,7 @@ from iep.models.build import (
     check_vocab,
     describe_difference,
     describe_other_features,
+    fit_template,
     load_network,
     network_kwargs,
     place,
@@ -243,7 +246,7 @@ def _build(start: Saved | None, config: Config, out: Path, asked: Collection[str
         if is_main():
             tqdm.write(placed)
     if "engine" in networks and not config.asynchronous:
-        set_execution(networks["engine"], config.execution, data.device, config.defer_weight_grads)
+        _set_execution(networks["engine"], config, data)
     config = task.config = _with_networks_settings(config, networks, asked, resumed=start is not None)
     if (warning := check_module_norm(networks, config.batching, config.sharing)) is not None:
         tqdm.write(warning)
@@ -303,6 +306,17 @@ def _place(task: Task, config: Config, training: Split) -> str:
     costs = place_engine(engine, config.placement, config.devices, sample)
     planner = engine.planner(config.batching, config.sharing, training=True)
     return describe_engine(config.placement, engine, costs, sample, planner, config.batch_size, config.precision)
+
+
+def _set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
+    """Set the execution of the engine and, for CUDA graphs, the calls of a minibatch of this process."""
+    set_execution(engine, config.execution, data.device, config.defer_weight_grads, training=True)
+    if engine.execution == "cuda_graph":
+        if config.batching != DEFAULT_SCHEDULER:
+            raise InputError(f"batching is {config.batching}, which execution cuda_graph does not use; leave it out")
+        questions = data.training.questions
+        sample = Sample(questions.programs, questions.image_idxs, questions.path)
+        fit_template(engine, sample, -(-config.batch_size // world_size()), config.sharing)
 
 
 def _with_networks_settings(

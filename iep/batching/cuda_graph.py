@@ -1,0 +1,124 @@
+"""The plans of one template -> their results and gradients, by two CUDA graphs that are captured once.
+
+A CUDA graph starts all kernels of a forward or backward pass at once, so that a step no longer waits for Python
+(PyTorch's documentation, CUDA semantics, "CUDA graphs"). The graphs read the index tensors, inputs and weights at fixed
+addresses, where each step puts its own.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from iep.batching.execute import execute
+from iep.batching.fused import kernel_modules
+from iep.batching.plan import Plan
+
+WARM_UP = 3
+"""The number of passes before the capture, in which kernels are compiled and their configurations are chosen."""
+
+
+class CapturedExecution:
+    """`execute` with Triton's kernels for the plans of one template, captured as CUDA graphs.
+
+    The result and the gradients of a call are overwritten by the next one, so that the backward pass of a minibatch
+    must come before the forward pass of the next, and the gradients of parameters must be None before it.
+
+    Args:
+        plan: a plan of the template, on the GPU.
+        modules: by op, the modules of all functions of the template's families. Later changes of their parameters must
+            be made in place.
+        inputs: the inputs of the plan, without the spare one.
+    """
+
+    def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], inputs: Tensor):
+        self._plan, self._modules = plan.map(torch.clone), modules
+        count, memory_format = plan.inputs[0].rows.stop, torch.channels_last
+        self._inputs = inputs.new_zeros(count, *inputs.shape[1:]).contiguous(memory_format=memory_format)
+        self._inputs[: len(inputs)].copy_(inputs.detach())
+        self._inputs.requires_grad_(inputs.requires_grad)
+        trained = {
+            id(each): (op, each) for op, part in modules.items() for each in part.parameters() if each.requires_grad
+        }
+        self._parameters = [*trained.values()]
+        """The trained parameters, each with the op of its function."""
+        self._result: Tensor | None = None
+        self._of_result: Tensor | None = None
+        self._gradients: tuple[Tensor | None, ...] = ()
+        self._replay_forward, self._replay_backward = _capture(self._forward, self._backward)
+
+    def __call__(self, plan: Plan, ops: Collection[int], inputs: Tensor) -> Tensor:
+        """Return the results of a plan, as `execute` does.
+
+        Args:
+            plan: a plan of the template, on the GPU.
+            ops: the ops that the plan runs. The parameters of other functions have no gradients.
+        """
+        parameters = [each if op in ops else each.detach() for op, each in self._parameters]
+        return _Replay.apply(self, plan, inputs, *parameters)
+
+    def begin(self, plan: Plan, inputs: Tensor) -> Tensor:
+        """Replay the forward pass, and return its result."""
+        for own, given in zip(self._plan.tensors, plan.tensors, strict=True):
+            own.copy_(given)
+        with torch.no_grad():
+            self._inputs[: len(inputs)].copy_(inputs)
+        self._replay_forward()
+        return self._result.detach()
+
+    def end(self, of_result: Tensor) -> tuple[Tensor | None, ...]:
+        """Replay the backward pass, and return the gradients of the inputs, of the spare one too, and parameters."""
+        self._of_result.copy_(of_result)
+        self._replay_backward()
+        return tuple([None if each is None else each.detach() for each in self._gradients])
+
+    def _forward(self) -> None:
+        with torch.enable_grad(), torch.autocast(self._inputs.device.type, enabled=False):
+            callables = self._modules | kernel_modules(self._plan, self._modules)
+            self._result = execute(self._plan, callables, self._inputs)
+        if self._of_result is None:
+            self._of_result = torch.zeros_like(self._result)
+
+    def _backward(self) -> None:
+        wanted = [each for each in (self._inputs, *(each for _, each in self._parameters)) if each.requires_grad]
+        if not wanted:
+            return
+        found = torch.autograd.grad(self._result, wanted, self._of_result, allow_unused=True)
+        self._gradients = found if self._inputs.requires_grad else (None, *found)
+
+
+def _capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:
+    """Return functions that replay passes, which run one after another and share memory."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            for each in passes:
+                each()
+    torch.cuda.synchronize()
+    pool, replays = torch.cuda.graph_pool_handle(), []
+    for each in passes:
+        graph = torch.cuda.CUDAGraph()
+        # Threads of data loaders may use CUDA during the capture.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            each()
+        replays.append(graph.replay)
+    return replays
+
+
+class _Replay(Function):
+    """The passes of a `CapturedExecution`."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: CapturedExecution, plan: Plan, inputs: Tensor, *_: Tensor) -> Tensor:
+        ctx.captured, ctx.num_inputs = captured, len(inputs)
+        return captured.begin(plan, inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs, *of_parameters = ctx.captured.end(of_result)
+        return None, None, None if of_inputs is None else of_inputs[: ctx.num_inputs], *of_parameters

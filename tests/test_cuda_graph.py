@@ -1,0 +1,114 @@
+"""Plans in the calls of a template have the same results as any other, also when CUDA graphs run them.
+
+On a CPU, each pass runs again instead of a captured graph; everything else is the same.
+"""
+
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick, results
+from device_cases import DEVICES, HAS_TRITON
+from engine_cases import BINARY, MANY_BL, PROGRAMS_BL, UNARY, any_programs, features, programs, small_engine
+from hypothesis import given
+
+from iep.batching.template import make_template
+from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.placement import Sample
+from iep.models.build import fit_template
+
+SAMPLE = Sample(MANY_BL, np.arange(len(MANY_BL)) // 2, "the sample")
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU, let passes run again instead of their capture, and fill memory that is not written with NaN."""
+    from iep.batching import cuda_graph
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(cuda_graph, "_capture", lambda *passes: passes)
+        torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def captured_engine(device: str, **settings: object) -> ExecutionEngine:
+    engine = small_engine(torch.float32, **settings).to(device)
+    engine.execution = "cuda_graph"
+    fit_template(engine, SAMPLE, len(MANY_BL), sharing=True)
+    return engine
+
+
+def assert_is_the_reference(engine: ExecutionEngine, programs_BL: np.ndarray, device: str, execution: str):
+    rows_B = np.arange(len(programs_BL)) // 2
+    features_NCHW = features(rows_B[-1] + 1, torch.float32)
+    expected = results(lambda x: engine.reference(x.to(device)[rows_B], programs_BL), engine, features_NCHW)
+    plan = engine.plan(programs_BL, rows_B)
+    assert plan.execution == execution
+    found = results(lambda x: engine(x.to(device), plan), engine, features_NCHW)
+    assert_same(found, expected, 1e-4)
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_capture_serves_many_minibatches_with_the_results_and_all_gradients_of_the_reference(device, replays):
+    """Also for fewer programs than in the sample, and with functions that a minibatch does not call."""
+    engine = captured_engine(device)
+    for programs_BL in (MANY_BL[::-1], PROGRAMS_BL[:2], PROGRAMS_BL[-1:]):
+        assert_is_the_reference(engine, programs_BL, device, "cuda_graph")
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+def test_programs_that_do_not_fit_are_for_tritons_kernels(device, replays):
+    engine = captured_engine(device)
+    deeper_BL = programs("count " + "unique " * 12 + "scene")
+    assert_is_the_reference(engine, deeper_BL, device, "triton")
+    more_BL = np.concatenate([PROGRAMS_BL] * 5)
+    assert engine.plan(more_BL[:16]).execution == "cuda_graph"
+    assert engine.plan(more_BL).execution == "triton"
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("frozen", [("stem",), ("count", "union"), (*UNARY, *BINARY, "scene")])
+def test_frozen_parts_have_no_gradients(frozen, device, replays):
+    engine, gradients = captured_engine(device), []
+    for part, parameter in engine.named_parameters():
+        parameter.requires_grad_(part.split(".")[0] not in frozen)
+    for execution in ("calls", "cuda_graph"):
+        engine.zero_grad(set_to_none=True)
+        plan = engine.plan(PROGRAMS_BL[:3], execution=execution)
+        engine(features(3, torch.float32).to(device), plan).square().sum().backward()
+        gradients.append({part: parameter.grad for part, parameter in engine.named_parameters()})
+    assert_same(gradients[1], gradients[0], 1e-4)
+
+
+@given(programs_BL=any_programs, sharing=st.booleans())
+@quick
+def test_a_plan_in_the_calls_of_a_template_runs_every_node_of_its_graph(programs_BL, sharing):
+    """The rows of each function are followed one by one; padding belongs to none."""
+    planner = small_engine().planner(sharing=sharing, training=True, execution="triton")
+    graph = planner(programs_BL, image_rows_B=np.arange(len(programs_BL)) // 2).graph
+    families = small_engine().families
+    plan = make_template([graph], families).plan_of(graph)
+    values, rows = {}, {family: [] for family in plan.families}
+    for call in plan.calls:
+        ends_F = plan.functions(call).ends.tolist()
+        for op, first, end in zip(plan.families[call.op].ops, [0, *ends_F], ends_F, strict=False):
+            for row in range(first, end):
+                reads = [int(plan.rows(each)[row]) for each in call.arguments]
+                values[call.results[0].rows.start + row] = (op, *(values.get(each, each) for each in reads))
+                rows[call.op].append((op, call.place[1] + row))
+    expected = [*range(graph.num_inputs)]
+    for op, args in zip(graph.op.tolist(), graph.args.tolist(), strict=True):
+        expected.append((op, *(expected[each] for each in args if each >= 0)))
+    roots = plan.rows(plan.roots[0])[: len(graph.roots)].tolist()
+    assert [values.get(row, row) for row in roots] == [expected[root] for root in graph.roots]
+    assert len(values) == graph.num_nodes
+    for number, family in plan.families.items():
+        order = [row for _, row in sorted(rows[number])]
+        assert family.order[: len(order)].tolist() == order
+        assert family.total_ends.tolist() == [sum(op <= each for op, _ in rows[number]) for each in family.ops]
