@@ -15,6 +15,7 @@ from device_cases import HAS_TRITON, ONE_GPU
 from torch.nn import functional
 
 pytest.importorskip("triton")
+from iep.batching import triton_conv
 from iep.batching.triton_conv import Maps, conv, weight_gradient
 
 pytestmark = HAS_TRITON
@@ -52,8 +53,14 @@ def draw(taps, inputs, outputs, width, sizes, dtype):
 
 
 @pytest.mark.parametrize("case", [*SMALL, pytest.param(FULL_SIZE, marks=ONE_GPU)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_convolutions_and_their_gradients_equal_those_of_one_function_after_the_other(case, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "programs"),
+    [(torch.float32, 1e-5, 512), (torch.float32, 1e-5, 20), (torch.bfloat16, 1e-2, 1)],
+)
+def test_convolutions_and_their_gradients_equal_those_of_one_function_after_the_other(
+    case, dtype, tolerance, programs, monkeypatch
+):
+    monkeypatch.setattr(triton_conv, "WEIGHT_PROGRAMS", programs)  # one pair each, some, or all pairs of a function
     taps, dilation, inputs, outputs, width, sizes = case
     x, weight, bias, gradient, rows, ends = draw(taps, inputs, outputs, width, sizes, dtype)
     exact = [each.double().requires_grad_() for each in (x, weight, bias)]
