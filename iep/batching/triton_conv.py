@@ -195,7 +195,7 @@ def conv(
             weight_FTIO.stride(2), weight_FTIO.stride(3),
             H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0,
             OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
-            FUNCTIONS=triton.next_power_of_2(count), HAS_BIAS=bias_FO is not None,
+            FUNCTIONS=_padded(count), HAS_BIAS=bias_FO is not None,
             HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu, PRECISION=_precision(),
         )  # fmt: skip
 
@@ -283,9 +283,14 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
         _weight_gradient[grid](
             *x, *gradient, ends_F, of_weight, of_bias, count, pairs, len(x.rows).bit_length() // 2,
             H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
-            FUNCTIONS=triton.next_power_of_2(count), PRECISION=_precision(),
+            FUNCTIONS=_padded(count), PRECISION=_precision(),
         )  # fmt: skip
     return of_weight, of_bias
+
+
+def _padded(num_functions: int) -> int:
+    """Return a power of two, the same for most engines, so that kernels are compiled once."""
+    return max(64, triton.next_power_of_2(num_functions))
 
 
 def _precision() -> str:
