@@ -9,6 +9,8 @@ Shapes: N nodes, K calls, A arguments, V ops, F functions of a family.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +35,6 @@ class Template:
     """The position of each op's family among the plan's families."""
     function_V: np.ndarray
     """The position of each op among those of its family."""
-    family_K: np.ndarray
-    size_K: np.ndarray
-    first_row_K: np.ndarray
-    """The first row of each call's results."""
-    family_row_K: np.ndarray
-    """The first row of each call among the rows of all calls of its family."""
-    first_read_KA: np.ndarray
-    """The first entry of each call's arguments in the index."""
 
     @property
     def num_inputs(self) -> int:
@@ -52,46 +46,68 @@ class Template:
         """The greatest number of roots of a graph that fits."""
         return self.plan.roots[0].rows.stop - self.plan.roots[0].rows.start
 
+    @cached_property
+    def _calls(self) -> "_Calls":
+        calls, numbers = self.plan.calls, list(self.plan.families)
+        return _Calls(
+            np.array([numbers.index(call.op) for call in calls]),
+            np.array([call.size for call in calls]),
+            np.array([call.results[0].rows.start for call in calls]),
+            np.array([call.place[1] for call in calls]),
+            np.array([call.arguments[0].rows.start for call in calls]),
+        )
+
     def plan_of(self, graph: Graph) -> Plan | None:
         """Return the plan of a graph in the template's calls, or None if it does not fit.
 
         A plan returns the results of `num_roots` roots, those of the graph first, and has `num_inputs` inputs and the
         spare one.
         """
-        calls = len(self.size_K)
+        calls = self._calls
         if graph.num_inputs > self.num_inputs or len(graph.roots) > self.num_roots:
             return None
-        call_N = last_calls(self.family_K, self.family_V[graph.op], reads_of(graph))
-        if (call_N < 0).any() or ((count_K := np.bincount(call_N, minlength=calls)) > self.size_K).any():
+        call_N = last_calls(calls.family, self.family_V[graph.op], reads_of(graph))
+        if (call_N < 0).any() or ((count_K := np.bincount(call_N, minlength=len(calls.size))) > calls.size).any():
             return None
         function_N = self.function_V[graph.op]
         order_N = np.lexsort((function_N, call_N))  # the rows of a call are sorted by function
         place_N = np.empty(graph.num_nodes, dtype=np.int64)
         place_N[order_N] = np.arange(graph.num_nodes) - np.repeat(count_K.cumsum() - count_K, count_K)
-        row_S = np.concatenate([np.arange(graph.num_inputs), self.first_row_K[call_N] + place_N])
+        row_S = np.concatenate([np.arange(graph.num_inputs), calls.first_row[call_N] + place_N])
 
         index = np.full(len(self.plan.columns[0].index), self.num_inputs)
-        for argument, slot_N in enumerate(graph.args.T):
-            reads_N = slot_N >= 0
-            index[self.first_read_KA[call_N[reads_N], argument] + place_N[reads_N]] = row_S[slot_N[reads_N]]
+        for number, slot_N in enumerate(graph.args.T):
+            own = slot_N >= 0
+            first_N = calls.first_read[call_N[own]] + number * calls.size[call_N[own]]
+            index[first_N + place_N[own]] = row_S[slot_N[own]]
         first = self.plan.roots[0].rows.start
         index[first : first + len(graph.roots)] = row_S[graph.roots]
+        columns = (replace(self.plan.columns[0], index=torch.from_numpy(index)),)
         families = {}
         for number, (op, family) in enumerate(self.plan.families.items()):
-            own_N = self.family_K[call_N] == number
-            count_KF = np.zeros((calls, len(family.ops)), dtype=np.int32)
-            np.add.at(count_KF, (call_N[own_N], function_N[own_N]), 1)
-            ends_KF = count_KF[self.family_K == number].cumsum(axis=1, dtype=np.int32)
-            rows = self.family_row_K[call_N[own_N]] + place_N[own_N]
-            order = np.zeros(len(family.order), dtype=np.int64)
-            order[: len(rows)] = rows[np.lexsort((rows, function_N[own_N]))]
-            total_F = ends_KF.sum(axis=0, dtype=np.int32)
-            tensors = zip(
-                ("ends", "order", "total_ends"), map(torch.from_numpy, (ends_KF, order, total_F)), strict=True
-            )
-            families[op] = replace(family, **dict(tensors))
-        columns = (replace(self.plan.columns[0], index=torch.from_numpy(index)),)
+            own = calls.family[call_N] == number
+            size_KF = np.zeros((len(calls.size), len(family.ops)), dtype=np.int32)
+            np.add.at(size_KF, (call_N[own], function_N[own]), 1)
+            ends_KF = size_KF[calls.family == number].cumsum(axis=1, dtype=np.int32)
+            rows, order = calls.family_row[call_N[own]] + place_N[own], np.zeros(len(family.order), dtype=np.int64)
+            order[: len(rows)] = rows[np.lexsort((rows, function_N[own]))]
+            ends, order, total = map(torch.from_numpy, (ends_KF, order, ends_KF.sum(axis=0, dtype=np.int32)))
+            families[op] = replace(family, ends=ends, order=order, total_ends=total)
         return replace(self.plan, columns=columns, families=families)
+
+
+class _Calls(NamedTuple):
+    """Arrays of K calls."""
+
+    family: np.ndarray
+    """The position of the family among the plan's families."""
+    size: np.ndarray
+    first_row: np.ndarray
+    """The first row of the results."""
+    family_row: np.ndarray
+    """The first row among those of all calls of the family."""
+    first_read: np.ndarray
+    """The first entry of the index. Each argument has `size` entries, one argument after the other."""
 
 
 def make_template(graphs: Sequence[Graph], families: Mapping[int, int]) -> Template:
@@ -103,51 +119,43 @@ def make_template(graphs: Sequence[Graph], families: Mapping[int, int]) -> Templ
         families: the number of the family of every op.
     """
     numbers = sorted(set(families.values()))
-    ops_of = [tuple(sorted(op for op, each in families.items() if each == number)) for number in numbers]
+    ops_of = [[op for op, each in sorted(families.items()) if each == number] for number in numbers]
     family_V, function_V = (np.full(1 + max(families), -1) for _ in range(2))
     for position, ops in enumerate(ops_of):
-        family_V[list(ops)], function_V[list(ops)] = position, np.arange(len(ops))
-    strings = [
-        op_strings(family_V[graph.op], reads_of(graph), np.ones(graph.num_nodes, dtype=bool)) for graph in graphs
-    ]
-    width = max(each.shape[1] for each in strings)
-    strings = [np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in strings]
-    family_K = np.array(short_supersequence(np.unique(np.concatenate(strings), axis=0)))
-    called = [last_calls(family_K, family_V[graph.op], reads_of(graph)) for graph in graphs]
-    most_K = np.max([np.bincount(call_N[call_N >= 0], minlength=len(family_K)) for call_N in called], axis=0)
+        family_V[ops], function_V[ops] = position, np.arange(len(ops))
+    family_K = _common_calls(graphs, family_V)
+    most_K = np.zeros(len(family_K), dtype=np.int64)
+    arity = [1] * len(numbers)
+    for graph in graphs:
+        family_N, arity_N = family_V[graph.op], (graph.args >= 0).sum(axis=1)
+        call_N = last_calls(family_K, family_N, reads_of(graph))
+        most_K = np.maximum(most_K, np.bincount(call_N[call_N >= 0], minlength=len(family_K)))
+        arity = [int(arity_N[family_N == number].max(initial=each)) for number, each in enumerate(arity)]
     size_K = np.ceil(most_K + MARGIN * np.sqrt(most_K) + 1).astype(np.int64)
 
     num_roots = max(len(graph.roots) for graph in graphs)
-    spare = max(num_roots, *(graph.num_inputs for graph in graphs))  # at most one input for each root, or as many
-    first_row_K = spare + 1 + size_K.cumsum() - size_K
-    family_row_K, call_of_family_K = np.zeros_like(size_K), np.zeros_like(size_K)
-    for position in range(len(numbers)):
-        own = family_K == position
-        family_row_K[own], call_of_family_K[own] = size_K[own].cumsum() - size_K[own], np.arange(own.sum())
-    arity = np.array([_arity(graphs, family_V, position) for position in range(len(numbers))])
-    reads_K = arity[family_K] * size_K
-    first_read_KA = (reads_K.cumsum() - reads_K)[:, None] + size_K[:, None] * np.arange(arity.max(initial=1))
-    calls = []
-    for call, (position, size, first) in enumerate(
-        zip(family_K.tolist(), size_K.tolist(), first_row_K.tolist(), strict=True)
-    ):
-        starts = first_read_KA[call, : arity[position]].tolist()
-        arguments = tuple(Argument(0, slice(start, start + size), False) for start in starts)
-        place = int(call_of_family_K[call]), int(family_row_K[call])
-        calls.append(Call(numbers[position], size, arguments, (Result(0, slice(first, first + size)),), (), place))
-    num_reads = int(reads_K.sum())
-    roots = Argument(0, slice(num_reads, num_reads + num_roots), False)
-    column = Column(spare + 1 + int(size_K.sum()), torch.full((num_reads + num_roots,), spare))
+    spare = max(num_roots, *(graph.num_inputs for graph in graphs))  # minibatches may have one input for each root
+    calls, row, read, places = [], spare + 1, 0, [(0, 0)] * len(numbers)
+    for family, size in zip(family_K.tolist(), size_K.tolist(), strict=True):
+        starts = [read + number * size for number in range(arity[family])]
+        arguments = tuple([Argument(0, slice(start, start + size), False) for start in starts])
+        results = (Result(0, slice(row, row + size)),)
+        calls.append(Call(numbers[family], size, arguments, results, (), places[family]))
+        number, first = places[family]
+        row, read, places[family] = row + size, read + arity[family] * size, (number + 1, first + size)
+    columns = (Column(row, torch.full((read + num_roots,), spare)),)
+    roots = (Argument(0, slice(read, read + num_roots), False),)
     found = {}
-    for position, (number, ops) in enumerate(zip(numbers, ops_of, strict=True)):
-        own = family_K == position
-        rows = torch.zeros(int(size_K[own].sum()), dtype=torch.int64)
-        ends_KF = torch.zeros(int(own.sum()), len(ops), dtype=torch.int32)
-        found[number] = Family(ops, rows, ends_KF, rows, ends_KF.sum(0, dtype=torch.int32))
-    plan = Plan(tuple(calls), (column,), (Result(0, slice(0, spare + 1)),), (roots,), families=found)
-    return Template(plan, family_V, function_V, family_K, size_K, first_row_K, family_row_K, first_read_KA)
+    for number, ops, (num_calls, num_rows) in zip(numbers, ops_of, places, strict=True):
+        rows, ends_KF = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_calls, len(ops), dtype=torch.int32)
+        found[number] = Family(tuple(ops), rows, ends_KF, rows, ends_KF.sum(0, dtype=torch.int32))
+    plan = Plan(tuple(calls), columns, (Result(0, slice(0, spare + 1)),), roots, families=found)
+    return Template(plan, family_V, function_V)
 
 
-def _arity(graphs: Sequence[Graph], family_V: np.ndarray, position: int) -> int:
-    """Return the number of arguments of a family's functions."""
-    return max(int((graph.args[family_V[graph.op] == position] >= 0).sum(axis=1).max(initial=0)) for graph in graphs)
+def _common_calls(graphs: Sequence[Graph], family_V: np.ndarray) -> np.ndarray:
+    """Return the positions of the families of calls in which all graphs can run, (K,)."""
+    strings = [op_strings(family_V[each.op], reads_of(each), np.ones(each.num_nodes, dtype=bool)) for each in graphs]
+    width = max(each.shape[1] for each in strings)
+    padded = [np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in strings]
+    return np.array(short_supersequence(np.unique(np.concatenate(padded), axis=0)), dtype=np.int64)
