@@ -188,9 +188,9 @@ class _Chain(Function):
         of_result, number = buffers.gradient(call.results[0]), torch._C._current_graph_task_id()
         if of_result is not None:
             if number not in chain.gradients:
-                sizes = [chain.empty(layer, len(chain.numbers)).zero_() for layer in chain.layers]
-                chain.gradients[number] = sizes
-                for layer in chain.layers:
+                chain.gradients[number] = [chain.empty(layer, len(chain.numbers)) for layer in chain.layers]
+                for layer, each in zip(chain.layers, chain.gradients[number], strict=True):
+                    each[functions.first + call.size :].zero_()  # later calls, from which no gradient has come
                     layer.kept[number] = [number]
             gradients = [each[functions.first : functions.first + call.size] for each in chain.gradients[number]]
             result = chain.values[call.results[0].rows]
