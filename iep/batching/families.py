@@ -94,18 +94,19 @@ class FamilyModule:
         self.family, self.template, self.layer = family, members[0], layer
         alike = zip(*(each.modules() for each in members), strict=True)
         self._convs = {id(convs[0].weight): convs for convs in alike if isinstance(convs[0], nn.Conv2d)}
-        self._layers: dict[tuple[int, torch.dtype], Layer] = {}
+        self._layers: dict[tuple[int, torch.dtype], tuple[Layer, tuple[Tensor, ...]]] = {}
 
     def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
         """Return the results of the rows, (G, ...), which are sorted by function."""
         with _Grouped(self, functions):
             return self.template(*arguments)
 
-    def layer_of(self, weight: Tensor, dtype: torch.dtype) -> "Layer":
-        """Return the layer of a convolution of the template, given its weight."""
+    def layer_of(self, weight: Tensor, dtype: torch.dtype) -> "tuple[Layer, tuple[Tensor, ...]]":
+        """Return the layer of a convolution of the template, given its weight, and the layer's stacked parameters."""
         key = id(weight), dtype
         if key not in self._layers:
-            self._layers[key] = self.layer(self.family, self._convs[id(weight)], dtype)
+            layer = self.layer(self.family, self._convs[id(weight)], dtype)
+            self._layers[key] = layer, layer.stack()
         return self._layers[key]
 
 
@@ -124,8 +125,8 @@ class _Grouped(TorchFunctionMode):
         x_GIHW, device = args[0], args[0].device.type
         if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
             x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
-        layer = self.family.layer_of(args[1], x_GIHW.dtype)
-        return _Conv.apply(x_GIHW, *layer.stacked, layer, self.functions)
+        layer, stacked = self.family.layer_of(args[1], x_GIHW.dtype)
+        return _Conv.apply(x_GIHW, *stacked, layer, self.functions)
 
 
 class Layer:
@@ -138,12 +139,19 @@ class Layer:
     """
 
     def __init__(self, family: Family, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
-        self.family, self.dtype = family, dtype
+        self.family, self.convs, self.dtype = family, convs, dtype
         self.size, self.dilation = convs[0].kernel_size[0], convs[0].dilation[0]
         self.kept: dict[int, list] = {}
         """What each call has kept for the weight gradients, by backward pass."""
-        self.stacked = _Stacked.apply(self, *(conv.weight for conv in convs), *(conv.bias for conv in convs))
-        self.weight_FTIO, self.bias_FO = (each.detach() for each in self.stacked)
+
+    def stack(self) -> tuple[Tensor, ...]:
+        """Stack the weights and biases, and return them with their graph.
+
+        The graph refers to the layer, which keeps them without it: a cycle of references would keep a step's memory.
+        """
+        stacked = _Stacked.apply(self, *(conv.weight for conv in self.convs), *(conv.bias for conv in self.convs))
+        self.weight_FTIO, self.bias_FO = (each.detach() for each in stacked)
+        return stacked
 
     @staticmethod
     def in_order(weight_FTIO: Tensor) -> Tensor:

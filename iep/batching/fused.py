@@ -89,9 +89,48 @@ class ConvChain:
     """
 
     def __init__(self, family: Family, members: Sequence[nn.Module], steps: Sequence[ConvStep]):
-        self.family, self.steps = family, steps
+        self.steps = steps
         self._convs = [[member.get_submodule(step.conv) for member in members] for step in steps]
+        self.data = _ChainData(family)
         self.layers: list[_ChainLayer] = []
+        self._stacked: list[Tensor] = []
+
+    def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
+        """Write the results of a call into the buffers, and return the token of the next exchange."""
+        data = self.data
+        if not self.layers:
+            data.values = buffers.maps(0)
+            steps = enumerate(zip(self.steps, self._convs, strict=True))
+            self.layers = [_ChainLayer(data, number, step, convs) for number, (step, convs) in steps]
+            self._stacked = [tensor for layer in self.layers for tensor in layer.stack()]
+            if torch.is_grad_enabled():
+                data.made = [data.empty(layer, len(data.numbers)) for layer in self.layers[:-1]]
+        functions = buffers.plan.functions(call)
+        arguments = tuple([Maps(data.values, buffers.rows(each)) for each in call.arguments])
+        if not torch.is_grad_enabled():
+            made = [data.empty(layer, call.size) for layer in self.layers[:-1]]
+            self.compute(call, functions, arguments, made)
+            return token
+        data.arguments.append(arguments)
+        return _Chain.apply(token, self, buffers, call, functions, arguments, *self._stacked)
+
+    def compute(self, call: Call, functions: Functions, arguments: tuple[Maps, ...], made: Sequence[Tensor]) -> None:
+        """Compute the results of a call; `made` gets those of all steps but the last."""
+        values = [*arguments, *(Maps(each, self.data.numbers) for each in made)]
+        results = [*made, self.data.values[call.results[0].rows]]
+        for step, layer, result in zip(self.steps, self.layers, results, strict=True):
+            read = tuple([values[number] for number in step.reads])
+            residual = None if step.residual is None else values[step.residual]
+            how = (layer.weight_FTIO, layer.bias_FO, functions.ends, result, layer.dilation)
+            triton_conv.conv(read, *how, residual, relu=True)
+
+
+class _ChainData:
+    """The tensors of a chain in one step. They do not refer to the chain, which is part of autograd's graph."""
+
+    def __init__(self, family: Family):
+        self.family = family
+        self.numbers = torch.arange(len(family.index), device=family.index.device)
         self.values: Tensor | None = None
         """The buffer of the column, (M, H, W, C)."""
         self.made: list[Tensor] = []
@@ -101,61 +140,29 @@ class ConvChain:
         self.gradients: dict[int, list[Tensor]] = {}
         """By backward pass, the gradients of all steps before their ReLUs for the rows of all calls."""
 
-    def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
-        """Write the results of a call into the buffers, and return the token of the next exchange."""
-        if self.values is None:
-            self._begin(buffers)
-        functions, is_recorded = buffers.plan.functions(call), torch.is_grad_enabled()
-        arguments = tuple([Maps(self.values, buffers.rows(each)) for each in call.arguments])
-        if not is_recorded:
-            made = [self.empty(layer, call.size) for layer in self.layers[:-1]]
-            self.compute(call, functions, arguments, made)
-            return token
-        self.arguments.append(arguments)
-        stacked = [tensor for layer in self.layers for tensor in layer.stacked]
-        return _Chain.apply(token, self, buffers, call, functions, arguments, *stacked)
-
-    def _begin(self, buffers: "Buffers") -> None:
-        self.values = buffers.maps(0)
-        self.numbers = torch.arange(len(self.family.index), device=self.values.device)
-        steps = enumerate(zip(self.steps, self._convs, strict=True))
-        self.layers = [_ChainLayer(self, number, step, convs) for number, (step, convs) in steps]
-        if torch.is_grad_enabled():
-            self.made = [self.empty(layer, len(self.numbers)) for layer in self.layers[:-1]]
-
     def empty(self, layer: "_ChainLayer", size: int) -> Tensor:
         """Return memory for the results of a layer."""
         return self.values.new_empty(size, *self.values.shape[1:3], layer.bias_FO.shape[1])
-
-    def compute(self, call: Call, functions: Functions, arguments: tuple[Maps, ...], made: Sequence[Tensor]) -> None:
-        """Compute the results of a call; `made` gets those of all steps but the last."""
-        values = [*arguments, *(Maps(each, self.numbers) for each in made)]
-        results = [*made, self.values[call.results[0].rows]]
-        for step, layer, result in zip(self.steps, self.layers, results, strict=True):
-            read = tuple([values[number] for number in step.reads])
-            residual = None if step.residual is None else values[step.residual]
-            how = (layer.weight_FTIO, layer.bias_FO, functions.ends, result, layer.dilation)
-            triton_conv.conv(read, *how, residual, relu=True)
 
 
 class _ChainLayer(KernelLayer):
     """The convolution of one step of a chain."""
 
-    def __init__(self, chain: ConvChain, number: int, step: ConvStep, convs: Sequence[nn.Conv2d]):
-        super().__init__(chain.family, convs, chain.values.dtype)
-        self.chain, self.number, self.step = chain, number, step
+    def __init__(self, data: _ChainData, number: int, step: ConvStep, convs: Sequence[nn.Conv2d]):
+        super().__init__(data.family, convs, data.values.dtype)
+        self.data, self.number, self.step = data, number, step
 
     def weight_gradients(self, kept: list[int]) -> tuple[Tensor, Tensor]:
         """Return the gradients for the backward pass that is the only item of `kept`."""
-        chain, order_N, given = self.chain, self.family.order, len(self.chain.arguments[0])
-        gradient = Maps(chain.gradients[kept[0]][self.number], order_N)
+        data, order_N, given = self.data, self.family.order, len(self.data.arguments[0])
+        gradient = Maps(data.gradients[kept[0]][self.number], order_N)
         found = []
         for number in self.step.reads:
             if number < given:
-                rows_N = torch.cat([arguments[number].rows for arguments in chain.arguments])
-                x = Maps(chain.values, rows_N[order_N])
+                rows_N = torch.cat([arguments[number].rows for arguments in data.arguments])
+                x = Maps(data.values, rows_N[order_N])
             else:
-                x = Maps(chain.made[number - given], order_N)
+                x = Maps(data.made[number - given], order_N)
             how = (self.family.total_ends, self.size**2, self.dilation)
             found.append(triton_conv.weight_gradient(x, gradient, *how))
         return torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
@@ -177,7 +184,7 @@ class _Chain(Function):
     ) -> Tensor:
         ctx.chain, ctx.buffers, ctx.call, ctx.functions = chain, buffers, call, functions
         ctx.set_materialize_grads(False)
-        ctx.made = [each[functions.first : functions.first + call.size] for each in chain.made]
+        ctx.made = [each[functions.first : functions.first + call.size] for each in chain.data.made]
         chain.compute(call, functions, arguments, ctx.made)
         return token.new_empty(0)
 
@@ -185,15 +192,16 @@ class _Chain(Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         chain, buffers, call, functions = ctx.chain, ctx.buffers, ctx.call, ctx.functions
+        data = chain.data
         of_result, number = buffers.gradient(call.results[0]), torch._C._current_graph_task_id()
         if of_result is not None:
-            if number not in chain.gradients:
-                chain.gradients[number] = [chain.empty(layer, len(chain.numbers)) for layer in chain.layers]
-                for layer, each in zip(chain.layers, chain.gradients[number], strict=True):
+            if number not in data.gradients:
+                data.gradients[number] = [data.empty(layer, len(data.numbers)) for layer in chain.layers]
+                for layer, each in zip(chain.layers, data.gradients[number], strict=True):
                     each[functions.first + call.size :].zero_()  # later calls, from which no gradient has come
                     layer.kept[number] = [number]
-            gradients = [each[functions.first : functions.first + call.size] for each in chain.gradients[number]]
-            result = chain.values[call.results[0].rows]
+            gradients = [each[functions.first : functions.first + call.size] for each in data.gradients[number]]
+            result = data.values[call.results[0].rows]
             threshold = torch.ops.aten.threshold_backward.grad_input
             threshold(of_result.permute(0, 2, 3, 1), result, 0, grad_input=gradients[-1])
             for argument, of_argument in zip(call.arguments, _Chain._of_arguments(ctx, gradients), strict=True):
@@ -210,8 +218,8 @@ class _Chain(Function):
         added = {step.residual: gradient for step, gradient in zip(chain.steps, gradients, strict=True)}
         for step, layer, gradient in reversed([*zip(chain.steps, chain.layers, gradients, strict=True)]):
             read = step.reads[0]
-            residual = Maps(added[read], chain.numbers) if read in added else None
-            how = ((Maps(gradient, chain.numbers),), layer.flipped, None, functions.ends)
+            residual = Maps(added[read], chain.data.numbers) if read in added else None
+            how = ((Maps(gradient, chain.data.numbers),), layer.flipped, None, functions.ends)
             if read >= given:
                 mask = ctx.made[read - given]
                 triton_conv.conv(*how, gradients[read - given], layer.dilation, residual, mask_GHWO=mask)
