@@ -73,6 +73,21 @@ def test_programs_that_do_not_fit_are_for_tritons_kernels(device, replays):
 
 @HAS_TRITON
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_would_make_gradients_wrong_is_an_error(device, replays):
+    engine, x = captured_engine(device), features(1, torch.float32).to(device)
+    plan = engine.plan(PROGRAMS_BL[:1])
+    first, second = engine(x, plan).sum(), engine(x, plan).sum()
+    with pytest.raises(RuntimeError, match="another minibatch before the backward pass"):
+        first.backward()
+    second.backward()
+    with pytest.raises(RuntimeError, match="would overwrite gradients"):
+        engine(x, plan)
+    with torch.no_grad():
+        engine(x, plan)
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("frozen", [("stem",), ("count", "union"), (*UNARY, *BINARY, "scene")])
 def test_frozen_parts_have_no_gradients(frozen, device, replays):
     engine, gradients = captured_engine(device), []

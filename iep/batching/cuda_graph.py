@@ -24,8 +24,7 @@ WARM_UP = 3
 class CapturedExecution:
     """`execute` with Triton's kernels for the plans of one template, captured as CUDA graphs.
 
-    The result and the gradients of a call are overwritten by the next one, so that the backward pass of a minibatch
-    must come before the forward pass of the next, and the gradients of parameters must be None before it.
+    The result and the gradients of a minibatch are overwritten by the next one.
 
     Args:
         plan: a plan of the template, on the GPU.
@@ -48,6 +47,7 @@ class CapturedExecution:
         self._result: Tensor | None = None
         self._of_result: Tensor | None = None
         self._gradients: tuple[Tensor | None, ...] = ()
+        self.num_runs = 0
         self._replay_forward, self._replay_backward = _capture(self._forward, self._backward)
 
     def __call__(self, plan: Plan, ops: Collection[int], inputs: Tensor) -> Tensor:
@@ -56,7 +56,13 @@ class CapturedExecution:
         Args:
             plan: a plan of the template, on the GPU.
             ops: the ops that the plan runs. The parameters of other functions have no gradients.
+
+        Raises:
+            RuntimeError: in training, a parameter has a gradient, which would be overwritten; or, in the backward pass,
+                another minibatch has run since.
         """
+        if torch.is_grad_enabled() and any(each.grad is not None for _, each in self._parameters):
+            raise RuntimeError("a CUDA graph would overwrite gradients: call zero_grad(set_to_none=True) before it")
         parameters = [each if op in ops else each.detach() for op, each in self._parameters]
         return _Replay.apply(self, plan, inputs, *parameters)
 
@@ -67,6 +73,7 @@ class CapturedExecution:
         with torch.no_grad():
             self._inputs[: len(inputs)].copy_(inputs)
         self._replay_forward()
+        self.num_runs += 1
         return self._result.detach()
 
     def end(self, of_result: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,10 +122,14 @@ class _Replay(Function):
     @staticmethod
     def forward(ctx: Any, captured: CapturedExecution, plan: Plan, inputs: Tensor, *_: Tensor) -> Tensor:
         ctx.captured, ctx.num_inputs = captured, len(inputs)
-        return captured.begin(plan, inputs)
+        result = captured.begin(plan, inputs)
+        ctx.run = captured.num_runs
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_result: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.run != ctx.captured.num_runs:
+            raise RuntimeError("a CUDA graph has run another minibatch before the backward pass of this one")
         of_inputs, *of_parameters = ctx.captured.end(of_result)
         return None, None, None if of_inputs is None else of_inputs[: ctx.num_inputs], *of_parameters
