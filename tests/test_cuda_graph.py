@@ -47,6 +47,7 @@ def assert_is_the_reference(engine: ExecutionEngine, programs_BL: np.ndarray, de
     expected = results(lambda x: engine.reference(x.to(device)[rows_B], programs_BL), engine, features_NCHW)
     plan = engine.plan(programs_BL, rows_B)
     assert plan.execution == execution
+    engine.zero_grad(set_to_none=True)
     found = results(lambda x: engine(x.to(device), plan), engine, features_NCHW)
     assert_same(found, expected, 1e-4)
 
