@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST_TILE = 128
-WEIGHT_PROGRAMS = 512
+WEIGHT_PROGRAMS = 1 if IS_INTERPRETED else 512
 """The number of programs over which pairs of rows are spread, for tiles of `LARGEST_TILE`: four for each multiprocessor
 of an H100."""
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Maps(NamedTuple):
