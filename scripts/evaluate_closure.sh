@@ -25,7 +25,7 @@ fi
 
 for questions in "$OUT"/*_questions.h5; do
     split=$(basename "$questions" _questions.h5)
-    ln -sfn val_features.h5 "$OUT/${split}_features.h5"
+    [ "$split" = val ] || ln -sfn val_features.h5 "$OUT/${split}_features.h5"
     step iep-eval --pg "$PG" --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/predicted/$split"
     step iep-eval --ee "$EE" --data "$OUT" --split "$split" --out "$OUT/eval/true/$split"
 done

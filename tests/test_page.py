@@ -70,6 +70,12 @@ def test_bad_input_is_told_on_the_page(client, function, text, message):
         client.predict(gradio_client.handle_file(IMAGE), text, api_name=function)
 
 
+@pytest.mark.parametrize(("function", "text"), [("/ask", "Is there a sphere?"), ("/run", "count scene")])
+def test_a_missing_image_is_reported_in_the_words_of_the_page(client, function, text):
+    with pytest.raises(gradio_client.exceptions.AppError, match="There is no image: choose or generate one"):
+        client.predict(None, text, api_name=function)
+
+
 def test_every_generated_image_is_another_one(client):
     made = [Image.open(client.predict(objects, api_name="/generate")) for objects in (2, 2)]
     assert [image.size for image in made] == [(480, 320)] * 2

@@ -69,16 +69,21 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         Image.fromarray(pixels_HWC).save(directory / f"{number}.png")
         return str(directory / f"{number}.png")
 
+    def about(image: str | None) -> Asker:
+        if image is None:
+            raise InputError("There is no image: choose or generate one.")
+        return model.about(image)
+
     def ask(image: str | None, question: str) -> tuple[Any, ...]:
         """Answer a question about an image (a file) by a predicted program."""
         with _told():
-            asker = model.about(image)
+            asker = about(image)
             return _shown(asker, asker.ask([question])[0], image)
 
     def run(image: str | None, program: str) -> tuple[Any, ...]:
         """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
         with _told():
-            asker = model.about(image)
+            asker = about(image)
             return _shown(asker, asker.run([program])[0], image)
 
     with gr.Blocks(title="iep") as page:
@@ -101,8 +106,9 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         maps = gr.HTML()
         results = [answers, tree, program, maps]
         button.click(generate, objects, shown, api_name="generate")
-        question.submit(ask, [shown, question], results, api_name="ask")
-        program.submit(run, [shown, program], results, api_name="run")
+        one_by_one = {"concurrency_id": "model", "concurrency_limit": 1}  # maps are found by hooks on shared modules
+        question.submit(ask, [shown, question], results, api_name="ask", **one_by_one)
+        program.submit(run, [shown, program], results, api_name="run", **one_by_one)
     return page
 
 
