@@ -39,6 +39,8 @@ PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 EVALUATED = ("pg", "ee", "baseline")
 """The settings of an evaluation that name checkpoints."""
+SCORED = {"answers", "questions", "data", "split", "families", "skip_samples", "num_samples"}
+"""The settings of an evaluation of a file of answers."""
 REPORT_QUESTIONS = 1000
 """The greatest number of questions that the HTML report of an evaluation lists."""
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import pyarrow
 import pytest
 from click.testing import CliRunner, Result
@@ -70,6 +71,10 @@ ROWS: dict[str, Callable[[Path], object]] = {
         '{"question_id": "12", "response": "no", "answer": "yes"}\n\n{"id": 10, "prediction": "red"}\n'
         '{"question_index": 11, "output": "\\\\boxed{2}"}\n'
     ),
+    "of_llava.jsonl": lambda path: path.write_text(
+        '\ufeff{"question_id": "val_10", "text": "red"}\n{"question_id": "val_11", "text": "\u2028 2"}\n'
+        '{"question_id": "val_12", "text": "no"}\n'
+    ),
 }
 
 
@@ -90,10 +95,60 @@ def test_missing_and_unreadable_answers_are_wrong_counted_and_listed(questions: 
     assert [row["predicted_answer"] for row in rows] == [UNREADABLE, MISSING, "yes"]
     assert found.accuracy.overall == pytest.approx(1 / 3)
     assert "1 of 3 responses have no readable answer: 10: 'red or blue'" in output
-    assert "no answer to 1 of 3 questions, the first with index 11" in output
+    assert "no answer to 1 of 3 questions, the first with index 11; 50.0% of the others are right" in output
     page = (tmp_path / "page" / "report.html").read_text()
     assert UNREADABLE in page
     assert "None%" not in page
+
+
+def test_a_response_of_null_is_unreadable(questions: Path, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text('{"id": 10, "response": "red"}\n{"id": 11, "response": null}\nnull\n')
+    (tmp_path / "in.json").write_text('["red", null, {"response": null}]')
+    _, rows, _ = scored(tmp_path, "--answers", tmp_path / "in.json", "--questions", questions)
+    assert [row["predicted_answer"] for row in rows] == ["red", UNREADABLE, UNREADABLE]
+
+
+@pytest.mark.parametrize("response", ["7", "", "a or b"])
+def test_answers_that_are_not_in_the_vocabulary_are_scored_on_preprocessed_data(data: Path, tmp_path: Path, response):
+    with h5py.File(data / "val_questions.h5") as file:
+        rows = [{"question_index": int(index), "response": response} for index in file["orig_idxs"]]
+    (tmp_path / "all.json").write_text(json.dumps(rows))
+    (tmp_path / "one.json").write_text(json.dumps(rows[:1]))
+    for name in ("all.json", "one.json"):
+        given = ("--data", data, "--split", "val", "--against", "the same", tmp_path / name)
+        found, _, _ = scored(tmp_path, "--answers", tmp_path / name, *given)
+        assert found.accuracy.overall == 0
+        assert "most_common" in found.baselines
+
+
+@pytest.mark.parametrize(
+    "how", [("--num-samples", 1), ("--skip-samples", 1), ("--skip-samples", 1, "--num-samples", 1)]
+)
+@pytest.mark.parametrize("name", ["in.txt", "by_index.json"])
+def test_answers_to_all_questions_are_scored_on_some(questions: Path, tmp_path: Path, name: str, how):
+    ROWS[name](tmp_path / name)
+    _, rows, output = scored(tmp_path, "--answers", tmp_path / name, "--questions", questions, *how)
+    expected = {10: "red", 11: "2", 12: "no"}
+    first, count = how.count("--skip-samples"), 1 if "--num-samples" in how else 2
+    assert [row["predicted_answer"] for row in rows] == [*expected.values()][first : first + count]
+    assert "no answer" not in output
+
+
+def test_the_page_of_answers_names_what_applies_and_other_models_without_types(questions: Path, tmp_path: Path):
+    content = json.loads(questions.read_text())
+    for each in content["questions"]:
+        del each["program"]
+    questions.write_text(json.dumps(content))
+    (tmp_path / "a.txt").write_text("red\n2\nyes\n")
+    (tmp_path / "b.txt").write_text("red\n3\nno\n")
+    given = ("--questions", questions, "--against", "the second", tmp_path / "b.txt", "--report", tmp_path / "page")
+    result = iep_eval("--answers", tmp_path / "a.txt", *given)
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "the second" in page
+    assert "33.3" in page
+    for absent in ('<h2 id="training-title"', ">Device<", ">beam_size<", ">split<"):
+        assert absent not in page
 
 
 def test_several_models_are_columns_of_one_table(questions: Path, tmp_path: Path):
@@ -117,7 +172,9 @@ def test_several_models_are_columns_of_one_table(questions: Path, tmp_path: Path
             "row 2: a second answer to the question",
         ),
         ("a.jsonl", '{"id": 10, "answer": "a"}\n"b"', (), "row 2: has no question_index, unlike others"),
-        ("a.jsonl", '{"id": 10, "text": "a"}', (), "row 1: the keys are id, text; expected one of predicted_answer"),
+        ("a.jsonl", '{"id": 10, "said": "a"}', (), "row 1: the keys are id, said; expected one of predicted_answer"),
+        ("a.jsonl", '"red"\n{"id": 10,', (), "a.jsonl: line 2: not JSON: "),
+        ("a.csv", "question_index,answer\n10,red\n", (), "a.csv: a table, expected .jsonl, .json, .parquet, or text"),
         ("a.jsonl", '{"id": "ten", "answer": "a"}', (), "row 1: the question_index is 'ten', expected a whole number"),
         ("a.jsonl", '{"id": 10, "answer": ["a"]}', (), "row 1: the answer is ['a'], expected a text"),
         ("a.json", '{"answers": []}', (), "expected a JSON list, or an object with answers by question_index"),

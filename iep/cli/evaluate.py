@@ -17,14 +17,11 @@ from iep.cli.options import (
     execution_options,
     network_options,
 )
-from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, Evaluation
+from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, Evaluation
 from iep.runtime.locks import alone_in
 
-SCORED = {
-    *("answers", "questions", "data", "split", "families", "skip_samples", "num_samples"),
-    *("out", "report_dir", "images", "most_questions", "name", "others"),
-}
-"""The options that go with `--answers`."""
+OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
+"""The options that are no settings of the evaluation."""
 
 
 @click.command(cls=Command)
@@ -132,11 +129,11 @@ def main(
         _evaluate_backbone(backbone, scenes, options)
         return
     if options["answers"] is not None:
-        _only("--answers", SCORED)
+        _only("--answers", SCORED | OF_OUTPUTS)
     elif options["questions"] is not None:
         raise click.UsageError("--questions is for --answers FILE; networks need --data DIR")
     if options["questions"] is not None:
-        _only("--questions", SCORED - {"data", "split", "families"})
+        _only("--questions", (SCORED | OF_OUTPUTS) - {"data", "split", "families"})
     elif options["data"] is None:
         what = "--questions FILE with --answers, or --backbone and --scenes"
         raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
@@ -156,7 +153,7 @@ def main(
 
     options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})
-    questions = {name: getattr(settings, name) for name in SCORED & vars(settings).keys()}
+    questions = {name: getattr(settings, name) for name in SCORED}
     earlier = [
         (label, read_report(path / REPORT if path.is_dir() else path))
         if path.is_dir() or is_report(path)

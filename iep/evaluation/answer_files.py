@@ -1,8 +1,8 @@
 """A file with any model's answers -> predictions for the questions of a split.
 
-Formats: `.jsonl`, `.json` (a list, or an object of answers by question_index), `.parquet`, and anything else as text
-with one answer per line. A row is an answer or has one of `ANSWER_KEYS`; `INDEX_KEYS` name its question, and rows
-without one are in the order of the questions. `iep/reward.py` reads the answer in a response.
+Formats: `.jsonl`, `.json` (a list, or an object of answers by question_index), `.parquet`, and others as text with one
+answer per line, except tables such as `.csv`. A row is an answer or has one of `ANSWER_KEYS`; `INDEX_KEYS` name its
+question, and rows without one are in the order of the questions. `iep/reward.py` reads the answer in a response.
 """
 
 import json
@@ -22,7 +22,7 @@ from iep.runtime.reading import reading
 from iep.vocab import Vocab
 
 INDEX_KEYS = ("question_index", "question_id", "index", "id")
-ANSWER_KEYS = ("predicted_answer", "prediction", "response", "output", "answer")
+ANSWER_KEYS = ("predicted_answer", "prediction", "response", "output", "text", "answer")
 """The keys of an answer; the first that a row has counts, because `answer` may be the true one."""
 UNREADABLE, MISSING = "(unreadable)", "(no answer)"
 SHOWN = 3
@@ -42,8 +42,14 @@ def open_questions(path: Path) -> tuple[Vocab, Questions]:
     return vocab, Questions(path=path, families=arrays.get("question_families"), **parts)
 
 
-def answer_predictions(path: Path, questions: Questions, vocab: Vocab) -> tuple[Vocab, Predictions, list[str]]:
+def answer_predictions(
+    path: Path, questions: Questions, vocab: Vocab, every: Questions | None = None
+) -> tuple[Vocab, Predictions, list[str]]:
     """Return what a file answers to questions.
+
+    Args:
+        questions: the questions that count.
+        every: all questions of their file, to which the answers may be; None if all count.
 
     Returns:
         the vocabulary with all answers of the file, the predictions, and notes on questions without an answer and on
@@ -53,14 +59,18 @@ def answer_predictions(path: Path, questions: Questions, vocab: Vocab) -> tuple[
         InputError: the file is missing or not of its format, a row has no answer, several answers are to one question,
             or answers without a question_index are more or fewer than the questions.
     """
-    responses = _aligned(path, read_rows(path), questions)
+    responses = _aligned(path, read_rows(path), questions, questions if every is None else every)
     answers = [MISSING if each is None else read_answer(each) or UNREADABLE for each in responses]
     vocab = replace(vocab, answer=(*vocab.answer, *dict.fromkeys(each for each in answers if each not in vocab.answer)))
     ranked = np.array([[vocab.answer_index[each]] for each in answers])
     notes = []
     if missing := answers.count(MISSING):
         first = questions.orig_idxs[answers.index(MISSING)]
-        notes.append(f"{path}: no answer to {missing} of {len(answers)} questions, the first with index {first}")
+        note = f"{path}: no answer to {missing} of {len(answers)} questions, the first with index {first}"
+        if questions.answers is not None and missing < len(answers):
+            right = (ranked[:, 0] == questions.answers).sum() / (len(answers) - missing)
+            note += f"; {right:.1%} of the others are right"
+        notes.append(note)
     unread = [n for n, each in enumerate(answers) if each == UNREADABLE]
     if unread:
         shown = ", ".join(f"{questions.orig_idxs[n]}: {responses[n]!r:.60}" for n in unread[:SHOWN])
@@ -94,9 +104,11 @@ def _parsed(path: Path) -> list[Any]:
         except ImportError:
             raise InputError("reading parquet needs pyarrow: pip install 'iep[export]'") from None
         return parquet.read_table(path).to_pylist()
-    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".csv", ".tsv"):
+        raise InputError("a table, expected .jsonl, .json, .parquet, or text with one answer per line")
+    text = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [_from_json(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if path.suffix != ".json":
         return text.splitlines()
     content = json.loads(text)
@@ -107,37 +119,56 @@ def _parsed(path: Path) -> list[Any]:
     return content
 
 
+def _from_json(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"line {number}: not JSON: {error.msg} at column {error.colno}") from None
+
+
 def _row(row: Any) -> tuple[int | None, str]:
     if not isinstance(row, Mapping):
         return None, _text(row)
     answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
-    if answer is None:
+    if answer is None and not row.keys() & {*ANSWER_KEYS}:
         raise InputError(f"the keys are {', '.join(map(str, row))}; expected one of {', '.join(ANSWER_KEYS)}")
     index = next((row[key] for key in INDEX_KEYS if row.get(key) is not None), None)
-    if index is not None and not str(index).isdecimal():
+    if index is None:
+        return None, _text(answer)
+    number = str(index).rpartition("_")[2]  # exports for LLaVA have val_12
+    if not number.isdecimal():
         raise InputError(f"the question_index is {index!r:.40}, expected a whole number")
-    return None if index is None else int(index), _text(answer)
+    return int(number), _text(answer)
 
 
 def _text(answer: Any) -> str:
+    if answer is None:  # such as the response of a request that failed
+        return ""
     if isinstance(answer, str | int | float):
         return {True: "yes", False: "no"}[answer] if isinstance(answer, bool) else str(answer)
     raise InputError(f"the answer is {answer!r:.60}, expected a text")
 
 
-def _aligned(path: Path, rows: Sequence[tuple[int | None, str]], questions: Questions) -> list[str | None]:
-    """Return the response to each question, None where there is none."""
+def _aligned(
+    path: Path, rows: Sequence[tuple[int | None, str]], questions: Questions, every: Questions
+) -> list[str | None]:
+    """Return the response to each question, None where there is none; `every` are all questions of their file."""
     if all(index is None for index, _ in rows):
-        if len(rows) != len(questions):
-            counts = f"{len(rows)} answers without a question_index for {len(questions)} questions"
+        if len(rows) == len(questions):
+            return [response for _, response in rows]
+        if len(rows) != len(every):
+            counts = f"{len(rows)} answers without a question_index for {len(every)} questions"
             raise InputError(f"{path}: {counts}, expected one for each")
-        return [response for _, response in rows]
-    place = {index: n for n, index in enumerate(questions.orig_idxs.tolist())}
+        rows = [(index, response) for index, (_, response) in zip(every.orig_idxs.tolist(), rows, strict=True)]
+    place = dict.fromkeys(every.orig_idxs.tolist())
+    place |= {index: n for n, index in enumerate(questions.orig_idxs.tolist())}
     found: list[str | None] = [None] * len(questions)
     for number, (index, response) in enumerate(rows, 1):
         if index not in place:
             what = "has no question_index, unlike others" if index is None else f"no question has the index {index}"
             raise InputError(f"{path}: row {number}: {what}")
+        if place[index] is None:  # a question that does not count
+            continue
         if found[place[index]] is not None:
             raise InputError(f"{path}: row {number}: a second answer to the question with index {index}")
         found[place[index]] = response

@@ -168,7 +168,7 @@ def _facts(page: Page, report: Report) -> dict[str, str]:
         **{f"Checkpoint ({part})": path for part, path in report.checkpoints.items()},
         "Programs": report.programs or "none",
         "Images": "none given" if page.images is None else str(page.images),
-        "Device": report.device,
+        "Device": report.device or None,
         "Speed": None if speed is None else f"{speed:,.0f} questions/s",
         "Peak memory": None if memory is None else f"{memory:.2f} GB",
         "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, iep {__version__}",

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import most_common
-from iep.config import EVALUATED, Evaluation
+from iep.config import EVALUATED, SCORED, Evaluation
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Loading
@@ -94,7 +94,7 @@ def evaluate(
             for note in _answers_notes(out, outcome, split.total):
                 tqdm.write(note)
         if page is not None:
-            write_page(page, outcome, report, vars(settings), pictures, notes, found.maps)
+            write_page(page, outcome, report, _shown_settings(settings), pictures, notes, found.maps)
     finally:
         if show is not None:
             show(report)
@@ -156,14 +156,15 @@ def _answered(settings: Evaluation) -> Found:
     if settings.questions is None:
         vocab = load_vocab(settings.data)
         split = _open_split(settings, vocab, sees=False)
+        every = read_questions(split_files(settings.data, settings.split)[0], vocab)
     else:
-        vocab, questions = open_questions(settings.questions)
+        vocab, every = open_questions(settings.questions)
         last = None if settings.num_samples is None else settings.skip_samples + settings.num_samples
-        chosen = questions.select(slice(settings.skip_samples, last))
+        chosen = every.select(slice(settings.skip_samples, last))
         if not len(chosen):
             raise InputError(f"{settings.questions}: has no question after the first {settings.skip_samples}")
-        split = Split(chosen, None, len(questions))
-    vocab, predictions, notes = answer_predictions(settings.answers, split.questions, vocab)
+        split = Split(chosen, None, len(every))
+    vocab, predictions, notes = answer_predictions(settings.answers, split.questions, vocab, every)
     return Found(Outcome(vocab, split.questions, predictions), split, notes=notes)
 
 
@@ -187,6 +188,15 @@ def _describe_selection(settings: Evaluation) -> str:
     if settings.num_samples is not None:
         parts.append(f"the first {settings.num_samples}")
     return ", ".join(parts)
+
+
+def _shown_settings(settings: Evaluation) -> dict[str, object]:
+    """Return the settings that have had an effect."""
+    shown = vars(settings)
+    if settings.answers is not None:
+        used = SCORED - ({"data", "split", "families"} if settings.questions is not None else {"questions"})
+        shown = {name: value for name, value in shown.items() if name in used}
+    return shown
 
 
 def _programs_used(settings: Evaluation) -> str:
@@ -270,7 +280,8 @@ def _baselines(settings: Evaluation, outcome: Outcome) -> tuple[dict[str, Scores
         return {}, f"{settings.data} has no train split to count answers on"
     if questions.programs is None:
         return {}, f"the {settings.split} split has no programs or no answers"
-    counted = read_questions(split_files(settings.data, train)[0], outcome.vocab)
+    # The outcome's vocabulary may have further answers, those of a file, after the data's own.
+    counted = read_questions(split_files(settings.data, train)[0], load_vocab(settings.data))
     if counted.answers is None or counted.programs is None or not len(counted):
         return {}, f"the {train} split has no programs or no answers"
     counted_types = question_types(counted.programs, outcome.vocab.program)
