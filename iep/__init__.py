@@ -9,6 +9,10 @@ __all__ = ["Model", "load"]
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Import `Model` or `load`, and PyTorch with it, when it is first used."""
     if name in __all__:

@@ -20,6 +20,9 @@ iep-preprocess "$CLOSURE" --only questions --out "$OUT" --vocab "$DATA/vocab.jso
 if [ -d "$CLOSURE/images" ]; then
     iep-preprocess "$CLOSURE" --only features --split val --out "$OUT" --dtype float16
 else
+    if [ -e "$OUT/val_features.h5" ] && [ ! -L "$OUT/val_features.h5" ]; then
+        echo "$OUT: has features of other images; choose another OUT" >&2 && exit 1
+    fi
     ln -sf "$(realpath "$DATA/val_features.h5")" "$OUT/"
 fi
 

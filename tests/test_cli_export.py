@@ -148,6 +148,16 @@ def test_long_programs_are_left_out(tmp_path: Path):
     assert short[:] == [length for length in lengths if length <= 8]
 
 
+def test_questions_of_closure_are_about_the_images_of_a_split(tmp_path: Path):
+    clevr = write_clevr(tmp_path / "CLEVR")
+    (clevr / "or_mat_val.json").write_text((clevr / "questions" / "CLEVR_val_questions.json").read_text())
+    out = exported(clevr, "llava", tmp_path / "out", "--split", "or_mat_val")
+    (rows,) = [json.loads(path.read_text()) for path in out.glob("or_mat_val.json*")]
+    assert {(out / row["image"]).read_bytes() for row in rows} <= {
+        path.read_bytes() for path in (clevr / "images" / "val").iterdir()
+    }
+
+
 def test_equal_questions_about_one_image_are_written_once_and_splits_share_no_image(clevr: Path, tmp_path: Path):
     asked = [question(0, 0, "train"), question(1, 0, "train"), question(2, 1, "train"), question(3, 1, "train", "blue")]
     write_questions(clevr, "train", [each | {"answer": True} for each in asked])

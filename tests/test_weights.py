@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ask_cases import IMAGE, answers_of, iep_ask, sample_data, trained
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_data import assert_one_error
+from train_cases import iep_train
 
 import iep
 from iep.asking.loading import DEMO
@@ -86,6 +88,25 @@ def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_
     baseline = iep.load(runs["lstm"])
     baseline.save(tmp_path / "lstm")
     assert iep.load(tmp_path / "lstm").ask(None, QUESTION).ranked == baseline.ask(None, QUESTION).ranked
+
+
+def test_saved_networks_and_runs_do_not_replace_each_other(runs, tmp_path):
+    model = iep.load(runs["joint"])
+    with pytest.raises(InputError, match="already holds a run"):
+        model.save(runs["ee"])
+    model.save(tmp_path / "saved")
+    before = (tmp_path / "saved" / "best.safetensors").read_bytes()
+    given = ("--model", "lstm", "--data", runs["ee"].parent / "data", "--out", tmp_path / "saved", "iterations=1")
+    assert_one_error(iep_train(*given), "already holds networks (best.safetensors)")
+    assert (tmp_path / "saved" / "best.safetensors").read_bytes() == before
+
+
+def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_its_generator(runs):
+    model = iep.load(runs["joint"])
+    with Image.open(IMAGE) as image:
+        assert model.ask(image, QUESTION).ranked == model.ask(IMAGE, QUESTION).ranked
+    given = ("--image", IMAGE, "--question", QUESTION, "--ee", runs["joint"])
+    assert iep_ask(*given).stdout == iep_ask(*given, "--pg", runs["joint"]).stdout != ""
 
 
 def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):

@@ -13,6 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 from iep.asking.answers import Answer, Asker
@@ -30,7 +31,7 @@ from iep.models.build import (
     place,
     unpack,
 )
-from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
+from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
 from iep.models.weights import WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
@@ -62,8 +63,11 @@ class Model:
         """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
         return load(name)
 
-    def about(self, image: Path | str | None) -> Asker:
+    def about(self, image: Path | str | Image.Image | None) -> Asker:
         """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
+
+        Args:
+            image: a file, or an image of Pillow.
 
         Raises:
             InputError: the image cannot be used, or is missing.
@@ -72,13 +76,14 @@ class Model:
             return Asker(self.predictor, self.vocab, None, self.device)
         if image is None:
             raise InputError(f"{self.path}: needs an image; give --image FILE")
-        open_image(Path(image))  # an unusable file is an error before weights are downloaded
-        features_1CHW = image_features(Path(image), self.backbone, self.dtype, self.device)
+        source = Path(image) if isinstance(image, str) else image
+        open_image(source)  # an unusable file is an error before weights are downloaded
+        features_1CHW = image_features(source, self.backbone, self.dtype, self.device)
         network = self.predictor.baseline or self.predictor.engine
         check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
         return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device)
 
-    def ask(self, image: Path | str | None, question: str) -> Answer:
+    def ask(self, image: Path | str | Image.Image | None, question: str) -> Answer:
         """Return the answer to a question about an image. `print` shows it with its program and other answers.
 
         Raises:
@@ -93,8 +98,11 @@ class Model:
             half: store float16, which takes half the space. Computation is in float32 all the same.
 
         Raises:
+            InputError: the directory holds a run, whose checkpoints `iep.load` would read.
             OSError: a file cannot be written.
         """
+        if checkpoints(Path(directory)):
+            raise InputError(f"{directory}: already holds a run; choose another directory")
         found = {"generator": self.predictor.generator, "engine": self.predictor.engine}
         networks = {name: network for name, network in found.items() if network is not None}
         if self.predictor.baseline is not None:
@@ -164,6 +172,15 @@ def load(name: Path | str = DEMO, pg: Path | str | None = None, device: str = "a
     if pg is None and "generator" not in held:
         raise InputError(f"{path}: holds no program generator; give that of another run as pg")
     return load_model(ee=path, pg=path if pg is None else _local(pg), device=device)
+
+
+def holds_generator(path: Path) -> bool:
+    """Return whether a checkpoint or run holds a program generator.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    return "generator" in load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
 
 
 def _local(name: Path | str) -> Path:

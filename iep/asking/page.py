@@ -22,7 +22,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from iep.asking.answers import Answer, Asker
-from iep.asking.loading import Model
+from iep.asking.loading import DEMO, Model
 from iep.asking.picture import lit
 from iep.errors import InputError
 from iep.evaluation.page_questions import data_uri
@@ -88,6 +88,8 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
 
     with gr.Blocks(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
+        if model.path == DEMO:
+            gr.Markdown("The networks of the demo answer, which know scenes of two or three objects.")
         with gr.Row():
             with gr.Column(min_width=300):
                 shown = gr.Image(generate(3) if image is None else str(image), type="filepath", label="Image")
@@ -96,7 +98,8 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                     button = gr.Button("Generate an image", min_width=140)
                 question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
                 if image is not None:
-                    gr.Examples([[str(path)] for path in _beside(image)], shown, label="Other images")
+                    examples = [[str(path)] for path in _beside(image)]
+                    gr.Examples(examples, shown, label="Other images", examples_per_page=MOST_EXAMPLES)
             with gr.Column(min_width=300):
                 answers = gr.Label(label="Answer", num_top_classes=5)
                 tree = gr.Code(
@@ -105,6 +108,7 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
                 program = gr.Textbox(label="Program in prefix order, to edit and run again", submit_btn="Run")
         maps = gr.HTML()
         results = [answers, tree, program, maps]
+        shown.change(lambda: (None, "", "", ""), None, results, api_name=False)
         button.click(generate, objects, shown, api_name="generate")
         one_by_one = {"concurrency_id": "model", "concurrency_limit": 1}  # maps are found by hooks on shared modules
         question.submit(ask, [shown, question], results, api_name="ask", **one_by_one)
@@ -129,7 +133,14 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
     theme = gr.themes.Default(font=FONTS, font_mono=("monospace",))
     with tempfile.TemporaryDirectory() as directory:
         page = make_page(model, image, Path(directory))
-        how = {"prevent_thread_lock": True, "quiet": True, "theme": theme, "css": CSS, "ssr_mode": False}
+        how = {
+            "prevent_thread_lock": True,
+            "quiet": True,
+            "theme": theme,
+            "css": CSS,
+            "ssr_mode": False,
+            "show_error": True,
+        }
         try:
             _, address, _ = page.launch(server_name=HOST, server_port=port, allowed_paths=[directory], **how)
             say(f"{address} (Ctrl-C ends it)")

@@ -101,11 +101,15 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import DEMO, load_model
+    from iep.asking.loading import DEMO, holds_generator, load_model
 
     if not (ee or baseline):  # then --pg is not given either
         click.echo("The networks of the demo answer, which know scenes of two or three objects (see --ee).", err=True)
         ee, pg = DEMO, None if programs else DEMO
+    elif ee and not pg and not programs:
+        if not holds_generator(ee):
+            raise InputError(f"{ee}: holds no program generator; give --pg CKPT, or --program TOKENS")
+        pg = ee
     given = {name: value for name, value in of_backbone.items() if value is not None}
     model = load_model(
         ee=ee,
@@ -242,8 +246,8 @@ def _check_options(context: click.Context) -> None:
         others = ("questions", "programs", "draw", "saliency", "as_json", "baseline")
         if wrong := [_flag(context, name) for name in others if name in given]:
             raise click.UsageError(f"--serve shows a page to ask in: {wrong[0]} does not apply")
-        if ("pg" in given) != ("ee" in given):
-            raise click.UsageError("--serve needs both --pg CKPT and --ee CKPT, or neither")
+        if "pg" in given and "ee" not in given:
+            raise click.UsageError("no network answers: give --ee CKPT")
         return
     if "port" in given:
         raise click.UsageError("--port is for --serve")
@@ -257,10 +261,6 @@ def _check_options(context: click.Context) -> None:
         problems = [
             ("pg" in given and "ee" not in given, "no network answers: give --ee CKPT, or --baseline CKPT"),
             (programs and "pg" in given, "--program replaces the programs that --pg predicts: give one of them"),
-            (
-                not programs and "ee" in given and "pg" not in given,
-                "there are no programs: give --pg CKPT, or --program TOKENS",
-            ),
             ("image" not in given, "there is no image: give --image FILE"),
             (programs and decoding, f"--program replaces decoded programs: {''.join(decoding[:1])} does not apply"),
             ("saliency" in given and "draw" not in given, "--saliency is for pictures: give --draw FILE too"),

@@ -66,7 +66,7 @@ def read_report(path: Path) -> Report:
     Raises:
         InputError: the file is missing, not JSON, or not a report (names the unexpected field).
     """
-    with reading(path, "a report of iep-eval"):
+    with reading(path, "a report that iep-eval --out writes"):
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise InputError(f'not a report, expected a JSON object with "format": "{FORMAT}"')

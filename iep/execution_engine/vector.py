@@ -106,8 +106,10 @@ class VectorModules:
     scene: str
 
     def __post_init__(self) -> None:
-        if not self.residual or self.norm != "none" or self.scene != "module":
-            raise ValueError("module_residual, module_norm and scene are settings of the modules iep; vector has none")
+        held = {"module_residual": self.residual, "module_norm": self.norm, "scene": self.scene}
+        for name, only in (("module_residual", True), ("module_norm", "none"), ("scene", "module")):
+            if held[name] != only:
+                raise ValueError(f"{name} is {held[name]!r}, a setting of the modules iep; that of vector is {only!r}")
 
     @cached_property
     def shared(self) -> SharedBlock:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from iep.data.question_file import split_files
@@ -82,9 +83,12 @@ def preprocess_features(
 
 
 def image_features(
-    path: Path, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
+    path: Path | Image.Image, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Return the (1, C, H, W) float32 features of one image, rounded to `dtype` as stored features are.
+
+    Args:
+        path: a file, or an image of Pillow.
 
     Raises:
         InputError: the image cannot be read, the device is too small, the weights are those of another network, or

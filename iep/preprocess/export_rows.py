@@ -87,14 +87,19 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[Split], l
     files, directories = clevr_files.question_files(clevr_dir), clevr_files.image_directories(clevr_dir)
     splits, unanswered = [], []
     for name in names or files or ("train",):
-        for what, found in (("questions", files), ("images", directories)):
-            if name not in found:
-                raise InputError(f"{clevr_dir}: no {what} of split {name!r} (found: {', '.join(found) or 'none'})")
+        of_images = name if name in directories else name.rpartition("_")[2]  # CLOSURE's are those of CLEVR's splits
+        for what, split, found, example in (
+            ("questions", name, files, f"questions/CLEVR_{name}_questions.json"),
+            ("images", of_images, directories, f"images/{of_images}"),
+        ):
+            if split not in found:
+                names = ", ".join(found) or f"none, expected {example}"
+                raise InputError(f"{clevr_dir}: no {what} of split {split!r} (found: {names})")
         if next(clevr_files.read_questions(files[name])).get("answer") is None:
             unanswered.append(name)
             continue
-        images = clevr_files.image_paths(directories[name])
-        splits.append(Split(name, files[name], images, clevr_files.scenes_path(clevr_dir, name)))
+        images = clevr_files.image_paths(directories[of_images])
+        splits.append(Split(name, files[name], images, clevr_files.scenes_path(clevr_dir, of_images)))
     if unanswered and (names or not splits):
         raise InputError(f"{files[unanswered[0]]}: the questions have no answers, which an export needs")
     return splits, unanswered

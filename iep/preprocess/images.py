@@ -20,17 +20,19 @@ _OF_16_BITS = ("PNG", "PPM")
 """Formats whose grey values have at most 16 bits, though Pillow may store them in 32 bits (mode I)."""
 
 
-def open_image(path: Path) -> Image.Image:
-    """Decode an image to RGB, rotated by its EXIF data, and with 16 bits of grey scaled to 8.
+def open_image(path: Path | Image.Image) -> Image.Image:
+    """Decode an image, a file or one of Pillow, to RGB, rotated by its EXIF data, and with 16 bits of grey scaled to 8.
 
     Raises:
         InputError: the file is missing, truncated or not an image, or its pixels have no maximum that means white.
     """
+    if isinstance(path, Image.Image):
+        return _rgb(ImageOps.exif_transpose(path), path.format)
     with reading(path, "an image"), Image.open(path) as image:
         return _rgb(ImageOps.exif_transpose(image), image.format)
 
 
-def _rgb(image: Image.Image, kind: str) -> Image.Image:
+def _rgb(image: Image.Image, kind: str | None) -> Image.Image:
     """Convert `image` from a file of a `kind` to RGB; Pillow itself would turn everything above 255 white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and kind in _OF_16_BITS):
         grey_HW = np.asarray(image).astype(np.int64)
@@ -43,7 +45,7 @@ def _rgb(image: Image.Image, kind: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
+def read_image(path: Path | Image.Image, size: int) -> np.ndarray:
     """Return the (3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation to a square.
 
     Raises:

@@ -58,6 +58,7 @@ from iep.models.build import (
     with_module_norm,
 )
 from iep.models.checkpoint import Saved, check_best, checkpoints, load_newest
+from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.programs import program_lengths
@@ -179,6 +180,8 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         by_main(lambda: check_best(start))
     elif checkpoints(out):
         raise InputError(f"{out}: already holds a run; add --resume to continue it, or choose another --out")
+    elif (out / WEIGHTS).exists():
+        raise InputError(f"{out}: already holds networks ({WEIGHTS}), which a run would replace; choose another --out")
     families = listed(config.families)
     if start is not None and config.families == start.content["config"].get("families"):
         before = start.content.get("families", families)  # earlier versions did not record them
