@@ -284,10 +284,14 @@ def test_a_wrong_answer_shows_where_each_function_looked_over_its_image(shown: O
     assert picture == heat
 
 
-def test_the_page_is_no_wider_than_a_narrow_window(shown: Opened):
+def test_the_page_and_its_statistics_are_no_wider_than_a_narrow_window(shown: Opened):
     shown.page.set_viewport_size({"width": 400, "height": 900})
     shown.open_programs()
     assert shown.page.evaluate("document.documentElement.scrollWidth") == 400
+    excess = (
+        "[...document.querySelectorAll('.statistics')].map(each => each.scrollWidth - each.parentElement.clientWidth)"
+    )
+    assert not any(shown.page.evaluate(excess))
 
 
 # Where something is missing
