@@ -316,7 +316,7 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
         ({"modules": "tbd", "module_residual": False}, "settings of the modules iep"),
         ({"modules": "tbd", "module_norm": "batch"}, "settings of the modules iep"),
         ({"modules": "tbd", "scene": "stem"}, "scene is 'stem', a setting of the modules iep"),
-        ({"modules": "vector", "scene": "stem"}, "scene is .stem., a setting of the modules iep; that of vector is .module."),
+        ({"modules": "vector", "scene": "stem"}, "a setting of the modules iep; that of vector is .module."),
         ({"modules": "tbd", "program_tokens": [*TOKENS, "locate[cube]"]}, "'locate.cube.' has no module among tbd's"),
         ({"program_tokens": index_tokens(["count"])}, "has no 'scene'"),
         *(
