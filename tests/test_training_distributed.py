@@ -112,7 +112,7 @@ def _gradients(data: Path, *settings: str) -> dict[str, torch.Tensor | None]:
     batch = dataset.batch((rows[deal(dataset.questions.image_idxs[rows], world_size())[rank()]], None))
     batch = replace(batch, features=batch.features.double())
     loss, _ = task.loss(batch)
-    replicas.backward(loss, replicas.agree(batch, loss.item()).weight)
+    replicas.backward(batch, loss)
     seen = {name: count for name, count in engine.named_buffers() if name.endswith("num_batches_tracked")}
     return {name: parameter.grad for name, parameter in engine.named_parameters()} | seen
 

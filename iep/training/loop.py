@@ -167,10 +167,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         with autocast(self.device, self.config.precision):
             loss, metrics = self.task.loss(batch)
-        agreed = self.replicas.agree(batch, loss.item())
+        agreed = self.replicas.backward(batch, loss)
         if not math.isfinite(agreed.loss):
             self._refuse(batch, agreed.loss)
-        self.replicas.backward(loss, agreed.weight)
         if self.config.clip_gradients is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_gradients)
         self.optimizer.step()

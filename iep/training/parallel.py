@@ -22,7 +22,7 @@ from iep.training.tasks import Metrics, Task
 
 
 class Agreement(NamedTuple):
-    """The values of a step that all processes know after its forward pass."""
+    """The values of a step that all processes know."""
 
     loss: float
     """The mean loss over the whole minibatch."""
@@ -48,24 +48,23 @@ class Replicas:
                 synchronize_norms(part)
         self._statistics = JoinedStatistics(list(task.networks.values()))
 
-    def agree(self, batch: Batch, loss: float) -> Agreement:
-        """Return the values that all processes agree on; each calls this with its own `batch` and `loss`."""
-        if world_size() == 1:
-            return Agreement(loss, 1.0, None)
-        count = self._task.count(batch)
-        loss_sum, counts, *stops = total(torch.tensor([loss * count, count, *_stops()], dtype=torch.float64)).tolist()
-        return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
-
-    def backward(self, loss: Tensor, weight: float) -> None:
+    def backward(self, batch: Batch, loss: Tensor) -> Agreement:
         """Compute the gradients of the whole minibatch's loss, which are None for weights that no process has used.
 
         The running statistics of the modules' norms are joined as well.
+
+        Args:
+            batch: this process's part of the minibatch.
+            loss: the mean loss of that part.
         """
         if world_size() == 1:
             loss.backward()
-            return
+            return Agreement(loss.item(), 1.0, None)  # to read the loss earlier would make a GPU wait for the host
+        count = self._task.count(batch)
+        values = torch.tensor([loss.item() * count, count, *_stops()], dtype=torch.float64)
+        loss_sum, counts, *stops = total(values).tolist()
         if loss.requires_grad:  # this process's part of the minibatch may use no trained weight
-            (loss * (weight / world_size())).backward()
+            (loss * (count / counts)).backward()
         used = total(torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32))
         trained = [parameter for parameter, count in zip(self._parameters, used.tolist(), strict=True) if count]
         for parameter in trained:
@@ -73,6 +72,7 @@ class Replicas:
                 parameter.grad = torch.zeros_like(parameter)
         _exchange([parameter.grad for parameter in trained], dist.all_reduce)
         self._statistics.join()
+        return Agreement(loss_sum / counts, count * world_size() / counts, _first(stops))
 
     def mean(self, metrics: Metrics, weight: float) -> dict[str, float]:
         """Return the metrics of the whole minibatch."""
