@@ -57,16 +57,17 @@ class Replicas:
             batch: this process's part of the minibatch.
             loss: the mean loss of that part.
         """
+        # The loss is read after the backward pass is queued, because a GPU would otherwise wait for the host.
         if world_size() == 1:
             loss.backward()
-            return Agreement(loss.item(), 1.0, None)  # to read the loss earlier would make a GPU wait for the host
+            return Agreement(loss.item(), 1.0, None)
         count = self._task.count(batch)
-        values = torch.tensor([loss.item() * count, count, *_stops()], dtype=torch.float64)
-        loss_sum, counts, *stops = total(values).tolist()
+        counts, *stops = total(torch.tensor([count, *_stops()], dtype=torch.float64)).tolist()
         if loss.requires_grad:  # this process's part of the minibatch may use no trained weight
             (loss * (count / counts)).backward()
-        used = total(torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.int32))
-        trained = [parameter for parameter, count in zip(self._parameters, used.tolist(), strict=True) if count]
+        is_used = [parameter.grad is not None for parameter in self._parameters]
+        loss_sum, *used = total(torch.tensor([loss.item() * count, *is_used], dtype=torch.float64)).tolist()
+        trained = [parameter for parameter, processes in zip(self._parameters, used, strict=True) if processes]
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
