@@ -25,8 +25,9 @@ counts = st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(1, 6), st.
 
 
 def one_by_one(layer, x_TD, experts_TK, gates_TK):
-    rows = [layer.one(*token) for token in zip(x_TD, experts_TK.tolist(), gates_TK, strict=True)]
-    return torch.stack(rows) if rows else x_TD @ layer.hidden_weights[0] @ layer.output_weights[0] * 0
+    if len(x_TD):
+        return layer.one_by_one(x_TD, experts_TK, gates_TK)
+    return x_TD @ layer.hidden_weights[0] @ layer.output_weights[0] * 0
 
 
 def results(layer, run, seed, tokens, k):

@@ -33,10 +33,6 @@ def uniform_experts(tokens: int, experts: int, k: int, seed: int) -> Tensor:
 def forwards(layer: Experts) -> dict[str, Forward]:
     """Return all ways to run the layer, by name; they share its weights."""
 
-    def one_by_one(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
-        tokens = zip(x_TI, experts_TK.tolist(), gates_TK, strict=True)
-        return torch.stack([layer.one(*token) for token in tokens])
-
     def by_hand(x_TI: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
         """Sort rows by expert, loop over the experts that have rows, and add up the results of each token."""
         expert_R, order_R = experts_TK.flatten().sort(stable=True)
@@ -48,7 +44,7 @@ def forwards(layer: Experts) -> dict[str, Forward]:
         results_RO = results_RO * gates_TK.flatten()[order_R, None]
         return results_RO.new_zeros(len(x_TI), results_RO.shape[1]).index_add(0, tokens_R, results_RO)
 
-    return {ONE_BY_ONE: one_by_one, BATCHED: layer, HAND: by_hand}
+    return {ONE_BY_ONE: layer.one_by_one, BATCHED: layer, HAND: by_hand}
 
 
 def moe_case(layer: Experts, tokens: int, k: int, seed: int, phase: str) -> Case:

@@ -7,8 +7,6 @@ restore the order of the rows and add them up. `moe.py` chooses the experts.
 Shapes: T tokens, K experts each, R = T K rows sorted by expert, D inputs, H hidden, O outputs, E experts.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -71,11 +69,17 @@ class Experts(nn.Module):
         with torch.autocast(device, enabled=False):
             return self._sums(x_TD.to(dtype), experts_TK, gates_TK.to(dtype), dtype)
 
-    def one(self, x_D: Tensor, experts_K: Sequence[int], gates_K: Tensor) -> Tensor:
-        """Return the layer's output for one token, (O,): the slow reference in plain PyTorch."""
-        hidden, output = (weights.to(x_D.dtype) for weights in (self.hidden_weights, self.output_weights))
-        results = [(x_D @ hidden[expert]).relu() @ output[expert] for expert in experts_K]
-        return sum(gate * result for gate, result in zip(gates_K, results, strict=True))
+    def one_by_one(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        """Return the results of `forward` for T >= 1, one token after the other: the slow reference in plain PyTorch.
+
+        The weights are divided into those of each expert once, since the backward pass of an index has the size of all.
+        """
+        hidden, output = (weights.to(x_TD.dtype).unbind() for weights in (self.hidden_weights, self.output_weights))
+        results = []
+        for x_D, experts_K, gates_K in zip(x_TD, experts_TK.tolist(), gates_TK, strict=True):
+            of_expert = [(x_D @ hidden[expert]).relu() @ output[expert] for expert in experts_K]
+            results.append(sum(gate * result for gate, result in zip(gates_K, of_expert, strict=True)))
+        return torch.stack(results)
 
     def _sums(self, x_TD: Tensor, experts_TK: Tensor, gates_TK: Tensor, dtype: torch.dtype) -> Tensor:
         if x_TD.dtype != dtype or gates_TK.dtype != dtype or experts_TK.dtype != torch.int64:

@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
     def one(self, x_D: Tensor) -> Tensor:
         """Return the layer's output for one token, (O,): the slow reference in plain PyTorch."""
         gates = self.gating(x_D[None])
-        return self.experts.one(x_D, gates.experts_TK[0].tolist(), gates.gates_TK[0])
+        return self.experts.one_by_one(x_D[None], gates.experts_TK, gates.gates_TK)[0]
 
 
 @dataclass(frozen=True, eq=False)
