@@ -4,6 +4,7 @@ The machine may be shared, and its speed drifts. Competitors therefore take turn
 once, and medians over rounds are compared. Results are written and drawn in `tables.py`.
 """
 
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -105,7 +106,10 @@ class Row:
 
 def compare(case: Case, effort: Effort) -> list[Row]:
     """Measure the competitors of a case in turns; one that runs out of memory in its first round is left out."""
+    gc.collect()
+    gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
     rounds, left_out = _measure(case, effort)
+    gc.unfreeze()
     rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
     medians = {row.name: row.seconds[TOTAL].median for row in rows if row.seconds}
     medians = {name: median for name, median in medians.items() if median >= 1e-6}  # less is beyond the timer
