@@ -52,12 +52,13 @@ def main() -> None:
             fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, sharing=True)
         with FlopCounterMode(display=False) as counter:
             Step(engine.train(), strategies[0], minibatch, device).step()
-        flops = counter.get_total_flops()
+        flops, parameters = counter.get_total_flops(), [*engine.parameters()]
         for strategy in strategies:
             step = Step(engine, strategy, minibatch, device)
 
-            def run(step: Step = step) -> None:
-                step.engine.zero_grad(set_to_none=True)
+            def run(step: Step = step, parameters: list = parameters) -> None:
+                for each in parameters:
+                    each.grad = None
                 step.step()
 
             for _ in range(3):

@@ -28,7 +28,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from iep.batching import cuda_graph
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(cuda_graph, "_capture", lambda *passes: passes)
+        monkeypatch.setattr(cuda_graph, "capture", lambda *passes: passes)
         torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -84,6 +84,20 @@ def test_what_would_make_gradients_wrong_is_an_error(device, replays):
         engine(x, plan)
     with torch.no_grad():
         engine(x, plan)
+    engine.zero_grad(set_to_none=True)
+    logits_BA = engine(x, plan)
+    logits_BA[:, 0].sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="would overwrite gradients"):
+        logits_BA[:, 1].sum().backward()
+
+
+def test_a_plan_needs_a_template_and_no_other_scheduler():
+    engine = small_engine()
+    with pytest.raises(ValueError, match="needs a template"):
+        engine.plan(PROGRAMS_BL, execution="cuda_graph")
+    fit_template(engine, SAMPLE, len(PROGRAMS_BL), sharing=True)
+    with pytest.raises(ValueError, match="batching is vanilla, which a CUDA graph does not use"):
+        engine.plan(PROGRAMS_BL, batching="vanilla", execution="cuda_graph")
 
 
 @HAS_TRITON
@@ -116,7 +130,7 @@ def test_a_plan_in_the_calls_of_a_template_runs_every_node_of_its_graph(programs
             for row in range(first, end):
                 reads = [int(plan.rows(each)[row]) for each in call.arguments]
                 values[call.results[0].rows.start + row] = (op, *(values.get(each, each) for each in reads))
-                rows[call.op].append((op, call.place[1] + row))
+                rows[call.op].append((op, call.in_family[1] + row))
     expected = [*range(graph.num_inputs)]
     for op, args in zip(graph.op.tolist(), graph.args.tolist(), strict=True):
         expected.append((op, *(expected[each] for each in args if each >= 0)))

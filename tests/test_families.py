@@ -119,7 +119,7 @@ def test_a_level_of_residual_blocks_is_two_or_three_kernels(device: str, monkeyp
     from iep.batching import fused, triton_conv
 
     kernel = Counted()
-    monkeypatch.setattr(triton_conv, "_conv", kernel)
+    monkeypatch.setattr(triton_conv, "conv_kernel", kernel)
     modules = nn.ModuleList([RESIDUAL(3), BinaryModule(3, True, "none"), RESIDUAL(3)]).to(device)
     by_op, found = dict(enumerate(modules)), {}
     for depth in (1, 3):  # each level is a call of two unary functions, and one of a binary function
@@ -171,6 +171,28 @@ def test_functions_that_a_plan_does_not_call_have_no_gradient_and_others_that_le
     found = execute(plan, by_op | family_modules(plan, by_op), torch.randn(1, 4, 2, 2))
     found.sum().backward()
     assert [any(each.grad is not None for each in module.parameters()) for module in modules] == [True, False, True]
+
+
+class WithoutBias(nn.Conv2d):
+    """A convolution whose bias is not used."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight, None, padding=self.padding)
+
+
+def test_a_convolution_that_is_not_called_as_such_is_an_error():
+    graph = Graph(1, np.array([0]), np.array([[0]]), np.zeros(1, dtype=np.int64), np.array([1]))
+    plan, modules = make_plan(graph, make_schedule(graph, "lookahead", {0: ONE_INPUT})), {0: WithoutBias(2, 2, 1)}
+    with pytest.raises(ValueError, match="uses the weight of a convolution other than by calling it"):
+        execute(plan, modules | family_modules(plan, modules), torch.randn(1, 2, 2, 2))
+
+
+@HAS_TRITON
+def test_modules_that_run_in_place_need_maps_in_channels_last_format():
+    graph = Graph(1, np.array([0]), np.array([[0]]), np.zeros(1, dtype=np.int64), np.array([1]))
+    plan, modules = make_plan(graph, make_schedule(graph, "lookahead", {0: ONE_INPUT})), {0: RESIDUAL(3)}
+    with pytest.raises(ValueError, match="need channels-last format"):
+        execute(plan, modules | grouped_by(triton=True)(plan, modules), torch.randn(1, 3, 2, 2))
 
 
 @pytest.mark.parametrize(

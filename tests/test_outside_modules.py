@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from engine_cases import small_engine
+from engine_cases import PROGRAMS_BL, features, small_engine
 from tiny_data import assert_one_error, tiny
 from train_cases import iep_train
 
@@ -53,6 +53,31 @@ def test_a_set_that_derives_from_another_has_its_functions_and_a_new_one():
     red = getattr(engine, "filter_color[red]")(stem_1CHW, torch.ones_like(stem_1CHW[:, :1]))
     expected_1A = engine.classifier(engine.count(stem_1CHW, 1 - red))
     torch.testing.assert_close(engine(features_BCHW, engine.plan(programs_BL)), expected_1A)
+
+
+SHIFTED = """
+from gated import GatedModules
+from torch import nn
+
+class Shifted(nn.Module):
+    def __init__(self, dim, step):
+        super().__init__()
+        self.conv, self.step = nn.Conv2d(dim, dim, 1), step
+
+    def forward(self, *arguments):
+        return self.conv(sum(arguments)).roll(self.step, 3)
+
+class ShiftedModules(GatedModules):
+    def make(self, token):
+        return Shifted(self.dim, len(token))
+"""
+
+
+def test_functions_that_differ_in_more_than_weights_are_not_of_one_family(tmp_path: Path):
+    (tmp_path / "shifted.py").write_text(SHIFTED)
+    engine, features_NCHW = small_engine(modules="shifted:ShiftedModules"), features(len(PROGRAMS_BL))
+    found = engine(features_NCHW, engine.plan(PROGRAMS_BL, execution="grouped"))
+    torch.testing.assert_close(found, engine.reference(features_NCHW, PROGRAMS_BL))
 
 
 def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():

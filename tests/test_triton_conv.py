@@ -100,7 +100,7 @@ from iep.batching import triton_conv
 sizes = {"H": 14, "W": 14, "FIRST": 128, "SECOND": 0, "INPUTS": 128, "OUTPUTS": 128, "TAPS": 9, "SIDE": 3}
 how = {"DILATION": 1, "FUNCTIONS": 64, "HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_MASK": True, "RELU": True}
 found = []
-for tuner in (triton_conv._conv, triton_conv._weight_gradient):
+for tuner in (triton_conv.conv_kernel, triton_conv.weight_gradient_kernel):
     names = tuner.fn.arg_names
     for dtype in ("fp32", "bf16"):
         for config in tuner.configs[::len(tuner.configs) - 1]:

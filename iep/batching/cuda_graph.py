@@ -29,7 +29,7 @@ class CapturedExecution:
     Args:
         plan: a plan of the template, on the GPU.
         modules: by op, the modules of all functions of the template's families. Later changes of their parameters must
-            be made in place.
+            be made in place. Those that are frozen at the capture have no gradients afterwards either.
         inputs: the inputs of the plan, without the spare one.
     """
 
@@ -48,7 +48,8 @@ class CapturedExecution:
         self._of_result: Tensor | None = None
         self._gradients: tuple[Tensor | None, ...] = ()
         self.num_runs = 0
-        self._replay_forward, self._replay_backward = _capture(self._forward, self._backward)
+        with torch.cuda.device_of(inputs):  # streams and graphs belong to the current device
+            self._replay_forward, self._replay_backward = capture(self._forward, self._backward)
 
     def __call__(self, plan: Plan, ops: Collection[int], inputs: Tensor) -> Tensor:
         """Return the results of a plan, as `execute` does.
@@ -58,26 +59,30 @@ class CapturedExecution:
             ops: the ops that the plan runs. The parameters of other functions have no gradients.
 
         Raises:
-            RuntimeError: in training, a parameter has a gradient, which would be overwritten; or, in the backward pass,
-                another minibatch has run since.
+            RuntimeError: in training, a parameter has a gradient, which would be overwritten, before the forward or the
+                backward pass; or, in the backward pass, another minibatch has run since.
         """
-        if torch.is_grad_enabled() and any(each.grad is not None for _, each in self._parameters):
-            raise RuntimeError("a CUDA graph would overwrite gradients: call zero_grad(set_to_none=True) before it")
+        if torch.is_grad_enabled():
+            self._check_gradients()
         parameters = [each if op in ops else each.detach() for op, each in self._parameters]
         return _Replay.apply(self, plan, inputs, *parameters)
+
+    def _check_gradients(self) -> None:
+        if any(each.grad is not None for _, each in self._parameters):
+            raise RuntimeError("a CUDA graph would overwrite gradients: call zero_grad(set_to_none=True) before it")
 
     def begin(self, plan: Plan, inputs: Tensor) -> Tensor:
         """Replay the forward pass, and return its result."""
         for own, given in zip(self._plan.tensors, plan.tensors, strict=True):
             own.copy_(given)
-        with torch.no_grad():
-            self._inputs[: len(inputs)].copy_(inputs)
+        self._inputs[: len(inputs)].copy_(inputs)
         self._replay_forward()
         self.num_runs += 1
         return self._result.detach()
 
     def end(self, of_result: Tensor) -> tuple[Tensor | None, ...]:
         """Replay the backward pass, and return the gradients of the inputs, of the spare one too, and parameters."""
+        self._check_gradients()
         self._of_result.copy_(of_result)
         self._replay_backward()
         return tuple([None if each is None else each.detach() for each in self._gradients])
@@ -97,7 +102,7 @@ class CapturedExecution:
         self._gradients = found if self._inputs.requires_grad else (None, *found)
 
 
-def _capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:
+def capture(*passes: Callable[[], None]) -> list[Callable[[], None]]:
     """Return functions that replay passes, which run one after another and share memory."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -11,6 +11,7 @@ Shapes: G rows of a call, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -153,7 +154,12 @@ class Buffers:
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, dict[int, Tensor]] = {}
         """The gradients of each backward pass. One pass may run within another, or end before it reaches the inputs."""
-        self._numbers: Tensor | None = None
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """The numbers from 0 to that of the last row of the longest column."""
+        device = next(iter(self.values.values())).device
+        return torch.arange(max(column.num_rows for column in self.plan.columns), device=device)
 
     def write(self, call: Call, results: Sequence[Tensor]) -> None:
         """Write the results of a call.
@@ -189,20 +195,21 @@ class Buffers:
         return kind.view(rows.clone() if 2 * len(rows) < len(values) else rows, argument.count)
 
     def maps(self, column: int) -> Tensor:
-        """Return all values of a column of maps, (num_rows, H, W, C), of which some are not written yet."""
+        """Return all values of a column of maps, (num_rows, H, W, C), of which some are not written yet.
+
+        Raises:
+            ValueError: the maps are not in channels-last format.
+        """
         kind = self.kinds[column]
-        channels, height, width = kind.shape
-        return self.values[column].view(-1, height, width, channels)
+        maps_MHWC = kind.view(self.values[column]).permute(0, 2, 3, 1)
+        if not maps_MHWC.is_contiguous():
+            raise ValueError("inputs in channels-first format, but Triton's kernels need channels-last format")
+        return maps_MHWC
 
     def rows(self, argument: Argument) -> Tensor:
         """Return the numbers of the rows that an argument reads."""
         rows = self.plan.rows(argument)
-        if isinstance(rows, Tensor):
-            return rows
-        if self._numbers is None:
-            device = self.values[argument.column].device
-            self._numbers = torch.arange(max(column.num_rows for column in self.plan.columns), device=device)
-        return self._numbers[rows]
+        return rows if isinstance(rows, Tensor) else self.numbers[rows]
 
     def exchange(self, before: Call, call: Call, results: Sequence[Tensor]) -> list[Tensor]:
         """Write the results of the call `before`, and return the arguments of `call`; those of the roots are copies."""

@@ -10,7 +10,8 @@ gradients are computed once in the backward pass, over all calls, as by `deferre
 Shapes: F functions, G rows of a call, N rows of all calls, P positions of a grid, T taps of a kernel, I and O channels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -98,8 +99,12 @@ class FamilyModule:
 
     def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
         """Return the results of the rows, (G, ...), which are sorted by function."""
-        with _Grouped(self, functions):
+        with _FamilyConvolutions(self, functions):
             return self.template(*arguments)
+
+    def conv_of(self, weight: Tensor) -> nn.Conv2d:
+        """Return the convolution of the template that has a weight."""
+        return self._convs[id(weight)][0]
 
     def layer_of(self, weight: Tensor, dtype: torch.dtype) -> "tuple[Layer, tuple[Tensor, ...]]":
         """Return the layer of a convolution of the template, given its weight, and the layer's stacked parameters."""
@@ -110,7 +115,7 @@ class FamilyModule:
         return self._layers[key]
 
 
-class _Grouped(TorchFunctionMode):
+class _FamilyConvolutions(TorchFunctionMode):
     """A mode in which the convolutions of a family's template use the weights of each row's function."""
 
     def __init__(self, family: FamilyModule, functions: Functions):
@@ -122,6 +127,9 @@ class _Grouped(TorchFunctionMode):
     ) -> Any:
         if func is not functional.conv2d:
             return func(*args, **(kwargs or {}))
+        conv = self.family.conv_of(args[1])
+        if kwargs or args[2:] != (conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups):
+            raise ValueError("a family's module uses the weight of a convolution other than by calling it")
         x_GIHW, device = args[0], args[0].device.type
         if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
             x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
@@ -176,6 +184,17 @@ class Layer:
         raise NotImplementedError
 
 
+@contextmanager
+def _precision_of_convolutions() -> Iterator[None]:
+    """Compute products of float32 on GPUs in the precision of PyTorch's convolutions, which is TF32 by default."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
 class ProductLayer(Layer):
     """Convolutions as products of patches and weights, in plain PyTorch."""
 
@@ -184,27 +203,32 @@ class ProductLayer(Layer):
         """The bias of each row of all calls."""
         return self.bias_FO[self.family.index]
 
+    @_precision_of_convolutions()
     def conv(self, x_GIHW: Tensor, functions: Functions) -> Tensor:
         bias_G1O = self.bias_NO[functions.first : functions.first + len(x_GIHW), None]
         return _maps(self._products(x_GIHW, self.weight_FTIO, functions) + bias_G1O, x_GIHW)
 
+    @_precision_of_convolutions()
     def input_gradient(self, gradient_GOHW: Tensor, functions: Functions) -> Tensor:
         return _maps(self._products(gradient_GOHW, self.flipped, functions), gradient_GOHW)
 
+    @_precision_of_convolutions()
     def weight_gradients(self, kept: list[tuple[Tensor, Tensor, Functions]]) -> tuple[Tensor, Tensor]:
         x, gradient, functions = zip(*kept, strict=True)
-        index_N, ends_F = torch.cat([each.index for each in functions]), sum(each.ends for each in functions)
+        index_N = torch.cat([each.index for each in functions])
+        ends_F = torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32)
         order_N = index_N.argsort(stable=True)
         index_N, taps_NHWhwI = index_N[order_N], self._taps(torch.cat(x)[order_N])
         gradient_NPO = torch.cat(gradient)[order_N].permute(0, 2, 3, 1).flatten(1, 2)
         positions, outputs = gradient_NPO.shape[1:]
         of_bias_FO = gradient_NPO.new_zeros(len(ends_F), outputs).index_add_(0, index_N, gradient_NPO.sum(1))
+        position_ends_F = ends_F * positions
         is_grouped = is_one_kernel(taps_NHWhwI, (taps_NHWhwI.shape[-1], outputs))
         of_taps = []
         for x_NHWI in chain(*(each.unbind(3) for each in taps_NHWhwI.unbind(3))):
             x_NPI = x_NHWI.flatten(1, 2)
             if is_grouped:
-                of_taps.append(weight_product(x_NPI.flatten(0, 1), gradient_NPO.flatten(0, 1), ends_F * positions))
+                of_taps.append(weight_product(x_NPI.flatten(0, 1), gradient_NPO.flatten(0, 1), position_ends_F))
             else:
                 of_row_NIO = x_NPI.mT @ gradient_NPO
                 sums_FIO = of_row_NIO.new_zeros(len(ends_F), *of_row_NIO.shape[1:])

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
     """Return the callable of each family that can be grouped, for one run of a plan, as `family_modules` does.
 
-    Modules that have `conv_steps` run in place if the plan has a single column.
+    Modules that have `conv_steps` run in place if the plan has a single column, whose maps must be in channels-last
+    format.
     """
     found: dict[int, Callable[..., Any]] = {}
     for op, (family, members) in groupable(plan, modules).items():
@@ -62,7 +63,7 @@ class KernelLayer(Layer):
         x, gradient, functions = zip(*kept, strict=True)
         order_N = torch.cat([each.index for each in functions]).argsort(stable=True)
         x, gradient = (Maps(_channels_last(torch.cat(each)), order_N) for each in (x, gradient))
-        ends_F = sum(each.ends for each in functions)
+        ends_F = torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32)
         return triton_conv.weight_gradient(x, gradient, ends_F, self.size**2, self.dilation)
 
     def _conv(self, x_GIHW: Tensor, weight_FTIO: Tensor, bias_FO: Tensor | None, functions: Functions) -> Tensor:
@@ -99,12 +100,11 @@ class ConvChain:
         """Write the results of a call into the buffers, and return the token of the next exchange."""
         data = self.data
         if not self.layers:
-            data.values = buffers.maps(0)
-            steps = enumerate(zip(self.steps, self._convs, strict=True))
-            self.layers = [_ChainLayer(data, number, step, convs) for number, (step, convs) in steps]
+            data.values, data.numbers = buffers.maps(0), buffers.numbers
+            self.layers = [_ChainLayer(data, *each) for each in zip(self.steps, self._convs, strict=True)]
             self._stacked = [tensor for layer in self.layers for tensor in layer.stack()]
             if torch.is_grad_enabled():
-                data.made = [data.empty(layer, len(data.numbers)) for layer in self.layers[:-1]]
+                data.made = [data.empty(layer, data.num_rows) for layer in self.layers[:-1]]
         functions = buffers.plan.functions(call)
         arguments = tuple([Maps(data.values, buffers.rows(each)) for each in call.arguments])
         if not torch.is_grad_enabled():
@@ -130,15 +130,15 @@ class _ChainData:
 
     def __init__(self, family: Family):
         self.family = family
-        self.numbers = torch.arange(len(family.index), device=family.index.device)
+        self.num_rows = len(family.index)
+        self.numbers: Tensor | None = None
+        """The numbers from 0 on."""
         self.values: Tensor | None = None
         """The buffer of the column, (M, H, W, C)."""
         self.made: list[Tensor] = []
         """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
         self.arguments: list[tuple[Maps, ...]] = []
         """In training, the arguments of every call."""
-        self.gradients: dict[int, list[Tensor]] = {}
-        """By backward pass, the gradients of all steps before their ReLUs for the rows of all calls."""
 
     def empty(self, layer: "_ChainLayer", size: int) -> Tensor:
         """Return memory for the results of a layer."""
@@ -148,14 +148,14 @@ class _ChainData:
 class _ChainLayer(KernelLayer):
     """The convolution of one step of a chain."""
 
-    def __init__(self, data: _ChainData, number: int, step: ConvStep, convs: Sequence[nn.Conv2d]):
+    def __init__(self, data: _ChainData, step: ConvStep, convs: Sequence[nn.Conv2d]):
         super().__init__(data.family, convs, data.values.dtype)
-        self.data, self.number, self.step = data, number, step
+        self.data, self.step = data, step
 
-    def weight_gradients(self, kept: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the gradients for the backward pass that is the only item of `kept`."""
+    def weight_gradients(self, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the gradients, given that of the step before its ReLU, for the rows of all calls, alone in `kept`."""
         data, order_N, given = self.data, self.family.order, len(self.data.arguments[0])
-        gradient = Maps(data.gradients[kept[0]][self.number], order_N)
+        gradient = Maps(kept[0], order_N)
         found = []
         for number in self.step.reads:
             if number < given:
@@ -195,12 +195,12 @@ class _Chain(Function):
         data = chain.data
         of_result, number = buffers.gradient(call.results[0]), torch._C._current_graph_task_id()
         if of_result is not None:
-            if number not in data.gradients:
-                data.gradients[number] = [data.empty(layer, len(data.numbers)) for layer in chain.layers]
-                for layer, each in zip(chain.layers, data.gradients[number], strict=True):
-                    each[functions.first + call.size :].zero_()  # later calls, from which no gradient has come
-                    layer.kept[number] = [number]
-            gradients = [each[functions.first : functions.first + call.size] for each in data.gradients[number]]
+            end = functions.first + call.size
+            for layer in chain.layers:
+                if number not in layer.kept:
+                    layer.kept[number] = [data.empty(layer, data.num_rows)]
+                    layer.kept[number][0][end:].zero_()  # later calls, from which no gradient has come
+            gradients = [layer.kept[number][0][functions.first : end] for layer in chain.layers]
             result = data.values[call.results[0].rows]
             threshold = torch.ops.aten.threshold_backward.grad_input
             threshold(of_result.permute(0, 2, 3, 1), result, 0, grad_input=gradients[-1])

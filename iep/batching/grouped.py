@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from iep.batching.schedulers import Segment
 
-EXECUTIONS = ("auto", "grouped", "loop")
+LINEAR_EXECUTIONS = ("auto", "grouped", "loop")
 
 
 def run_segments(
@@ -54,8 +54,8 @@ def grouped_linear(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, execution: 
     Raises:
         ValueError: `execution` has another value, or it is `grouped` and PyTorch has no such product here.
     """
-    if execution not in EXECUTIONS:
-        raise ValueError(f"execution {execution!r}, expected one of {', '.join(EXECUTIONS)}")
+    if execution not in LINEAR_EXECUTIONS:
+        raise ValueError(f"execution {execution!r}, expected one of {', '.join(LINEAR_EXECUTIONS)}")
     refusal = None
     if execution != "loop":
         refusal = grouped_refusal(x_RI.device, x_RI.dtype, weight_EIO.shape[1:])

@@ -87,7 +87,7 @@ class Call(NamedTuple):
     results: tuple[Result, ...]
     segments: tuple[Segment, ...] | None = None
     """The functions of a family's call, and the rows of each."""
-    place: tuple[int, int] | None = None
+    in_family: tuple[int, int] | None = None
     """The number of a family's call among the family's calls, and its first row among the rows of all of them."""
 
 
@@ -109,7 +109,7 @@ class Family:
     ops: tuple[int, ...]
     """The F functions, ascending."""
     index: torch.Tensor
-    """The position of the function of each row of all calls, (sum of G,) int64."""
+    """The position of the function of each row of all calls, F for padding, (sum of G,) int64."""
     ends: torch.Tensor
     """The end of the rows of each function in each of K calls, (K, F) int32."""
     order: torch.Tensor
@@ -125,6 +125,12 @@ class Family:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Family":
         """Return the family with `function` applied to its tensors."""
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors.items()})
+
+
+def make_family(ops: tuple[int, ...], index_N: np.ndarray, ends_KF: np.ndarray) -> Family:
+    """Return a family, given the position of each row's function, F for padding, and the ends of the rows."""
+    order_N, total_F = index_N.argsort(kind="stable"), ends_KF.sum(axis=0, dtype=np.int32)
+    return Family(ops, *map(torch.from_numpy, (index_N, ends_KF, order_N, total_F)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +162,7 @@ class Plan:
 
     def functions(self, call: Call) -> Functions:
         """Return the functions of the rows of a family's call."""
-        family, (number, first) = self.families[call.op], call.place
+        family, (number, first) = self.families[call.op], call.in_family
         return Functions(family.index[first : first + call.size], family.ends[number], first)
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
@@ -314,8 +320,7 @@ class _FamilyRows:
                 sizes_F[position[op]] = rows.stop - rows.start
         index = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
         ends_KF = sizes_KF.cumsum(axis=1, dtype=np.int32)
-        total_F = ends_KF.sum(axis=0, dtype=np.int32)
-        return Family(ops, *map(torch.from_numpy, (index, ends_KF, index.argsort(kind="stable"), total_F)))
+        return make_family(ops, index, ends_KF)
 
 
 class _Read(NamedTuple):

@@ -2,7 +2,8 @@
 
 All plans of a template have the same calls, rows and shapes, and differ only in the values of their index tensors, so
 that one CUDA graph can run them (`cuda_graph.py`). Rows that a graph does not need are padding. They read the spare
-input, which is the last one, belong to no function, and are read by no other row.
+input, which is the last one, belong to no function, and are read by no other row. The gradient of the spare input is
+undefined.
 
 Shapes: N nodes, K calls, A arguments, V ops, F functions of a family.
 """
@@ -17,12 +18,12 @@ import torch
 
 from iep.batching.graph import Graph
 from iep.batching.paths import op_strings
-from iep.batching.plan import Argument, Call, Column, Family, Plan, Result
+from iep.batching.plan import Argument, Call, Column, Plan, Result, make_family
 from iep.batching.schedulers import last_calls, reads_of
 from iep.batching.supersequence import short_supersequence
 
 MARGIN = 2.0
-"""A call has room for this many square roots of nodes beyond the most that any sample graph runs in it."""
+"""A call has rows for this many square roots of nodes beyond the most that any sample graph runs in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Template:
             np.array([numbers.index(call.op) for call in calls]),
             np.array([call.size for call in calls]),
             np.array([call.results[0].rows.start for call in calls]),
-            np.array([call.place[1] for call in calls]),
+            np.array([call.in_family[1] for call in calls]),
             np.array([call.arguments[0].rows.start for call in calls]),
         )
 
@@ -71,15 +72,15 @@ class Template:
             return None
         function_N = self.function_V[graph.op]
         order_N = np.lexsort((function_N, call_N))  # the rows of a call are sorted by function
-        place_N = np.empty(graph.num_nodes, dtype=np.int64)
-        place_N[order_N] = np.arange(graph.num_nodes) - np.repeat(count_K.cumsum() - count_K, count_K)
-        row_S = np.concatenate([np.arange(graph.num_inputs), calls.first_row[call_N] + place_N])
+        offset_N = np.empty(graph.num_nodes, dtype=np.int64)
+        offset_N[order_N] = np.arange(graph.num_nodes) - np.repeat(count_K.cumsum() - count_K, count_K)
+        row_S = np.concatenate([np.arange(graph.num_inputs), calls.first_row[call_N] + offset_N])
 
         index = np.full(len(self.plan.columns[0].index), self.num_inputs)
         for number, slot_N in enumerate(graph.args.T):
             own = slot_N >= 0
             first_N = calls.first_read[call_N[own]] + number * calls.size[call_N[own]]
-            index[first_N + place_N[own]] = row_S[slot_N[own]]
+            index[first_N + offset_N[own]] = row_S[slot_N[own]]
         first = self.plan.roots[0].rows.start
         index[first : first + len(graph.roots)] = row_S[graph.roots]
         columns = (replace(self.plan.columns[0], index=torch.from_numpy(index)),)
@@ -89,10 +90,9 @@ class Template:
             size_KF = np.zeros((len(calls.size), len(family.ops)), dtype=np.int32)
             np.add.at(size_KF, (call_N[own], function_N[own]), 1)
             ends_KF = size_KF[calls.family == number].cumsum(axis=1, dtype=np.int32)
-            rows, order = calls.family_row[call_N[own]] + place_N[own], np.zeros(len(family.order), dtype=np.int64)
-            order[: len(rows)] = rows[np.lexsort((rows, function_N[own]))]
-            ends, order, total = map(torch.from_numpy, (ends_KF, order, ends_KF.sum(axis=0, dtype=np.int32)))
-            families[op] = replace(family, ends=ends, order=order, total_ends=total)
+            function_of_row = np.full(len(family.index), len(family.ops))
+            function_of_row[calls.family_row[call_N[own]] + offset_N[own]] = function_N[own]
+            families[op] = make_family(family.ops, function_of_row, ends_KF)
         return replace(self.plan, columns=columns, families=families)
 
 
@@ -135,20 +135,20 @@ def make_template(graphs: Sequence[Graph], families: Mapping[int, int]) -> Templ
 
     num_roots = max(len(graph.roots) for graph in graphs)
     spare = max(num_roots, *(graph.num_inputs for graph in graphs))  # minibatches may have one input for each root
-    calls, row, read, places = [], spare + 1, 0, [(0, 0)] * len(numbers)
+    calls, row, read, in_families = [], spare + 1, 0, [(0, 0)] * len(numbers)
     for family, size in zip(family_K.tolist(), size_K.tolist(), strict=True):
         starts = [read + number * size for number in range(arity[family])]
         arguments = tuple([Argument(0, slice(start, start + size), False) for start in starts])
         results = (Result(0, slice(row, row + size)),)
-        calls.append(Call(numbers[family], size, arguments, results, (), places[family]))
-        number, first = places[family]
-        row, read, places[family] = row + size, read + arity[family] * size, (number + 1, first + size)
+        calls.append(Call(numbers[family], size, arguments, results, (), in_families[family]))
+        number, first = in_families[family]
+        row, read, in_families[family] = row + size, read + arity[family] * size, (number + 1, first + size)
     columns = (Column(row, torch.full((read + num_roots,), spare)),)
     roots = (Argument(0, slice(read, read + num_roots), False),)
     found = {}
-    for number, ops, (num_calls, num_rows) in zip(numbers, ops_of, places, strict=True):
-        rows, ends_KF = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_calls, len(ops), dtype=torch.int32)
-        found[number] = Family(tuple(ops), rows, ends_KF, rows, ends_KF.sum(0, dtype=torch.int32))
+    for number, ops, (num_calls, num_rows) in zip(numbers, ops_of, in_families, strict=True):
+        ends_KF = np.zeros((num_calls, len(ops)), dtype=np.int32)
+        found[number] = make_family(tuple(ops), np.full(num_rows, len(ops)), ends_KF)
     plan = Plan(tuple(calls), columns, (Result(0, slice(0, spare + 1)),), roots, families=found)
     return Template(plan, family_V, function_V)
 

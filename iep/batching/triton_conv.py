@@ -81,12 +81,13 @@ def _piece(ends_ptr, num_functions, units, size, FUNCTIONS: tl.constexpr):
         (128, 128, 64, 8, 3),
     ),
     key=["FIRST", "SECOND", "OUTPUTS", "TAPS", "magnitude"],
+    cache_results=not IS_INTERPRETED,
 )
 @triton.jit(
     do_not_specialize=["num_functions", "magnitude"],
     do_not_specialize_on_alignment=["first_rows_ptr", "second_rows_ptr", "residual_rows_ptr", "ends_ptr"],
 )
-def _conv(
+def conv_kernel(
     first_ptr, first_rows_ptr, second_ptr, second_rows_ptr, weight_ptr, bias_ptr, residual_ptr, residual_rows_ptr,
     mask_ptr, out_ptr, ends_ptr, num_functions, magnitude, stride_k, stride_n,
     H: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, OUTPUTS: tl.constexpr,
@@ -190,7 +191,7 @@ def conv(
         return triton.cdiv(rows * height * width, chosen["BLOCK_M"]) + count, triton.cdiv(outputs, chosen["BLOCK_N"])
 
     with torch.cuda.device_of(out_GHWO):
-        _conv[grid](
+        conv_kernel[grid](
             *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
             weight_FTIO.stride(2), weight_FTIO.stride(3),
             H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0,
@@ -211,9 +212,10 @@ def conv(
     ),
     key=["INPUTS", "OUTPUTS", "TAPS", "magnitude"],
     reset_to_zero=["of_weight_ptr", "of_bias_ptr"],
+    cache_results=not IS_INTERPRETED,
 )
 @triton.jit(do_not_specialize=["num_functions", "pairs", "magnitude"])
-def _weight_gradient(
+def weight_gradient_kernel(
     x_ptr, x_rows_ptr, gradient_ptr, gradient_rows_ptr, ends_ptr, of_weight_ptr, of_bias_ptr,
     num_functions, pairs, magnitude,
     H: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TAPS: tl.constexpr,
@@ -280,7 +282,7 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
         return pieces, taps * triton.cdiv(inputs, chosen["BLOCK_M"]), triton.cdiv(outputs, chosen["BLOCK_N"])
 
     with torch.cuda.device_of(of_weight):
-        _weight_gradient[grid](
+        weight_gradient_kernel[grid](
             *x, *gradient, ends_F, of_weight, of_bias, count, pairs, len(x.rows).bit_length() // 2,
             H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
             FUNCTIONS=_padded(count), PRECISION=_precision(),

@@ -234,7 +234,7 @@ def engine_benchmark(
             if training or strategy.execution != "cuda_graph"
         )
         sharing = {strategy.sharing for strategy in chosen if strategy.execution == "cuda_graph"}
-        if sharing:
+        if sharing:  # without sharing, minibatches have more nodes
             fit_template(engine, Sample(workload.programs_QL, workload.image_idxs_Q, ""), size, min(sharing))
         alike = dict.fromkeys(
             replace(strategy, batching=BEST, defer=False, execution=DEFAULT_EXECUTION) for strategy in chosen

@@ -62,6 +62,8 @@ def parse_strategies(text: str, options: tuple[str, ...] = (*OPTIONS, *GROUPED, 
             if others:
                 raise InputError(f"{item!r} has several {kind}s, expected one")
         names = BATCHING if name == ALL else (name,)
+        if chosen["execution"] == "cuda_graph" and names != (BEST,):
+            raise InputError(f"{item!r}: cuda_graph has calls of its own, expected it with {BEST}")
         strategies += [Strategy(batching, **chosen) for batching in names]
         if item == ALL:
             defers = (False, True) if DEFER in options else (False,)

@@ -184,7 +184,10 @@ class ExecutionEngine(nn.Module):
         """The family of every op that runs, numbered from the vocabulary's length on."""
         numbers: dict[tuple, int] = {}
         places = {} if self.placement is None else self.placement.parts
-        kinds = {op: (repr(getattr(self, token)), places.get(token)) for op, token in self._runs.items()}
+        kinds = {
+            op: (self.roles[op], _architecture(getattr(self, token)), places.get(token))
+            for op, token in self._runs.items()
+        }
         return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
 
     @property
@@ -221,11 +224,18 @@ class ExecutionEngine(nn.Module):
                 plans are for `triton` instead.
 
         Raises:
-            ValueError: `attentions` is set, and the modules return none that the penalty counts.
+            ValueError: `attentions` is set, and the modules return none that the penalty counts; or a CUDA graph is
+                asked for without a template, or with another scheduler than the default, which it does not use.
         """
         execution, template = execution or self.execution, None
-        if execution == "cuda_graph":
-            template, execution = (self.template, execution) if training else (None, "triton")
+        if execution == "cuda_graph" and not training:
+            execution = "triton"
+        elif execution == "cuda_graph":
+            template = self.template
+            if template is None:
+                raise ValueError("a CUDA graph needs a template; iep.models.build.fit_template sets it")
+            if batching != DEFAULT_SCHEDULER:
+                raise ValueError(f"batching is {batching}, which a CUDA graph does not use")
         if attentions and not self.makes_attentions:
             raise ValueError("the engine's modules return no attentions; those of the set tbd do")
         if sharing is None:
@@ -292,6 +302,9 @@ class ExecutionEngine(nn.Module):
 
     def _execute(self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
+        device, by_kernels = stems_NCHW.device.type, plan.execution in ("triton", "cuda_graph")
+        if by_kernels and torch.is_autocast_enabled(device) and stems_NCHW.dtype == torch.float32:
+            stems_NCHW = stems_NCHW.to(torch.get_autocast_dtype(device))  # kernels compute in the dtype of the maps
         inputs = self.module_set.scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
         if plan.execution == "cuda_graph":
@@ -323,6 +336,14 @@ class ExecutionEngine(nn.Module):
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
         return self.classifier(torch.cat(results))
+
+
+def _architecture(module: nn.Module) -> tuple:
+    """Return the classes and public attributes of a module and its parts, in which functions of a family are equal."""
+    return tuple(
+        (name, type(part), *(f"{key}={value!r}" for key, value in vars(part).items() if key[0] != "_"))
+        for name, part in module.named_modules()
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Shapes: T tokens, K experts each, R = T K rows sorted by expert, D inputs, H hid
 import torch
 from torch import Tensor, nn
 
-from iep.batching.grouped import EXECUTIONS, grouped_linear
+from iep.batching.grouped import LINEAR_EXECUTIONS, grouped_linear
 from iep.errors import InputError
 
 
@@ -34,8 +34,8 @@ class Experts(nn.Module):
         super().__init__()
         if min(inputs, hidden, outputs, experts) < 1:
             raise InputError(f"{experts} experts of {inputs}-{hidden}-{outputs}, expected at least 1 of each")
-        if execution not in EXECUTIONS:
-            raise InputError(f"execution {execution!r}, expected one of {', '.join(EXECUTIONS)}")
+        if execution not in LINEAR_EXECUTIONS:
+            raise InputError(f"execution {execution!r}, expected one of {', '.join(LINEAR_EXECUTIONS)}")
         self.execution = execution
         self.hidden_weights = nn.Parameter(torch.empty(experts, inputs, hidden))
         self.output_weights = nn.Parameter(torch.empty(experts, hidden, outputs))
