@@ -185,8 +185,9 @@ class ExecutionEngine(nn.Module):
         numbers: dict[tuple, int] = {}
         places = {} if self.placement is None else self.placement.parts
         kinds = {
-            op: (self.roles[op], _architecture(getattr(self, token)), places.get(token))
-            for op, token in self._runs.items()
+            op: (role.reads, role.result, _architecture(getattr(self, self._runs[op])), places.get(self._runs[op]))
+            for op, role in enumerate(self.roles)
+            if role is not None
         }
         return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
 

@@ -255,8 +255,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
     map_1CHW = run(STEM, features_1CHW)
     scene = engine.module_set.scene_values(map_1CHW)
     for token in engine.parts[1:-1]:
-        role = engine.module_set.role(token)
-        run(token, *[map_1CHW] * role.reads_stem, *(scene[kind] for kind in role.arguments))
+        run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
     run(CLASSIFIER, map_1CHW)
     return flops, tuple(value.numel() for value in scene.values())
 

@@ -149,7 +149,7 @@ def _num_kinds(roles: Roles) -> int:
 
 
 def _signature(role: Role) -> Signature:
-    return Signature(tuple(map(Read, range(role.reads_stem + len(role.arguments)))), (role.result,))
+    return Signature(tuple(map(Read, range(len(role.reads)))), (role.result,))
 
 
 def _is_needed(roots: np.ndarray, args: np.ndarray, count: int) -> np.ndarray:

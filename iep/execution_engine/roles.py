@@ -31,6 +31,11 @@ class Role(NamedTuple):
     is_penalized: bool = False
     """The result is one of the attentions that `attention_penalty` counts."""
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The kind of each argument of the module."""
+        return (MAP,) * self.reads_stem + self.arguments
+
 
 class ModuleSet(Protocol):
     """A set of modules, which defines the module and the role of every function of an engine.
