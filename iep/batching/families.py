@@ -199,6 +199,11 @@ class ProductLayer(Layer):
     """Convolutions as products of patches and weights, in plain PyTorch."""
 
     @cached_property
+    def _position_ends(self) -> dict[int, Tensor]:
+        """By number of positions, the end of those of each function in each call, (K, F) int32."""
+        return {}
+
+    @cached_property
     def bias_NO(self) -> Tensor:  # noqa: N802
         """The bias of each row of all calls."""
         return self.bias_FO[self.family.index]
@@ -250,7 +255,10 @@ class ProductLayer(Layer):
         patches_GPK, weight_FKO = self._taps(x_GIHW).flatten(3).flatten(1, 2), weight_FTIO.flatten(1, 2)
         rows, positions, width = patches_GPK.shape
         if is_one_kernel(patches_GPK, weight_FKO.shape[1:]):
-            found = product(patches_GPK.reshape(-1, width), weight_FKO, functions.ends * positions)
+            if positions not in self._position_ends:
+                self._position_ends[positions] = self.family.ends * positions
+            ends_F = self._position_ends[positions][functions.call]
+            found = product(patches_GPK.reshape(-1, width), weight_FKO, ends_F)
             return found.view(rows, positions, -1)
         return patches_GPK @ weight_FKO[functions.index]
 

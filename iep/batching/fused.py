@@ -91,33 +91,43 @@ class ConvChain:
 
     def __init__(self, family: Family, members: Sequence[nn.Module], steps: Sequence[ConvStep]):
         self.steps = steps
+        self._family = family
         self._convs = [[member.get_submodule(step.conv) for member in members] for step in steps]
-        self.data = _ChainData(family)
         self.layers: list[_ChainLayer] = []
         self._stacked: list[Tensor] = []
+        self.made: list[Tensor] = []
+        """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
+        self.rows: list[tuple[Tensor, ...]] = []
+        """In training, the numbers of the rows that each call reads, by argument."""
 
     def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
         """Write the results of a call into the buffers, and return the token of the next exchange."""
-        data = self.data
+        values, is_recorded = buffers.maps(0), torch.is_grad_enabled()
         if not self.layers:
-            data.values, data.numbers = buffers.maps(0), buffers.numbers
-            self.layers = [_ChainLayer(data, *each) for each in zip(self.steps, self._convs, strict=True)]
+            self.layers = [_ChainLayer(self._family, convs, values.dtype) for convs in self._convs]
             self._stacked = [tensor for layer in self.layers for tensor in layer.stack()]
-            if torch.is_grad_enabled():
-                data.made = [data.empty(layer, data.num_rows) for layer in self.layers[:-1]]
-        functions = buffers.plan.functions(call)
-        arguments = tuple([Maps(data.values, buffers.rows(each)) for each in call.arguments])
-        if not torch.is_grad_enabled():
-            made = [data.empty(layer, call.size) for layer in self.layers[:-1]]
-            self.compute(call, functions, arguments, made)
+            if is_recorded:
+                self.made = [layer.empty(values, len(self._family.index)) for layer in self.layers[:-1]]
+        functions, rows = buffers.plan.functions(call), tuple([buffers.rows(each) for each in call.arguments])
+        if not is_recorded:
+            made = [layer.empty(values, call.size) for layer in self.layers[:-1]]
+            self.compute(values, rows, made, buffers.numbers, call, functions)
             return token
-        data.arguments.append(arguments)
-        return _Chain.apply(token, self, buffers, call, functions, arguments, *self._stacked)
+        self.rows.append(rows)
+        return _Chain.apply(token, self, buffers, values, call, functions, *self._stacked)
 
-    def compute(self, call: Call, functions: Functions, arguments: tuple[Maps, ...], made: Sequence[Tensor]) -> None:
-        """Compute the results of a call; `made` gets those of all steps but the last."""
-        values = [*arguments, *(Maps(each, self.data.numbers) for each in made)]
-        results = [*made, self.data.values[call.results[0].rows]]
+    def compute(
+        self,
+        stored: Tensor,
+        rows: Sequence[Tensor],
+        made: Sequence[Tensor],
+        numbers: Tensor,
+        call: Call,
+        functions: Functions,
+    ) -> None:
+        """Compute the results of a call from rows of the stored maps; `made` gets those of all steps but the last."""
+        values = [*(Maps(stored, each) for each in rows), *(Maps(each, numbers) for each in made)]
+        results = [*made, stored[call.results[0].rows]]
         for step, layer, result in zip(self.steps, self.layers, results, strict=True):
             read = tuple([values[number] for number in step.reads])
             residual = None if step.residual is None else values[step.residual]
@@ -125,46 +135,18 @@ class ConvChain:
             triton_conv.conv(read, *how, residual, relu=True)
 
 
-class _ChainData:
-    """The tensors of a chain in one step. They do not refer to the chain, which is part of autograd's graph."""
-
-    def __init__(self, family: Family):
-        self.family = family
-        self.num_rows = len(family.index)
-        self.numbers: Tensor | None = None
-        """The numbers from 0 on."""
-        self.values: Tensor | None = None
-        """The buffer of the column, (M, H, W, C)."""
-        self.made: list[Tensor] = []
-        """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
-        self.arguments: list[tuple[Maps, ...]] = []
-        """In training, the arguments of every call."""
-
-    def empty(self, layer: "_ChainLayer", size: int) -> Tensor:
-        """Return memory for the results of a layer."""
-        return self.values.new_empty(size, *self.values.shape[1:3], layer.bias_FO.shape[1])
-
-
 class _ChainLayer(KernelLayer):
     """The convolution of one step of a chain."""
 
-    def __init__(self, data: _ChainData, step: ConvStep, convs: Sequence[nn.Conv2d]):
-        super().__init__(data.family, convs, data.values.dtype)
-        self.data, self.step = data, step
+    def empty(self, values: Tensor, size: int) -> Tensor:
+        """Return memory for results on the grid of `values`, (size, H, W, O)."""
+        return values.new_empty(size, *values.shape[1:3], self.bias_FO.shape[1])
 
-    def weight_gradients(self, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the gradients, given that of the step before its ReLU, for the rows of all calls, alone in `kept`."""
-        data, order_N, given = self.data, self.family.order, len(self.data.arguments[0])
-        gradient = Maps(kept[0], order_N)
-        found = []
-        for number in self.step.reads:
-            if number < given:
-                rows_N = torch.cat([arguments[number].rows for arguments in data.arguments])
-                x = Maps(data.values, rows_N[order_N])
-            else:
-                x = Maps(data.made[number - given], order_N)
-            how = (self.family.total_ends, self.size**2, self.dilation)
-            found.append(triton_conv.weight_gradient(x, gradient, *how))
+    def weight_gradients(self, kept: list) -> tuple[Tensor, Tensor]:
+        """Return the gradients, given that of the step before its ReLU, (N, H, W, O), and the `Maps` that it reads."""
+        gradient, *read = kept
+        how = (Maps(gradient, self.family.order), self.family.total_ends, self.size**2, self.dilation)
+        found = [triton_conv.weight_gradient(x, *how) for x in read]
         return torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
 
 
@@ -177,52 +159,64 @@ class _Chain(Function):
         token: Tensor,
         chain: ConvChain,
         buffers: "Buffers",
+        values: Tensor,
         call: Call,
         functions: Functions,
-        arguments: tuple[Maps, ...],
         *_: Tensor,
     ) -> Tensor:
-        ctx.chain, ctx.buffers, ctx.call, ctx.functions = chain, buffers, call, functions
+        # Autograd frees what is saved, and the chain, which has the results of all calls, is not kept. `.data` does not
+        # share a version counter, which the writes of later calls increase.
+        ctx.save_for_backward(values.data, *(each.data for each in chain.made))
+        ctx.steps, ctx.layers, ctx.rows = chain.steps, chain.layers, chain.rows
+        ctx.buffers, ctx.call, ctx.functions, ctx.numbers = buffers, call, functions, buffers.numbers
         ctx.set_materialize_grads(False)
-        ctx.made = [each[functions.first : functions.first + call.size] for each in chain.data.made]
-        chain.compute(call, functions, arguments, ctx.made)
+        made = [each[functions.first : functions.first + call.size] for each in chain.made]
+        chain.compute(values, chain.rows[-1], made, ctx.numbers, call, functions)
         return token.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        chain, buffers, call, functions = ctx.chain, ctx.buffers, ctx.call, ctx.functions
-        data = chain.data
-        of_result, number = buffers.gradient(call.results[0]), torch._C._current_graph_task_id()
+        buffers, call, number = ctx.buffers, ctx.call, torch._C._current_graph_task_id()
+        of_result = buffers.gradient(call.results[0])
         if of_result is not None:
-            end = functions.first + call.size
-            for layer in chain.layers:
-                if number not in layer.kept:
-                    layer.kept[number] = [data.empty(layer, data.num_rows)]
-                    layer.kept[number][0][end:].zero_()  # later calls, from which no gradient has come
-            gradients = [layer.kept[number][0][functions.first : end] for layer in chain.layers]
-            result = data.values[call.results[0].rows]
+            values, *made = ctx.saved_tensors
+            first, end = ctx.functions.first, ctx.functions.first + call.size
+            if number not in ctx.layers[0].kept:
+                _Chain._begin(ctx, number, values, made)
+            gradients = [layer.kept[number][0][first:end] for layer in ctx.layers]
             threshold = torch.ops.aten.threshold_backward.grad_input
+            result = values[call.results[0].rows]
             threshold(of_result.permute(0, 2, 3, 1), result, 0, grad_input=gradients[-1])
-            for argument, of_argument in zip(call.arguments, _Chain._of_arguments(ctx, gradients), strict=True):
+            of_arguments = _Chain._of_arguments(ctx, gradients, [each[first:end] for each in made])
+            for argument, of_argument in zip(call.arguments, of_arguments, strict=True):
                 buffers.add_gradient(argument, of_argument.permute(0, 3, 1, 2))
         if not ctx.needs_input_grad[0]:
             buffers.gradients.pop(number, None)
         return (None,) * len(ctx.needs_input_grad)
 
     @staticmethod
-    def _of_arguments(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def _begin(ctx: Any, number: int, values: Tensor, made: Sequence[Tensor]) -> None:
+        """Keep memory for the gradients of all calls in a backward pass, and what the steps read."""
+        order_N, end = ctx.layers[0].family.order, ctx.functions.first + ctx.call.size
+        read = [Maps(values, torch.cat(rows)[order_N]) for rows in zip(*ctx.rows, strict=True)]
+        read += [Maps(each, order_N) for each in made]
+        for step, layer in zip(ctx.steps, ctx.layers, strict=True):
+            gradient = layer.empty(values, len(order_N))
+            gradient[end:].zero_()  # later calls, from which no gradient has come
+            layer.kept[number] = [gradient, *(read[each] for each in step.reads)]
+
+    @staticmethod
+    def _of_arguments(ctx: Any, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Fill `gradients`, of which the last is known, and return the gradients of the arguments, (G, H, W, C)."""
-        chain, functions, given = ctx.chain, ctx.functions, len(ctx.call.arguments)
-        found: list[Tensor] = []
-        added = {step.residual: gradient for step, gradient in zip(chain.steps, gradients, strict=True)}
-        for step, layer, gradient in reversed([*zip(chain.steps, chain.layers, gradients, strict=True)]):
+        given, found = len(ctx.call.arguments), []
+        added = {step.residual: gradient for step, gradient in zip(ctx.steps, gradients, strict=True)}
+        for step, layer, gradient in reversed([*zip(ctx.steps, ctx.layers, gradients, strict=True)]):
             read = step.reads[0]
-            residual = Maps(added[read], chain.data.numbers) if read in added else None
-            how = ((Maps(gradient, chain.data.numbers),), layer.flipped, None, functions.ends)
+            residual = Maps(added[read], ctx.numbers) if read in added else None
+            how = ((Maps(gradient, ctx.numbers),), layer.flipped, None, ctx.functions.ends)
             if read >= given:
-                mask = ctx.made[read - given]
-                triton_conv.conv(*how, gradients[read - given], layer.dilation, residual, mask_GHWO=mask)
+                triton_conv.conv(*how, gradients[read - given], layer.dilation, residual, mask_GHWO=made[read - given])
             else:
                 of_read = gradient.new_empty(*gradient.shape[:3], layer.weight_FTIO.shape[2])
                 triton_conv.conv(*how, of_read, layer.dilation, residual)

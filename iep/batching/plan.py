@@ -98,8 +98,10 @@ class Functions(NamedTuple):
     """The position of each row's function among the family's functions in the plan, (G,) int64, ascending."""
     ends: torch.Tensor
     """The end of the rows of each of these functions, (F,) int32."""
+    call: int
+    """The number of earlier calls of the family."""
     first: int
-    """The number of rows of earlier calls of the family."""
+    """The number of rows of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +165,7 @@ class Plan:
     def functions(self, call: Call) -> Functions:
         """Return the functions of the rows of a family's call."""
         family, (number, first) = self.families[call.op], call.in_family
-        return Functions(family.index[first : first + call.size], family.ends[number], first)
+        return Functions(family.index[first : first + call.size], family.ends[number], number, first)
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
