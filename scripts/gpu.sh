@@ -5,17 +5,28 @@
 #   scripts/gpu.sh [OUT] [PART]...        (OUT: runs/gpu; PART: all of them, in this order)
 #
 # The parts are tests, float32, bfloat16, experts, profile, data, train, processes and report. Each takes less than ten
-# minutes. A part whose output is in OUT is skipped, and training is resumed. QUICK=1 makes everything tiny, for a trial
-# without a GPU.
+# minutes. A part whose output is in OUT is skipped, training is resumed, and after a part that fails the others run.
+# QUICK=1 makes everything tiny, for a trial without a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1-} in
--h | --help) sed -n 's|^#   |usage: |p' "$0" && exit 0 ;;
+-h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;;
 esac
+ALL="tests float32 bfloat16 experts profile data train processes report"
 OUT=${1:-runs/gpu}
 shift || true
+if [[ " $ALL " == *" $OUT "* ]]; then
+    echo "$OUT: the name of a part, expected OUT first" >&2
+    exit 2
+fi
+for part in "$@"; do
+    if [[ " $ALL " != *" $part "* ]]; then
+        echo "$part: unknown part, expected some of $ALL" >&2
+        exit 2
+    fi
+done
 PARTS=("$@")
-[ ${#PARTS[@]} -gt 0 ] || PARTS=(tests float32 bfloat16 experts profile data train processes report)
+[ ${#PARTS[@]} -gt 0 ] || read -ra PARTS <<<"$ALL"
 GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
 DEVICE=$([ "$GPUS" = 0 ] && echo cpu || echo cuda)
 SIZES=1,4,16,64,256,1024 PROFILED=64,1024 IMAGES=8000 PRESET=clevr SECONDS_OF_TRAINING=540 CONFIG=synth/ee
@@ -51,12 +62,13 @@ run() {
         ;;
     data)
         python -m iep.cli.synth "$OUT/clevr" --preset "$PRESET" \
-            --train "$IMAGES" --val "$((IMAGES / 10))" --test 0 --workers "$(getconf _NPROCESSORS_ONLN)"
-        python -m iep.cli.preprocess "$OUT/clevr" --out "$OUT/data" --backbone synth --dtype float16 >"$OUT/data.part"
+            --train "$IMAGES" --val "$((IMAGES / 10))" --test 0 --workers "$(getconf _NPROCESSORS_ONLN)" &&
+            python -m iep.cli.preprocess "$OUT/clevr" --out "$OUT/data" --backbone synth --dtype float16 >"$OUT/data.part"
         ;;
     train)
         timeout --signal TERM $SECONDS_OF_TRAINING python -m iep.cli.train --config "$CONFIG" --data "$OUT/data" \
-            --out "$OUT/run" --resume log_every=100 validate_every=500 >"$OUT/train.log" 2>&1 || true
+            --out "$OUT/run" --resume log_every=100 validate_every=500 >"$OUT/train.log" 2>&1 ||
+            tail -n 1 "$OUT/train.log" # the end of the time, or an error
         cp "$OUT/run/metrics.jsonl" "$OUT/train.part"
         ;;
     processes)
@@ -68,7 +80,6 @@ run() {
         fi
         ;;
     report) report ;;
-    *) echo "$1: unknown part, expected tests, float32, bfloat16, experts, profile, data, train, processes or report" >&2 && exit 2 ;;
     esac
 }
 
@@ -78,7 +89,7 @@ report() { # one file of all parts, which goes to the dated measurements if ther
         echo "# $(date +%F): $(python -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")')"
         for part in tests float32 bfloat16 experts profile train processes; do
             printf '\n## %s\n\n```\n' "$part"
-            cat "$OUT/$part.txt" 2>/dev/null || echo "was not run"
+            cat "$OUT/$part.txt" 2>/dev/null || cat "$OUT/$part.part" 2>/dev/null || echo "was not run"
             echo '```'
         done
     } >"$OUT/report.part"
@@ -87,12 +98,20 @@ report() { # one file of all parts, which goes to the dated measurements if ther
     echo "Wrote $file"
 }
 
+failed=
 for part in "${PARTS[@]}"; do
     if [ -e "$OUT/$part.txt" ] && [ "$part" != report ]; then
         echo "$part: $OUT/$part.txt is there"
         continue
     fi
     echo "$part"
-    run "$part"
-    mv "$OUT/$part.part" "$OUT/$part.txt"
+    if run "$part"; then
+        mv "$OUT/$part.part" "$OUT/$part.txt"
+    else
+        failed+=" $part"
+    fi
 done
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi

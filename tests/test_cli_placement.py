@@ -149,8 +149,8 @@ def test_grouped_training_and_evaluation_is_that_of_calls(data, alone, execution
     ("given", "message"),
     [
         (PLACED, "execution is grouped, but the engine is placed on several devices; expected calls"),
-        (["--defer-weight-grads"], "defer_weight_grads is a setting of calls, which grouped execution always does"),
-        (["engine.module_norm=batch"], "only modules whose parameters are all those of convolutions can be grouped"),
+        (["--defer-weight-grads"], "execution is grouped, but it always defers the gradients of weights"),
+        (["engine.module_norm=batch"], "functions run together only if their modules have a method 'grouped', or no"),
         (["--asynchronous", "--workers", 2, "instance_size=4"], "execution"),
     ],
 )
@@ -171,7 +171,7 @@ def test_training_with_cuda_graphs_is_that_of_calls_and_is_resumed(data, alone, 
 
 def test_cuda_graphs_are_for_training_on_a_gpu(data, alone, tmp_path) -> None:
     given = ("--data", data, "--execution", "cuda_graph", "--device", "cpu")
-    message = "execution is cuda_graph, but CUDA graphs are for training on a GPU; expected calls"
+    message = "execution is cuda_graph, but CUDA graphs are for training on a GPU; expected calls or grouped"
     assert_one_error(iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", *given), message)
     assert_one_error(iep_eval("--ee", alone, "--out", tmp_path / "eval", *given), message)
 

@@ -262,11 +262,11 @@ def test_image_rows_may_be_of_any_whole_type():
 
 
 def maps_alive():
-    """Return the tensors of maps of 3 channels on a grid of 3 x 4, in any order and as rows of numbers."""
+    """Return the ids of tensors of maps of 3 channels on a grid of 3 x 4, in any order and as rows of numbers."""
     gc.collect()
     shapes = {(3, 3, 4), (3, 4, 3), (36,)}
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return [each.shape for each in alive if tuple(each.shape[1:]) in shapes]
+    return {id(each) for each in alive if tuple(each.shape[1:]) in shapes}
 
 
 @pytest.fixture
@@ -292,13 +292,31 @@ def test_steps_leave_nothing_behind_that_only_the_collector_of_cycles_would_free
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kept(execution, is_frozen):
-    engine = small_engine(torch.float32)
+    engine, before = small_engine(torch.float32), maps_alive()
     engine.stem.requires_grad_(not is_frozen)
     plan = engine.plan(PROGRAMS_BL, execution=execution)
     loss = engine(torch.randn(4, 5, 3, 4), plan).sum()
     loss.backward()
-    assert not maps_alive()
+    assert maps_alive() <= before
     assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("part", ["relate[left]", "count", "filter_color[red].conv1"])
+def test_hooks_run_for_the_rows_of_their_own_function(part, execution):
+    engine, seen = small_engine(torch.float32), []
+
+    def double(module, arguments, result):
+        seen.append(len(result))
+        return 2 * result
+
+    engine.get_submodule(part).register_forward_hook(double)
+    features_BCHW = features(len(PROGRAMS_BL), torch.float32)
+    expected_BA = engine.reference(features_BCHW, PROGRAMS_BL)
+    rows = sum(seen)
+    found_BA = engine(features_BCHW, engine.plan(PROGRAMS_BL, execution=execution))
+    torch.testing.assert_close(found_BA, expected_BA)
+    assert sum(seen) == 2 * rows > 0
 
 
 def test_weights_begin_kaiming_normal():
@@ -310,6 +328,11 @@ def test_weights_begin_kaiming_normal():
 
 
 # Errors
+
+
+def test_a_plan_for_an_unknown_execution_is_an_error():
+    with pytest.raises(ValueError, match="execution is 'group', expected one of calls, grouped"):
+        small_engine().plan(PROGRAMS_BL, execution="group")
 
 
 PIXELS = {"stem": "pixels", "feature_dim": 192}

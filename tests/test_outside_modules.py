@@ -1,6 +1,8 @@
 """Sets of modules of another package: the example of docs/add_a_module.md, trained and evaluated, and errors."""
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from tiny_data import assert_one_error, tiny
 from train_cases import iep_train
 
 from iep.cli.evaluate import main as evaluate
+from iep.errors import InputError
 from iep.execution_engine.roles import MAP, Role, tree_run
+from iep.models.build import set_execution
 from iep.programs import arity
 from iep.vocab import index_tokens
 
@@ -78,6 +82,95 @@ def test_functions_that_differ_in_more_than_weights_are_not_of_one_family(tmp_pa
     engine, features_NCHW = small_engine(modules="shifted:ShiftedModules"), features(len(PROGRAMS_BL))
     found = engine(features_NCHW, engine.plan(PROGRAMS_BL, execution="grouped"))
     torch.testing.assert_close(found, engine.reference(features_NCHW, PROGRAMS_BL))
+
+
+ODD = """
+from gated import GatedModules, arity
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Scaled(nn.Module):
+    def __init__(self, dim, token):
+        super().__init__()
+        self.conv = nn.Conv2d(arity(token) * dim, dim, 3, padding="same")
+        self._scale = len(token)
+
+    def forward(self, *maps):
+        return self._scale * self.conv(torch.cat(maps, 1)).tanh()
+
+class ReadsItsBias(Scaled):
+    def forward(self, *maps):
+        return super().forward(*maps) + self.conv.bias.sum()
+
+class Normalized(Scaled):
+    def forward(self, *maps):
+        weight = self.conv.weight / self.conv.weight.norm()
+        return functional.conv2d(torch.cat(maps, 1), weight, self.conv.bias, padding=1)
+
+class MixesRows(Scaled):
+    def forward(self, *maps):
+        found = super().forward(*maps)
+        return found - found.mean(0)
+
+class WithNorm(Scaled):
+    def __init__(self, dim, token):
+        super().__init__(dim, token)
+        self.norm = nn.BatchNorm2d(dim)
+
+class Fails(Scaled):
+    def forward(self, *maps):
+        raise KeyError(17)
+
+def set_of(kind):
+    return type(kind.__name__ + "Modules", (GatedModules,), {"make": lambda self, token: kind(self.dim, token)})
+
+ScaledModules, ReadsItsBiasModules, NormalizedModules, MixesRowsModules, WithNormModules, FailsModules = (
+    set_of(kind) for kind in (Scaled, ReadsItsBias, Normalized, MixesRows, WithNorm, Fails)
+)
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+
+
+@pytest.mark.parametrize("modules", ["odd:ScaledModules", "gated:GatedModules"])
+def test_functions_that_differ_in_weights_and_attributes_pass_the_trial_and_are_exact(odd, modules):
+    engine, features_NCHW = small_engine(modules=modules), features(len(PROGRAMS_BL))
+    set_execution(engine, "grouped", torch.device("cpu"))
+    found = engine(features_NCHW, engine.plan(PROGRAMS_BL))
+    torch.testing.assert_close(found, engine.reference(features_NCHW, PROGRAMS_BL))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ReadsItsBias", "the result of .* differs if functions run together; expected calls"),
+        ("Normalized", "cannot run together .ValueError: a module convolves other than by calling one of its"),
+        ("MixesRows", "the result of .* differs if functions run together"),
+        ("WithNorm", "functions run together only if"),
+    ],
+)
+def test_functions_that_compute_something_else_together_are_not_grouped(odd, name, message):
+    engine, state = small_engine(modules=f"odd:{name}Modules"), torch.get_rng_state()
+    before = [each.clone() for each in engine.parameters()]
+    with pytest.raises(InputError, match=message):
+        set_execution(engine, "grouped", torch.device("cpu"))
+    assert engine.execution == "calls"
+    assert all(map(torch.equal, before, engine.parameters()))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_exception_of_a_module_ends_training_though_processes_load_data(odd, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    given = ("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), "workers=1")
+    command = [sys.executable, "-m", "iep.cli.train", *map(str, given), "--modules", "odd:FailsModules"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("KeyError: 17\n")
 
 
 def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():

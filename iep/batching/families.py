@@ -61,25 +61,38 @@ def family_module(family: Family, members: Sequence[nn.Module], layer: "type[Lay
 def groupable(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[Family, list[nn.Module]]]:
     """Return the families of a plan that can be grouped, by number, with the modules of their functions."""
     found = {op: (family, [modules[each] for each in family.ops]) for op, family in plan.families.items()}
-    return {op: (family, members) for op, (family, members) in found.items() if can_be_grouped(members[0])}
+    return {
+        op: (family, members)
+        for op, (family, members) in found.items()
+        if can_be_grouped(members[0]) and not any(map(_has_hooks, members[1:]))
+    }
 
 
 def can_be_grouped(module: nn.Module) -> bool:
-    """Return whether the family of a module has one callable, as `family_modules` says."""
-    return hasattr(module, "grouped") or has_only_convolutions(module)
+    """Return whether the family of a module has one callable, as `family_modules` says.
+
+    Modules with hooks are run by themselves: in a family, the hooks of one would run for the rows of all, and those of
+    the others not at all.
+    """
+    return (hasattr(module, "grouped") or has_only_convolutions(module)) and not _has_hooks(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(part, kind) for part in module.modules() for kind in kinds)
 
 
 def has_only_convolutions(module: nn.Module) -> bool:
     """Return whether all parameters are those of convolutions that keep the grid, and there are no buffers."""
     owners = [part for part in module.modules() if [*part.parameters(recurse=False), *part.buffers(recurse=False)]]
-    return bool(owners) and all(isinstance(part, nn.Conv2d) and _keeps_grid(part) for part in owners)
+    return bool(owners) and all(type(part) is nn.Conv2d and _keeps_grid(part) for part in owners)
 
 
 def _keeps_grid(conv: nn.Conv2d) -> bool:
     size, dilation = conv.kernel_size[0], conv.dilation[0]
     is_square = conv.kernel_size == (size, size) and conv.dilation == (dilation, dilation) and size % 2 == 1
     is_plain = (conv.stride, conv.groups, conv.padding_mode) == ((1, 1), 1, "zeros") and conv.bias is not None
-    return is_square and is_plain and conv.padding == (size // 2 * dilation,) * 2
+    return is_square and is_plain and conv.padding in ("same", (size // 2 * dilation,) * 2)
 
 
 class FamilyModule:
@@ -102,9 +115,9 @@ class FamilyModule:
         with _FamilyConvolutions(self, functions):
             return self.template(*arguments)
 
-    def conv_of(self, weight: Tensor) -> nn.Conv2d:
-        """Return the convolution of the template that has a weight."""
-        return self._convs[id(weight)][0]
+    def conv_of(self, weight: Tensor) -> nn.Conv2d | None:
+        """Return the convolution of the template that has a weight, or None."""
+        return self._convs.get(id(weight), (None,))[0]
 
     def layer_of(self, weight: Tensor, dtype: torch.dtype) -> "tuple[Layer, tuple[Tensor, ...]]":
         """Return the layer of a convolution of the template, given its weight, and the layer's stacked parameters."""
@@ -128,8 +141,8 @@ class _FamilyConvolutions(TorchFunctionMode):
         if func is not functional.conv2d:
             return func(*args, **(kwargs or {}))
         conv = self.family.conv_of(args[1])
-        if kwargs or args[2:] != (conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups):
-            raise ValueError("a family's module uses the weight of a convolution other than by calling it")
+        if conv is None or kwargs or args[2:] != (conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups):
+            raise ValueError("a module convolves other than by calling one of its `nn.Conv2d`")
         x_GIHW, device = args[0], args[0].device.type
         if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
             x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))

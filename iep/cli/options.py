@@ -135,9 +135,10 @@ execution_options = all_of(
     click.option(
         "--execution",
         type=click.Choice(("auto", *EXECUTIONS)),
-        help="What a module call runs: one function (calls), or all functions of one architecture that are ready "
-        "(grouped, or with Triton's kernels, triton). cuda_graph: the calls of triton, started at once by CUDA graphs, "
-        f"for training. auto: grouped on a GPU where it is possible, otherwise calls.  [default: {Config.execution}]",
+        help="How module calls run. calls: one function in each call. grouped: all functions of one architecture that "
+        "are ready in one call. triton: like grouped, with Triton kernels, on a GPU. cuda_graph: like triton, as CUDA "
+        "graphs, for training on a GPU. auto: grouped on a GPU and for modules that share weights, where possible; "
+        f"otherwise calls.  [default: {Config.execution}]",
     ),
     click.option(
         "--precision",

@@ -7,9 +7,11 @@ buffer's number through the pipe. The buffers are reused, because the first writ
 times as long as reading its content.
 """
 
+import atexit
 import copyreg
 import io
 import mmap
+import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -212,6 +214,18 @@ def _leave_signals_to_parent(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Kill the workers of loaders that the traceback of an uncaught exception has kept alive.
+
+    `multiprocessing` would send them SIGTERM, which they ignore, and wait for them.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise an error for each of them
+    for each in multiprocessing.active_children():
+        if each.daemon:
+            each.kill()
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

@@ -224,6 +224,10 @@ def _check_models(settings: Evaluation) -> None:
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth needs an execution engine: give --ee CKPT")
     check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
+    of_engines = ("batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
+    for name in of_engines if settings.ee is None else ():
+        if getattr(settings, name) != getattr(Evaluation, name):
+            raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines, and there is none")
 
 
 def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:

@@ -21,6 +21,7 @@ from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
     DEFAULT_SCHEDULER,
+    EXECUTIONS,
     INITIALIZATIONS,
     check_choice,
     make_module_set,
@@ -111,7 +112,7 @@ class ExecutionEngine(nn.Module):
     ):
         super().__init__()
         check_choice("initialization", initialization, INITIALIZATIONS)
-        self.program_tokens = tuple(program_tokens)
+        self.program_tokens, self.module_dim = tuple(program_tokens), module_dim
         self.module_set = make_module_set(
             modules, dim=module_dim, residual=module_residual, norm=module_norm, scene=scene, **module_settings
         )
@@ -225,10 +226,12 @@ class ExecutionEngine(nn.Module):
                 plans are for `triton` instead.
 
         Raises:
-            ValueError: `attentions` is set, and the modules return none that the penalty counts; or a CUDA graph is
-                asked for without a template, or with another scheduler than the default, which it does not use.
+            ValueError: there is no such execution; `attentions` is set, and the modules return none that the penalty
+                counts; or a CUDA graph is asked for without a template, or with another scheduler than the default,
+                which it does not use.
         """
         execution, template = execution or self.execution, None
+        check_choice("execution", execution, EXECUTIONS)
         if execution == "cuda_graph" and not training:
             execution = "triton"
         elif execution == "cuda_graph":
@@ -298,10 +301,12 @@ class ExecutionEngine(nn.Module):
         if placement is not None:
             features_NCHW = features_NCHW.to(placement.device(STEM))
         with _autocast_like(device, () if placement is None else map(torch.device, placement.devices)):
-            maps_BCHW, attention = self._execute(plan, self.stem(features_NCHW), defer_weight_grads)
+            maps_BCHW, attention = self.run_modules(plan, self.stem(features_NCHW), defer_weight_grads)
             return self.classifier(maps_BCHW).to(device), attention.to(device)
 
-    def _execute(self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_modules(
+        self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
         device, by_kernels = stems_NCHW.device.type, plan.execution in ("triton", "cuda_graph")
         if by_kernels and torch.is_autocast_enabled(device) and stems_NCHW.dtype == torch.float32:
@@ -340,9 +345,10 @@ class ExecutionEngine(nn.Module):
 
 
 def _architecture(module: nn.Module) -> tuple:
-    """Return the classes and public attributes of a module and its parts, in which functions of a family are equal."""
+    """Return the classes and attributes of a module and its parts, in which functions of a family are equal."""
+    every = vars(nn.Module()).keys() - {"training"}
     return tuple(
-        (name, type(part), *(f"{key}={value!r}" for key, value in vars(part).items() if key[0] != "_"))
+        (name, type(part), *(f"{key}={value!r}" for key, value in vars(part).items() if key not in every))
         for name, part in module.named_modules()
     )
 

@@ -27,6 +27,7 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.family_trial import difference_of_families
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
@@ -282,7 +283,8 @@ def set_execution(
 ) -> None:
     """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
 
-    The execution `auto` is grouped on a GPU, and for modules that share their weights; otherwise it is by calls.
+    The execution `auto` is grouped on a GPU, and for modules that share their weights, where this works; otherwise it
+    is by calls.
 
     Args:
         defer: the weight gradients of calls are deferred.
@@ -291,29 +293,38 @@ def set_execution(
     Raises:
         InputError: the execution would have no effect, or does not work, for this engine.
     """
-    refusal = None
-    if engine.placement is not None:
-        refusal = "the engine is placed on several devices"
-    elif defer:
-        refusal = "defer_weight_grads is a setting of calls, which grouped execution always does"
-    elif execution == "cuda_graph" and not (training and device.type == "cuda"):
-        refusal = "CUDA graphs are for training on a GPU"
-    elif execution == "cuda_graph" and not engine.can_be_captured:
-        refusal = "CUDA graphs are for modules of the set iep without norm"
-    elif execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        refusal = f"Triton's kernels run on a GPU, not on {device}"
-    elif execution == "triton" and engine.shared is not None:
-        refusal = "Triton's kernels are for modules with weights of their own"
-    elif not engine.can_be_grouped:
-        refusal = (
-            "only modules whose parameters are all those of convolutions can be grouped, or with a method 'grouped'"
-        )
+    wanted = execution
     if execution == "auto":
-        is_faster = device.type == "cuda" or engine.shared is not None
-        execution = "grouped" if is_faster and refusal is None else DEFAULT_EXECUTION
-    elif execution != DEFAULT_EXECUTION and refusal is not None:
-        raise InputError(f"execution is {execution}, but {refusal}; expected {DEFAULT_EXECUTION}")
-    engine.execution = execution
+        wanted = "grouped" if device.type == "cuda" or engine.shared is not None else DEFAULT_EXECUTION
+    refusal = None if wanted == DEFAULT_EXECUTION else _refusal(engine, wanted, device, defer, training)
+    if refusal is not None and execution != "auto":
+        raise InputError(f"execution is {execution}, but {refusal}")
+    engine.execution = wanted if refusal is None else DEFAULT_EXECUTION
+
+
+def _refusal(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool, training: bool) -> str | None:
+    """Return why an execution other than calls has no effect or does not work, and what is expected, or None."""
+    if engine.placement is not None:
+        return "the engine is placed on several devices; expected calls"
+    if defer:
+        return "it always defers the gradients of weights, so that asking for this has no effect; leave it out"
+    if execution == "cuda_graph" and not (training and device.type == "cuda"):
+        return "CUDA graphs are for training on a GPU; expected calls or grouped"
+    if execution == "cuda_graph" and not engine.can_be_captured:
+        return "CUDA graphs are for modules with conv_steps, those of the set iep without norm; expected another"
+    if execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton's kernels run on a GPU, not on {device}; expected calls or grouped"
+    if execution == "triton" and engine.shared is not None:
+        return "Triton's kernels are for modules with weights of their own; expected calls or grouped"
+    if not engine.can_be_grouped:
+        return (
+            "functions run together only if their modules have a method 'grouped', or no parameters but those of "
+            "convolutions with a bias that keep the size of the maps (module_norm adds others); expected calls"
+        )
+    if not type(engine.module_set).__module__.startswith("iep."):
+        found = difference_of_families(engine, "triton" if execution == "cuda_graph" else execution)
+        return None if found is None else f"{found}; expected calls"
+    return None
 
 
 def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, sharing: bool | None) -> None:

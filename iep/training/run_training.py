@@ -34,7 +34,7 @@ from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Split, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_SCHEDULER
+from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
@@ -370,6 +370,8 @@ def _describe(trainer: Trainer) -> str:
     held = sum(p.numel() for net in trainer.task.networks.values() for p in net.parameters())
     trained = sum(p.numel() for p in trainer.parameters)
     frozen = "" if trained == held else f", {trained:,} of them trained"
+    execution = getattr(trainer.task.networks.get("engine"), "execution", DEFAULT_EXECUTION)
+    how = "" if execution == DEFAULT_EXECUTION else f", execution {execution}"
     unit = "images" if config.model == "backbone" else "questions"
     splits = []
     for name, split in ((config.train_split, trainer.data.training), (config.val_split, trainer.data.validation)):
@@ -377,7 +379,7 @@ def _describe(trainer: Trainer) -> str:
             images = f"{len(set(split.questions.image_idxs.tolist())):,} images of {name}"
             splits.append(images if unit == "images" else f"{len(split.questions):,} questions about {images}")
     return (
-        f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}\n"
+        f"{trainer.out}: {config.model} on {trainer.device}, {held:,} parameters{frozen}{how}\n"
         f"{config.data}: {' and '.join(splits)}\n"
         f"iterations {trainer.step + 1:,} to {config.iterations:,}, {config.batch_size:,} {unit} each"
     )
