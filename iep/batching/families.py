@@ -232,12 +232,13 @@ class ProductLayer(Layer):
 
     @_precision_of_convolutions()
     def weight_gradients(self, kept: list[tuple[Tensor, Tensor, Functions]]) -> tuple[Tensor, Tensor]:
-        x, gradient, functions = zip(*kept, strict=True)
+        x, gradient, functions = (list(each) for each in zip(*kept, strict=True))
+        kept.clear()
         index_N = torch.cat([each.index for each in functions])
         ends_F = torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32)
         order_N = index_N.argsort(stable=True)
-        index_N, taps_NHWhwI = index_N[order_N], self._taps(torch.cat(x)[order_N])
-        gradient_NPO = torch.cat(gradient)[order_N].permute(0, 2, 3, 1).flatten(1, 2)
+        index_N, taps_NHWhwI = index_N[order_N], self._taps(_joined(x, order_N))
+        gradient_NPO = _joined(gradient, order_N).permute(0, 2, 3, 1).flatten(1, 2)
         positions, outputs = gradient_NPO.shape[1:]
         of_bias_FO = gradient_NPO.new_zeros(len(ends_F), outputs).index_add_(0, index_N, gradient_NPO.sum(1))
         position_ends_F = ends_F * positions
@@ -274,6 +275,13 @@ class ProductLayer(Layer):
             found = product(patches_GPK.reshape(-1, width), weight_FKO, ends_F)
             return found.view(rows, positions, -1)
         return patches_GPK @ weight_FKO[functions.index]
+
+
+def _joined(parts: list[Tensor], order_N: Tensor) -> Tensor:
+    """Concatenate parts, which are freed early, and return them in another order."""
+    joined = torch.cat(parts)
+    parts.clear()
+    return joined[order_N]
 
 
 def _maps(rows_GPO: Tensor, like: Tensor) -> Tensor:
