@@ -85,7 +85,7 @@ def test_functions_that_differ_in_more_than_weights_are_not_of_one_family(tmp_pa
 
 
 ODD = """
-from gated import GatedModules, arity
+from gated import AttentionModules, GatedModules, arity
 import torch
 from torch import nn
 from torch.nn import functional
@@ -125,6 +125,18 @@ class Fails(Scaled):
 def set_of(kind):
     return type(kind.__name__ + "Modules", (GatedModules,), {"make": lambda self, token: kind(self.dim, token)})
 
+class Attends(ReadsItsBias):
+    def __init__(self, dim, token):
+        super().__init__(dim, token)
+        self.conv, self._scale = nn.Conv2d(dim, 1, 1), 1
+
+    def forward(self, features, attention):
+        return attention * super().forward(features).sigmoid()
+
+class AttendsModules(AttentionModules):
+    def make(self, token):
+        return Attends(self.dim, token) if token.startswith(("filter", "relate")) else super().make(token)
+
 ScaledModules, ReadsItsBiasModules, NormalizedModules, MixesRowsModules, WithNormModules, FailsModules = (
     set_of(kind) for kind in (Scaled, ReadsItsBias, Normalized, MixesRows, WithNorm, Fails)
 )
@@ -150,6 +162,7 @@ def test_functions_that_differ_in_weights_and_attributes_pass_the_trial_and_are_
     [
         ("ReadsItsBias", "the result of .* differs if functions run together; expected calls"),
         ("Normalized", "cannot run together .ValueError: a module convolves other than by calling one of its"),
+        ("Attends", "the result of .* differs if functions run together"),
         ("MixesRows", "the result of .* differs if functions run together"),
         ("WithNorm", "functions run together only if"),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
+from iep.execution_engine.roles import result_kind
 from iep.programs import scene_index
 
 TOLERANCE = 0.02
@@ -31,8 +32,8 @@ def difference_of_families(engine: ExecutionEngine, execution: str) -> str | Non
     with torch.no_grad():
         for each in engine.parameters():
             each.normal_(std=(len(each) / each.numel()) ** 0.5 if each.dim() else 1, generator=generator)
-    scene, ops = scene_index(engine.program_tokens), [*engine.ops][:-2]
-    programs_BL = np.array([[op, scene, scene] for op in ops])
+    programs = _programs(engine)
+    programs_BL, ops = np.array([*programs.values()]), [*programs]
     shape = (len(ops), engine.module_dim, *engine.grid)
     stems_BCHW = torch.randn(shape, device=weight.device, dtype=weight.dtype, generator=generator)
 
@@ -56,3 +57,17 @@ def difference_of_families(engine: ExecutionEngine, execution: str) -> str | Non
             what = f"the result of {name}" if name in engine.ops.values() else f"the gradient of {name}"
             return f"{what} differs if functions run together"
     return None
+
+
+def _programs(engine: ExecutionEngine) -> dict[int, list[int]]:
+    """Return by op a program with each function whose value the classifier can read, directly or through others."""
+    scene = scene_index(engine.program_tokens)
+    roles = {op: role for op, role in enumerate(engine.roles) if role is not None}
+    readers: dict[int, list[int]] = {result_kind(engine.roles[scene]): []}
+    for _ in roles:  # each round adds the functions whose results are of kinds that the last one has added
+        for op, role in roles.items():
+            if role.result in readers and role.arguments and role.arguments[0] not in readers:
+                readers[role.arguments[0]] = [*readers[role.result], op]
+    found = {op: [*readers[role.result], op] for op, role in roles.items() if role.result in readers}
+    length = 2 * max(map(len, found.values())) + 1  # arguments that are missing are the scene
+    return {op: program + [scene] * (length - len(program)) for op, program in found.items()}
