@@ -5,9 +5,11 @@
 #   scripts/gpu.sh [OUT] [PART]...        (OUT: runs/gpu; PART: all of them, in this order)
 #
 # The parts are tests, float32, bfloat16, experts, profile, data, train, processes and report. Each takes less than ten
-# minutes. A part whose output is in OUT is skipped, training is resumed, and after a part that fails the others run.
+# minutes. A part whose output is in OUT is skipped, training is resumed, and the other parts run even if one fails.
 # QUICK=1 makes everything tiny, for a trial without a GPU.
 set -euo pipefail
+trap 'exit 130' INT # the commands themselves end with an error that would be that of a part
+trap 'exit 143' TERM
 cd "$(dirname "$0")/.."
 case ${1-} in
 -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;;
@@ -16,7 +18,7 @@ ALL="tests float32 bfloat16 experts profile data train processes report"
 OUT=${1:-runs/gpu}
 shift || true
 if [[ " $ALL " == *" $OUT "* ]]; then
-    echo "$OUT: the name of a part, expected OUT first" >&2
+    echo "$OUT is the name of a part; OUT comes first" >&2
     exit 2
 fi
 for part in "$@"; do
@@ -68,7 +70,7 @@ run() {
     train)
         timeout --signal TERM $SECONDS_OF_TRAINING python -m iep.cli.train --config "$CONFIG" --data "$OUT/data" \
             --out "$OUT/run" --resume log_every=100 validate_every=500 >"$OUT/train.log" 2>&1 ||
-            tail -n 1 "$OUT/train.log" # the end of the time, or an error
+            [ $? = 124 ] || { tail -n 1 "$OUT/train.log" >&2 && return 1; } # 124: the end of the time
         cp "$OUT/run/metrics.jsonl" "$OUT/train.part"
         ;;
     processes)
@@ -89,13 +91,18 @@ report() { # one file of all parts, which goes to the dated measurements if ther
         echo "# $(date +%F): $(python -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")')"
         for part in tests float32 bfloat16 experts profile train processes; do
             printf '\n## %s\n\n```\n' "$part"
-            cat "$OUT/$part.txt" 2>/dev/null || cat "$OUT/$part.part" 2>/dev/null || echo "was not run"
+            if [ -e "$OUT/$part.txt" ]; then
+                cat "$OUT/$part.txt"
+            elif [ -e "$OUT/$part.part" ]; then
+                echo "failed; its output until then:" && cat "$OUT/$part.part"
+            else
+                echo "was not run"
+            fi
             echo '```'
         done
     } >"$OUT/report.part"
     if [ "$GPUS" = 0 ]; then file=$OUT/report.md; fi
-    cp "$OUT/report.part" "$file"
-    echo "Wrote $file"
+    cp "$OUT/report.part" "$file" && echo "Wrote $file"
 }
 
 failed=

@@ -69,10 +69,10 @@ def groupable(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, tuple[F
 
 
 def can_be_grouped(module: nn.Module) -> bool:
-    """Return whether the family of a module has one callable, as `family_modules` says.
+    """Return whether functions with modules like this one can run in one call.
 
-    Modules with hooks are run by themselves: in a family, the hooks of one would run for the rows of all, and those of
-    the others not at all.
+    Modules with hooks cannot: the hooks of the first module would run on the rows of all functions, and those of the
+    others would not run.
     """
     return (hasattr(module, "grouped") or has_only_convolutions(module)) and not _has_hooks(module)
 
@@ -140,9 +140,9 @@ class _FamilyConvolutions(TorchFunctionMode):
     ) -> Any:
         if func is not functional.conv2d:
             return func(*args, **(kwargs or {}))
-        conv = self.family.conv_of(args[1])
+        conv = self.family.conv_of(args[1]) if len(args) > 1 else None
         if conv is None or kwargs or args[2:] != (conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups):
-            raise ValueError("a module convolves other than by calling one of its `nn.Conv2d`")
+            raise ValueError("a module calls conv2d directly; grouped execution needs calls of its nn.Conv2d layers")
         x_GIHW, device = args[0], args[0].device.type
         if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
             x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
@@ -211,10 +211,10 @@ def _precision_of_convolutions() -> Iterator[None]:
 class ProductLayer(Layer):
     """Convolutions as products of patches and weights, in plain PyTorch."""
 
-    @cached_property
-    def _position_ends(self) -> dict[int, Tensor]:
-        """By number of positions, the end of those of each function in each call, (K, F) int32."""
-        return {}
+    def __init__(self, family: Family, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
+        super().__init__(family, convs, dtype)
+        self._position_ends: dict[int, Tensor] = {}
+        """For each number of positions P, the end of each function's rows times P, (K, F) int32."""
 
     @cached_property
     def bias_NO(self) -> Tensor:  # noqa: N802
@@ -278,7 +278,7 @@ class ProductLayer(Layer):
 
 
 def _joined(parts: list[Tensor], order_N: Tensor) -> Tensor:
-    """Concatenate parts, which are freed early, and return them in another order."""
+    """Concatenate the parts, empty the list to free them, and return the rows in the given order."""
     joined = torch.cat(parts)
     parts.clear()
     return joined[order_N]
@@ -324,7 +324,7 @@ class _Conv(Function):
         ctx.save_for_backward(x_GIHW)
         ctx.layer, ctx.functions = layer, functions
         ctx.set_materialize_grads(False)
-        return layer.conv(x_GIHW, functions)
+        return layer.conv(x_GIHW, functions).data  # not a view, so that modules may modify it in place
 
     @staticmethod
     @once_differentiable
@@ -332,6 +332,7 @@ class _Conv(Function):
         if gradient_GOHW is None:
             return None, None, None, None, None
         (x_GIHW,), layer, functions = ctx.saved_tensors, ctx.layer, ctx.functions
-        layer.kept.setdefault(torch._C._current_graph_task_id(), []).append((x_GIHW, gradient_GOHW, functions))
+        if ctx.needs_input_grad[1]:
+            layer.kept.setdefault(torch._C._current_graph_task_id(), []).append((x_GIHW, gradient_GOHW, functions))
         of_x = layer.input_gradient(gradient_GOHW, functions) if ctx.needs_input_grad[0] else None
         return of_x, None, None, None, None

@@ -97,8 +97,6 @@ class ConvChain:
         self._stacked: list[Tensor] = []
         self.made: list[Tensor] = []
         """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
-        self.rows: list[tuple[Tensor, ...]] = []
-        """In training, the numbers of the rows that each call reads, by argument."""
 
     def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
         """Write the results of a call into the buffers, and return the token of the next exchange."""
@@ -108,30 +106,20 @@ class ConvChain:
             self._stacked = [tensor for layer in self.layers for tensor in layer.stack()]
             if is_recorded:
                 self.made = [layer.empty(values, len(self._family.index)) for layer in self.layers[:-1]]
-        functions, rows = buffers.plan.functions(call), tuple([buffers.rows(each) for each in call.arguments])
-        if not is_recorded:
-            made = [layer.empty(values, call.size) for layer in self.layers[:-1]]
-            self.compute(values, rows, made, buffers.numbers, call, functions)
-            return token
-        self.rows.append(rows)
-        return _Chain.apply(token, self, buffers, values, call, functions, *self._stacked)
+        if is_recorded:
+            return _Chain.apply(token, self, buffers, values, call, *self._stacked)
+        self.compute(buffers, values, call, [layer.empty(values, call.size) for layer in self.layers[:-1]])
+        return token
 
-    def compute(
-        self,
-        stored: Tensor,
-        rows: Sequence[Tensor],
-        made: Sequence[Tensor],
-        numbers: Tensor,
-        call: Call,
-        functions: Functions,
-    ) -> None:
-        """Compute the results of a call from rows of the stored maps; `made` gets those of all steps but the last."""
-        values = [*(Maps(stored, each) for each in rows), *(Maps(each, numbers) for each in made)]
-        results = [*made, stored[call.results[0].rows]]
+    def compute(self, buffers: "Buffers", stored: Tensor, call: Call, made: Sequence[Tensor]) -> None:
+        """Compute the results of a call, and store them. Those of all steps but the last are written to `made`."""
+        values = [Maps(stored, buffers.rows(each)) for each in call.arguments]
+        values += [Maps(each, buffers.numbers) for each in made]
+        ends, results = buffers.plan.functions(call).ends, [*made, stored[call.results[0].rows]]
         for step, layer, result in zip(self.steps, self.layers, results, strict=True):
             read = tuple([values[number] for number in step.reads])
             residual = None if step.residual is None else values[step.residual]
-            how = (layer.weight_FTIO, layer.bias_FO, functions.ends, result, layer.dilation)
+            how = (layer.weight_FTIO, layer.bias_FO, ends, result, layer.dilation)
             triton_conv.conv(read, *how, residual, relu=True)
 
 
@@ -143,7 +131,10 @@ class _ChainLayer(KernelLayer):
         return values.new_empty(size, *values.shape[1:3], self.bias_FO.shape[1])
 
     def weight_gradients(self, kept: list) -> tuple[Tensor, Tensor]:
-        """Return the gradients, given that of the step before its ReLU, (N, H, W, O), and the `Maps` that it reads."""
+        """Return the gradients.
+
+        `kept` is the gradient before the ReLU, (N, H, W, O), followed by the `Maps` that the step reads.
+        """
         gradient, *read = kept
         how = (Maps(gradient, self.family.order), self.family.total_ends, self.size**2, self.dilation)
         found = [triton_conv.weight_gradient(x, *how) for x in read]
@@ -161,17 +152,15 @@ class _Chain(Function):
         buffers: "Buffers",
         values: Tensor,
         call: Call,
-        functions: Functions,
         *_: Tensor,
     ) -> Tensor:
-        # Autograd frees what is saved, and the chain, which has the results of all calls, is not kept. `.data` does not
-        # share a version counter, which the writes of later calls increase.
+        # Autograd frees saved tensors after the backward pass. The chain is not kept, because it refers to the results
+        # of all calls. `.data` does not share a version counter, which the writes of later calls increase.
         ctx.save_for_backward(values.data, *(each.data for each in chain.made))
-        ctx.steps, ctx.layers, ctx.rows = chain.steps, chain.layers, chain.rows
-        ctx.buffers, ctx.call, ctx.functions, ctx.numbers = buffers, call, functions, buffers.numbers
+        ctx.steps, ctx.layers, ctx.buffers, ctx.call = chain.steps, chain.layers, buffers, call
         ctx.set_materialize_grads(False)
-        made = [each[functions.first : functions.first + call.size] for each in chain.made]
-        chain.compute(values, chain.rows[-1], made, ctx.numbers, call, functions)
+        _, first = call.in_family
+        chain.compute(buffers, values, call, [each[first : first + call.size] for each in chain.made])
         return token.new_empty(0)
 
     @staticmethod
@@ -181,10 +170,14 @@ class _Chain(Function):
         of_result = buffers.gradient(call.results[0])
         if of_result is not None:
             values, *made = ctx.saved_tensors
-            first, end = ctx.functions.first, ctx.functions.first + call.size
-            if number not in ctx.layers[0].kept:
-                _Chain._begin(ctx, number, values, made)
-            gradients = [layer.kept[number][0][first:end] for layer in ctx.layers]
+            _, first = call.in_family
+            end = first + call.size
+            if not any(ctx.needs_input_grad[5:]):  # no weight is trained
+                gradients = [layer.empty(values, call.size) for layer in ctx.layers]
+            else:
+                if number not in ctx.layers[0].kept:
+                    _Chain._begin(ctx, number, values, made)
+                gradients = [layer.kept[number][0][first:end] for layer in ctx.layers]
             threshold = torch.ops.aten.threshold_backward.grad_input
             result = values[call.results[0].rows]
             threshold(of_result.permute(0, 2, 3, 1), result, 0, grad_input=gradients[-1])
@@ -197,9 +190,10 @@ class _Chain(Function):
 
     @staticmethod
     def _begin(ctx: Any, number: int, values: Tensor, made: Sequence[Tensor]) -> None:
-        """Keep memory for the gradients of all calls in a backward pass, and what the steps read."""
-        order_N, end = ctx.layers[0].family.order, ctx.functions.first + ctx.call.size
-        read = [Maps(values, torch.cat(rows)[order_N]) for rows in zip(*ctx.rows, strict=True)]
+        """Allocate the gradients of all calls for a backward pass, and keep the inputs of the steps."""
+        buffers, order_N, end = ctx.buffers, ctx.layers[0].family.order, ctx.call.in_family[1] + ctx.call.size
+        calls = [each.arguments for each in buffers.plan.calls if each.op == ctx.call.op]
+        read = [Maps(values, torch.cat([*map(buffers.rows, each)])[order_N]) for each in zip(*calls, strict=True)]
         read += [Maps(each, order_N) for each in made]
         for step, layer in zip(ctx.steps, ctx.layers, strict=True):
             gradient = layer.empty(values, len(order_N))
@@ -210,11 +204,12 @@ class _Chain(Function):
     def _of_arguments(ctx: Any, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Fill `gradients`, of which the last is known, and return the gradients of the arguments, (G, H, W, C)."""
         given, found = len(ctx.call.arguments), []
+        numbers, ends = ctx.buffers.numbers, ctx.buffers.plan.functions(ctx.call).ends
         added = {step.residual: gradient for step, gradient in zip(ctx.steps, gradients, strict=True)}
         for step, layer, gradient in reversed([*zip(ctx.steps, ctx.layers, gradients, strict=True)]):
             read = step.reads[0]
-            residual = Maps(added[read], ctx.numbers) if read in added else None
-            how = ((Maps(gradient, ctx.numbers),), layer.flipped, None, ctx.functions.ends)
+            residual = Maps(added[read], numbers) if read in added else None
+            how = ((Maps(gradient, numbers),), layer.flipped, None, ends)
             if read >= given:
                 triton_conv.conv(*how, gradients[read - given], layer.dilation, residual, mask_GHWO=made[read - given])
             else:

@@ -99,9 +99,9 @@ class Functions(NamedTuple):
     ends: torch.Tensor
     """The end of the rows of each of these functions, (F,) int32."""
     call: int
-    """The number of earlier calls of the family."""
+    """The index of the call among the family's calls."""
     first: int
-    """The number of rows of these."""
+    """The index of its first row among the rows of all these calls."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -218,9 +218,10 @@ def _leave_signals_to_parent(worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """Kill the workers of loaders that the traceback of an uncaught exception has kept alive.
+    """Kill daemonic child processes, such as workers, at exit.
 
-    `multiprocessing` would send them SIGTERM, which they ignore, and wait for them.
+    The traceback of an uncaught exception keeps a loader alive, so that it does not end its workers. `multiprocessing`
+    would send them SIGTERM, which they ignore, and wait for them.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise an error for each of them
     for each in multiprocessing.active_children():

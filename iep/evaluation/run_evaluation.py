@@ -227,7 +227,7 @@ def _check_models(settings: Evaluation) -> None:
     of_engines = ("batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
     for name in of_engines if settings.ee is None else ():
         if getattr(settings, name) != getattr(Evaluation, name):
-            raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines, and there is none")
+            raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
 
 
 def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:

@@ -174,7 +174,8 @@ class ExecutionEngine(nn.Module):
     def can_be_captured(self) -> bool:
         """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""
         modules = [getattr(self, token) for token in self._runs.values()]
-        return is_of_maps(self.roles) and all(getattr(each, "conv_steps", None) is not None for each in modules)
+        are_chains = all(getattr(each, "conv_steps", None) is not None and can_be_grouped(each) for each in modules)
+        return is_of_maps(self.roles) and are_chains
 
     def set_template(self, template: Template) -> None:
         """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""

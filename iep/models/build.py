@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from tqdm import tqdm
 
 from iep.backbone.network import SceneNetwork
 from iep.baselines.networks import CNNLSTMBaseline, LSTMBaseline, StackedAttentionBaseline
@@ -27,10 +28,11 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.family_trial import difference_of_families
+from iep.execution_engine.grouping_check import check_grouping
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
+from iep.runtime.distributed import is_main
 from iep.vocab import Vocab, count_new_words
 
 BASELINES: dict[str, type[nn.Module]] = {
@@ -283,8 +285,8 @@ def set_execution(
 ) -> None:
     """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
 
-    The execution `auto` is grouped on a GPU, and for modules that share their weights, where this works; otherwise it
-    is by calls.
+    The execution `auto` is grouped on a GPU, and for modules that share their weights on any device. Where this is not
+    possible, a line says why, and it is by calls, as in all other cases.
 
     Args:
         defer: the weight gradients of calls are deferred.
@@ -296,22 +298,27 @@ def set_execution(
     wanted = execution
     if execution == "auto":
         wanted = "grouped" if device.type == "cuda" or engine.shared is not None else DEFAULT_EXECUTION
-    refusal = None if wanted == DEFAULT_EXECUTION else _refusal(engine, wanted, device, defer, training)
-    if refusal is not None and execution != "auto":
-        raise InputError(f"execution is {execution}, but {refusal}")
-    engine.execution = wanted if refusal is None else DEFAULT_EXECUTION
+    problem = None if wanted == DEFAULT_EXECUTION else _problem(engine, wanted, device, defer, training)
+    if problem is not None and execution != "auto":
+        raise InputError(f"execution is {execution}, but {problem}")
+    if problem is not None and is_main():
+        tqdm.write(f"execution is {DEFAULT_EXECUTION}, because {problem.partition(';')[0]}")
+    engine.execution = wanted if problem is None else DEFAULT_EXECUTION
 
 
-def _refusal(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool, training: bool) -> str | None:
-    """Return why an execution other than calls has no effect or does not work, and what is expected, or None."""
+def _problem(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool, training: bool) -> str | None:
+    """Return why an execution other than calls does not work, or has no effect, and what is expected, or None."""
     if engine.placement is not None:
         return "the engine is placed on several devices; expected calls"
     if defer:
-        return "it always defers the gradients of weights, so that asking for this has no effect; leave it out"
+        return "it always defers the gradients of weights; remove defer_weight_grads"
     if execution == "cuda_graph" and not (training and device.type == "cuda"):
         return "CUDA graphs are for training on a GPU; expected calls or grouped"
     if execution == "cuda_graph" and not engine.can_be_captured:
-        return "CUDA graphs are for modules with conv_steps, those of the set iep without norm; expected another"
+        return (
+            "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm; expected calls, "
+            "grouped or triton"
+        )
     if execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton's kernels run on a GPU, not on {device}; expected calls or grouped"
     if execution == "triton" and engine.shared is not None:
@@ -322,8 +329,8 @@ def _refusal(engine: ExecutionEngine, execution: str, device: torch.device, defe
             "convolutions with a bias that keep the size of the maps (module_norm adds others); expected calls"
         )
     if not type(engine.module_set).__module__.startswith("iep."):
-        found = difference_of_families(engine, "triton" if execution == "cuda_graph" else execution)
-        return None if found is None else f"{found}; expected calls"
+        difference = check_grouping(engine, "triton" if execution == "cuda_graph" else execution)
+        return None if difference is None else f"{difference}; expected calls"
     return None
 
 
