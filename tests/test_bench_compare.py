@@ -16,7 +16,7 @@ ONCE = Effort(repeat=1, max_seconds=0)
 
 
 def competitor(name: str, *rounds: dict[str, float], log: list | None = None, **options: object) -> Competitor:
-    """One whose rounds take what they are said to take, after one that does not count."""
+    """Return a competitor whose rounds take the given times, after a warm-up round."""
     times = iter([dict.fromkeys(rounds[0], 99.0), *rounds])
 
     def measure() -> dict[str, float]:

@@ -149,7 +149,7 @@ def test_grouped_training_and_evaluation_is_that_of_calls(data, alone, execution
     ("given", "message"),
     [
         (PLACED, "execution is grouped, but the engine is placed on several devices; expected calls"),
-        (["--defer-weight-grads"], "execution is grouped, but it always defers the gradients of weights; remove"),
+        (["--defer-weight-grads"], "execution is grouped, but defer_weight_grads is for calls, and other"),
         (["engine.module_norm=batch"], "functions run together only if their modules have a method 'grouped', or no"),
         (["--asynchronous", "--workers", 2, "instance_size=4"], "execution"),
     ],

@@ -63,7 +63,7 @@ def workers_of_this_process() -> list[int]:
 
 
 def load_and_signal_workers(data: Path) -> int:
-    """How many questions come though the workers are told to stop once each has sent a batch."""
+    """Return the number of questions read, although workers receive signals after their first batch."""
     count = 0
     with handled():
         for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):

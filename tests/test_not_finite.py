@@ -168,7 +168,7 @@ def test_a_weight_that_is_not_finite_is_named(data, run, tmp_path: Path, flag, n
 
 
 def test_a_variance_below_0_is_named(data: Path, tmp_path: Path):
-    """Its root is no number: every answer would be none, whatever the questions."""
+    """Its square root is NaN, so that every answer would be NaN for any question."""
     file = engine_file(feature_dim=(CHANNELS, GRID, GRID), stem_batchnorm=True)
     file["execution_engine_state"]["stem.4.running_var"][1] = -0.5
     path = write(tmp_path / "old.pt", file)

@@ -20,7 +20,7 @@ def count_most_common(answers_N: np.ndarray, types_N: np.ndarray, num_types: int
         num_types: Q.
 
     Raises:
-        ValueError: there is no question, or the arrays have different lengths.
+        ValueError: there are no questions, or the arrays have different lengths.
     """
     answers_N, types_N = np.asarray(answers_N), np.asarray(types_N)
     if len(answers_N) == 0 or len(answers_N) != len(types_N):

@@ -163,7 +163,7 @@ class Layer:
         self.family, self.convs, self.dtype = family, convs, dtype
         self.size, self.dilation = convs[0].kernel_size[0], convs[0].dilation[0]
         self.kept: dict[int, list] = {}
-        """What each call has kept for the weight gradients, by backward pass."""
+        """By backward pass, what `weight_gradients` needs of the calls."""
 
     def stack(self) -> tuple[Tensor, ...]:
         """Stack the weights and biases, and return them with their graph.

@@ -125,7 +125,7 @@ def _find_kernel(call: Recorded, specs: Sequence[Spec], sample: Callable[[], lis
 def _empty(spec: Spec) -> Tensor:
     has_grad = spec.dtype.is_floating_point or spec.dtype.is_complex
     tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, requires_grad=has_grad)
-    return tensor.clone()  # autograd forbids changing a leaf in place; the user is told another reason
+    return tensor.clone()  # autograd forbids changing a leaf in place; the user would see another error
 
 
 def _has_statics(structure: Any) -> bool:

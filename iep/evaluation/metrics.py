@@ -48,7 +48,7 @@ def score(correct_N: np.ndarray, types_N: np.ndarray) -> Scores:
     """Return the share of correct results, overall and per type; questions of unknown type count only overall.
 
     Raises:
-        ValueError: there is no question, or the two arrays differ in length.
+        ValueError: there are no questions, or the two arrays differ in length.
     """
     correct_N, types_N = np.asarray(correct_N, dtype=bool), np.asarray(types_N)
     if len(correct_N) == 0 or len(correct_N) != len(types_N):

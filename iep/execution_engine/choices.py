@@ -33,7 +33,7 @@ EXECUTIONS = {
     "triton": "all functions of one architecture per call, by Triton kernels",
     "cuda_graph": "in training, the calls of triton for a whole minibatch as one CUDA graph",
 }
-"""What a call runs, and how."""
+"""The ways to run module calls, each with a description."""
 DEFAULT_EXECUTION = "calls"
 SCENES = ("module", "stem")
 NORMS = ("none", "batch", "example")

@@ -143,7 +143,7 @@ class ExecutionEngine(nn.Module):
         self.placement: Placement | None = None
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
-        """What all modules share; None for most sets."""
+        """The module that all functions share, such as the block of the set `vector`; None for most sets."""
         self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):

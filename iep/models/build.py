@@ -302,7 +302,7 @@ def set_execution(
     if problem is not None and execution != "auto":
         raise InputError(f"execution is {execution}, but {problem}")
     if problem is not None and is_main():
-        tqdm.write(f"execution is {DEFAULT_EXECUTION}, because {problem.partition(';')[0]}")
+        tqdm.write(f"execution is {DEFAULT_EXECUTION}, because {problem.rpartition(';')[0]}")
     engine.execution = wanted if problem is None else DEFAULT_EXECUTION
 
 
@@ -311,7 +311,7 @@ def _problem(engine: ExecutionEngine, execution: str, device: torch.device, defe
     if engine.placement is not None:
         return "the engine is placed on several devices; expected calls"
     if defer:
-        return "it always defers the gradients of weights; remove defer_weight_grads"
+        return "defer_weight_grads is for calls, and other executions always defer; remove it"
     if execution == "cuda_graph" and not (training and device.type == "cuda"):
         return "CUDA graphs are for training on a GPU; expected calls or grouped"
     if execution == "cuda_graph" and not engine.can_be_captured:

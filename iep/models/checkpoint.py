@@ -85,7 +85,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint, with tensors on the CPU.
 
-    A run directory stands for its best checkpoint, or else its newest. A checkpoint of the original toolkit is
+    For a run directory, this is its best checkpoint, or otherwise its newest. A checkpoint of the original toolkit is
     converted by `iep.models.original.from_original`. A `.safetensors` file holds the networks alone.
 
     Args:

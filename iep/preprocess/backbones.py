@@ -89,7 +89,7 @@ class Scenes:
     refine: int = 1
 
     def recipe(self) -> Recipe:
-        """Return the recipe, in which a digest stands for the weights.
+        """Return the recipe, with a digest in place of the weights.
 
         Raises:
             InputError: there is no such file.
