@@ -15,11 +15,16 @@ from PIL import Image
 from tiny_data import assert_one_error
 
 gradio_client = pytest.importorskip("gradio_client")
+httpx = pytest.importorskip("httpx")
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """The address of a page with the networks of the demo, in a process of its own that a signal ends at last."""
+def address(tmp_path_factory) -> Iterator[str]:
+    """The address of a page with the networks of the demo, in a process of its own that a signal ends at last.
+
+    No test may cause a traceback in the terminal, and no file may be left in the temporary directory.
+    """
+    temporary = tmp_path_factory.mktemp("temporary")
     command = [
         sys.executable,
         "-m",
@@ -30,12 +35,15 @@ def address() -> Iterator[str]:
         "--port",
         str(20_000 + os.getpid() % 9999),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}
+    )
     yield process.stdout.readline().split()[0]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors, errors
+    assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,38 @@ def test_bad_input_is_told_on_the_page(client, function, text, message):
 def test_a_missing_image_is_reported_in_the_words_of_the_page(client, function, text):
     with pytest.raises(gradio_client.exceptions.AppError, match="There is no image: choose or generate one"):
         client.predict(None, text, api_name=function)
+
+
+def test_a_text_named_as_an_image_is_told_on_the_page(client, tmp_path: Path):
+    (tmp_path / "text.png").write_text("not an image")
+    with pytest.raises(gradio_client.exceptions.AppError, match=r"text\.png: not an image"):
+        client.predict(gradio_client.handle_file(tmp_path / "text.png"), "Is there a sphere?", api_name="/ask")
+
+
+def called(address: str, function: str, *data: object) -> str:
+    """The last event of a function that is called without Gradio's client, which uploads files and names their type."""
+    api = f"{address}gradio_api"
+    event = httpx.post(f"{api}/call/{function}", json={"data": data}, timeout=60).json()["event_id"]
+    return httpx.get(f"{api}/call/{function}/{event}", timeout=60).text.split("event: ")[-1]
+
+
+@pytest.mark.parametrize(("function", "text"), [("ask", "Is there a sphere?"), ("run", "count scene")])
+def test_a_request_reads_images_of_the_page_and_no_other_files(address, function, text):
+    for source, value in (("generate", 3), ("load_example", 0)):
+        own = re.search('"path": ?"(.*?)"', called(address, source, value))[1]
+        assert called(address, function, {"path": own}, text).startswith("complete")
+    for path in (IMAGE, Path(own).parent / os.path.relpath(IMAGE, Path(own).parent)):
+        assert "This page has no such image" in called(address, function, {"path": str(path)}, text)
+
+
+@pytest.mark.parametrize(("host", "status"), [("localhost", 200), ("example.org", 400), ("0.0.0.0", 400)])
+def test_requests_to_other_host_names_fail(address, host, status):
+    assert httpx.get(f"{address}config", headers={"Host": f"{host}:7860"}).status_code == status
+
+
+@pytest.mark.parametrize(("size", "status"), [(20 * 2**20, 200), (20 * 2**20 + 1, 413)])
+def test_an_upload_has_20_mib_at_most(address, size, status):
+    assert httpx.post(f"{address}gradio_api/upload", files={"files": bytes(size)}).status_code == status
 
 
 def test_every_generated_image_is_another_one(client):

@@ -20,6 +20,8 @@ import numpy as np
 from markupsafe import escape
 from matplotlib.colors import to_hex
 from PIL import Image
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from iep.asking.answers import Answer, Asker
 from iep.asking.loading import DEMO, Model
@@ -34,6 +36,10 @@ from iep.synth.renderer import render, visible_share
 from iep.synth.scenes import SceneRules, sample_scene
 
 HOST = "127.0.0.1"
+ALLOWED_HOSTS = HOST, "localhost"
+"""Host names that requests may give. Without this check, a website whose name resolves to `HOST` could use the page."""
+MAX_FILE_SIZE = 20 * 2**20
+"""The largest upload, in bytes."""
 QUESTION = "How many red things are there?"
 SIZE = 480, 320
 """Width and height of generated images, in pixels."""
@@ -59,8 +65,9 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
 
     Args:
         image: the image that is shown first; None for a generated one.
-        directory: where generated images are written.
+        directory: Gradio's cache, which receives uploads and generated images. The page reads no image outside it.
     """
+    directory = directory.resolve()
 
     def generate(objects: int) -> str:
         """Draw a random scene, and return the file of its image."""
@@ -69,22 +76,27 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         Image.fromarray(pixels_HWC).save(directory / f"{number}.png")
         return str(directory / f"{number}.png")
 
-    def about(image: str | None) -> Asker:
-        if image is None:
+    def file_of(image: dict[str, Any] | None) -> Path:
+        if image is None or image["path"] is None:
             raise InputError("There is no image: choose or generate one.")
-        return model.about(image)
+        path = Path(image["path"]).resolve()
+        if not path.is_relative_to(directory):
+            raise InputError("This page has no such image: upload, choose or generate one.")
+        return path
 
-    def ask(image: str | None, question: str) -> tuple[Any, ...]:
+    def ask(image: dict[str, Any] | None, question: str) -> tuple[Any, ...]:
         """Answer a question about an image (a file) by a predicted program."""
         with _told():
-            asker = about(image)
-            return _shown(asker, asker.ask([question])[0], image)
+            path = file_of(image)
+            asker = model.about(path)
+            return _shown(asker, asker.ask([str(question or "")])[0], path)
 
-    def run(image: str | None, program: str) -> tuple[Any, ...]:
+    def run(image: dict[str, Any] | None, program: str) -> tuple[Any, ...]:
         """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
         with _told():
-            asker = about(image)
-            return _shown(asker, asker.run([program])[0], image)
+            path = file_of(image)
+            asker = model.about(path)
+            return _shown(asker, asker.run([str(program or "")])[0], path)
 
     with gr.Blocks(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
@@ -110,9 +122,13 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         results = [answers, tree, program, maps]
         shown.change(lambda: (None, "", "", ""), None, results, api_name=False)
         button.click(generate, objects, shown, api_name="generate")
-        one_by_one = {"concurrency_id": "model", "concurrency_limit": 1}  # maps are found by hooks on shared modules
-        question.submit(ask, [shown, question], results, api_name="ask", **one_by_one)
-        program.submit(run, [shown, program], results, api_name="run", **one_by_one)
+        how = {
+            "preprocess": False,  # Gradio would open any file that a request names
+            "concurrency_id": "model",
+            "concurrency_limit": 1,  # maps are found by hooks on shared modules
+        }
+        question.submit(ask, [shown, question], results, api_name="ask", **how)
+        program.submit(run, [shown, program], results, api_name="run", **how)
     return page
 
 
@@ -132,6 +148,7 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
         open_image(image)
     theme = gr.themes.Default(font=FONTS, font_mono=("monospace",))
     with tempfile.TemporaryDirectory() as directory:
+        os.environ["GRADIO_TEMP_DIR"] = directory
         page = make_page(model, image, Path(directory))
         how = {
             "prevent_thread_lock": True,
@@ -140,9 +157,11 @@ def serve(model: Model, image: Path | None, port: int, say: Callable[[str], None
             "css": CSS,
             "ssr_mode": False,
             "show_error": True,
+            "max_file_size": MAX_FILE_SIZE,
+            "app_kwargs": {"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=ALLOWED_HOSTS)]},
         }
         try:
-            _, address, _ = page.launch(server_name=HOST, server_port=port, allowed_paths=[directory], **how)
+            _, address, _ = page.launch(server_name=HOST, server_port=port, **how)
             say(f"{address} (Ctrl-C ends it)")
             page.block_thread()
         except OSError:
@@ -166,12 +185,12 @@ def _beside(image: Path) -> list[Path]:
     return paths[:MOST_EXAMPLES]
 
 
-def _shown(asker: Asker, answer: Answer, image: str) -> tuple[Any, ...]:
+def _shown(asker: Asker, answer: Answer, image: Path) -> tuple[Any, ...]:
     """Return the values of the page's results: probabilities, the program's tree, its tokens, and maps."""
     for word, near in answer.question.unknown if answer.question else ():
         gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
     engine = asker.predictor.engine
-    picture, maps = open_image(Path(image)), []
+    picture, maps = open_image(image), []
     picture.thumbnail(SIZE)
     for node, map_HW in unit_maps(engine, trace(engine, asker.features, answer.program)):
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
