@@ -148,6 +148,7 @@ def test_a_port_that_is_in_use_is_one_line(address):
     ("arguments", "message"),
     [
         (("--serve", "--question", "What?"), "--serve shows a page to ask in: --question does not apply"),
+        (("--serve", "--image", "missing.png", "--top", "1"), "--serve shows a page to ask in: --top does not apply"),
         (("--serve", "--pg", "runs/pg"), "no network answers: give --ee CKPT"),
         (("--port", "80", "--image", IMAGE), "--port is for --serve"),
     ],

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from iep.asking.answers import Answer, Asker
 
 
-PORT = 7860
+PORT, TOP = 7860, 3
 
 
 @click.command(cls=Command)
@@ -46,9 +46,7 @@ PORT = 7860
     help='Program to run instead of a predicted one, in prefix order: "count filter_color[red] scene". May be given '
     "several times, with as many questions or none.",
 )
-@click.option(
-    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of most likely answers to show."
-)
+@click.option("--top", type=click.IntRange(min=1), help=f"Number of most likely answers to show.  [default: {TOP}]")
 @decoding_options
 @click.option(
     "--draw",
@@ -74,7 +72,7 @@ def main(
     baseline: Path | None,
     questions: tuple[str, ...],
     programs: tuple[str, ...],
-    top: int,
+    top: int | None,
     draw: Path | None,
     saliency: str | None,
     serve: bool,
@@ -136,7 +134,7 @@ def main(
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
     saliency = saliency or DEFAULT_SALIENCY
-    printer = _Printer(asker, image, pictures, inputs, saliency, top, as_json, with_question=not is_echoed)
+    printer = _Printer(asker, image, pictures, inputs, saliency, top or TOP, as_json, with_question=not is_echoed)
     if programs or questions:
         for answer in asker.run(programs, questions) if programs else asker.ask(questions):
             printer.show(answer)
@@ -243,7 +241,7 @@ def _check_options(context: click.Context) -> None:
     """
     given = {name: value for name, value in context.params.items() if value not in (None, (), False)}
     if "serve" in given:
-        others = ("questions", "programs", "draw", "saliency", "as_json", "baseline")
+        others = ("questions", "programs", "top", "draw", "saliency", "as_json", "baseline")
         if wrong := [_flag(context, name) for name in others if name in given]:
             raise click.UsageError(f"--serve shows a page to ask in: {wrong[0]} does not apply")
         if "pg" in given and "ee" not in given:
