@@ -11,6 +11,7 @@ from iep.reward import clevr_reward, read_answer
         ("Yes", "yes"),
         ("yes, there is a red cube.", "yes"),
         ("<think>a <answer>red</answer> one?</think>\n<answer> Three </answer>", "3"),
+        ("<answer>red <answer>blue</answer> or green</answer>", "blue"),
         (r"So it is \boxed{\text{Cyan}}.", "cyan"),
         ("I see a cube and a ball.\nThe answer is: a ball", "sphere"),
         ("Answer: 007", "7"),
@@ -28,6 +29,14 @@ from iep.reward import clevr_reward, read_answer
 )
 def test_the_answer_of_a_response_is_read_in_clevrs_words(response: str, answer: str | None):
     assert read_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    "unit", ["<answer>", "</answer>", r"\boxed{", r"\text{", "answer is ", "answer ", "{", " ", "0"]
+)
+def test_the_answer_is_read_after_200_000_repetitions(unit: str):
+    """In quadratic time, a test would take many minutes."""
+    assert read_answer(200_000 * unit + "\nThe answer is 3") == "3"
 
 
 def test_the_reward_is_one_for_the_right_answer_however_either_is_marked():
