@@ -7,7 +7,6 @@ networks have the names of the sections of a config with their settings: `genera
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -184,20 +183,19 @@ def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any],
         count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
         if isinstance(count, int) and count > len(weights):
             raise InputError(f"{path}: {key} makes {count} layers of {what}, and there are {len(weights)} weights")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to `meta`
-        try:
-            with torch.device("meta"), _Unfilled():
-                network = build(name, kwargs)
-        except InputError as error:
-            raise InputError(f"{path}: {_short(error)}") from None
-        except Exception as error:  # arguments of a wrong type can fail in any way
-            raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
-        try:
-            network.load_state_dict(weights)  # compares names and shapes
-            network.to_empty(device="cpu").load_state_dict(weights)
-        except RuntimeError as error:
-            raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
+    try:
+        with torch.device("meta"), _Unfilled():
+            network = build(name, kwargs)
+    except InputError as error:
+        raise InputError(f"{path}: {_short(error)}") from None
+    except Exception as error:  # arguments of a wrong type can fail in any way
+        raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
+    try:
+        with torch.device("meta"):  # where PyTorch makes the counts of batch norms that old files lack
+            network.load_state_dict({key: value.to("meta") for key, value in weights.items()})  # names and shapes
+        network.to_empty(device="cpu").load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
         is_good, expected = value.isfinite(), "finite numbers"
         if is_good.all() and key.endswith(VARIANCES):
