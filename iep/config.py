@@ -306,6 +306,8 @@ class Evaluation:
     pg: Path | None = None
     ee: Path | None = None
     baseline: Path | None = None
+    modules: str | None = None
+    """The class of another package that the engine's set of modules is; None for a set of this package."""
     programs: str | None = None
     """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
     batching: str = Config.batching

@@ -156,22 +156,25 @@ def _become(
     command: str, arguments: list[str], setup: Callable[[], None] | None, cwd: Path, log: str, ready: Connection
 ) -> NoReturn:
     """Run the command in this process, which ends with it, without the seconds in which Python clears everything up."""
-    from iep.runtime.signals import quit_on_signals
+    from iep.runtime.signals import Stopped, handled
 
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(cwd)
-    quit_on_signals()
     if setup is not None:
         setup()
     main = importlib.import_module(f"iep.cli.{command}").main
-    ready.send(None)
     code: object = 1
     try:
-        main(arguments, prog_name=f"iep-{command}")
+        with handled():  # before the moments of signals are counted
+            ready.send(None)
+            main(arguments, prog_name=f"iep-{command}")
     except SystemExit as end:
         code = end.code
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        code = stop.exit_code
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

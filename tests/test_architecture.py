@@ -19,8 +19,8 @@ ORDER = (
     *("workloads", "bench", "cli"),
 )
 """The folders and loose files of `iep/`; each imports only itself and what stands before it."""
-WITH_CODE = {"iep", "iep.cli", "iep.dynamic"}
-"""Packages that are more than a docstring: the version, signals answered from the first moment, names to import."""
+WITH_CODE = {"iep", "iep.dynamic"}
+"""Packages that are more than a docstring: the version, and names to import."""
 NAMESAKES = {"__init__", "placement"}
 """Placement is one concept, in the core and in the engine."""
 
@@ -114,3 +114,53 @@ def test_the_networks_import_no_private_name_of_torch() -> None:
         if part(name) in ("programs", "program_generator", "execution_engine", "baselines", "models"):
             names = [other for other in imported(path) if other.startswith("torch")]
             assert not [other for other in names if "._" in other], name
+
+
+HOST = """
+import atexit, importlib, pkgutil, signal, sys, threading, time, warnings
+from pathlib import Path
+
+def settings():
+    handlers = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    return handlers, sys.excepthook, sys.unraisablehook, threading.excepthook, warnings.showwarning, warnings.filters[:]
+
+def serve(ready):
+    def end(*_):
+        Path(sys.argv[1]).write_text("told to end")
+        raise SystemExit
+    signal.signal(signal.SIGTERM, end)
+    ready.set()
+    time.sleep(60)
+
+def register(function, *arguments, register=atexit.register, **named):
+    assert not function.__module__.startswith("iep"), function
+    return register(function, *arguments, **named)
+
+handlers = settings()[0]
+sys.argv[0] = "iep-train"  # the name of a command alone makes no command
+import iep.cli
+assert settings()[0] == handlers
+import multiprocessing
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+context.Process(target=serve, args=(ready,), daemon=True).start()
+ready.wait()
+signal.signal(signal.SIGCHLD, lambda *_: None)
+import torchvision, torch.utils.tensorboard, h5py, filelock, matplotlib.figure  # with hooks of their own
+before = settings()
+atexit.register(lambda: print(settings() == before))
+atexit.register = register
+import iep, iep.dynamic, iep.reward, iep.data.loader, iep.training.run_training, iep.evaluation.run_evaluation
+for command in pkgutil.iter_modules(iep.cli.__path__, "iep.cli."):
+    importlib.import_module(command.name)
+iep.load(device="cpu").ask(sys.argv[2], "How many things are there?")
+print(settings() == before)
+"""
+
+
+def test_the_package_changes_no_handler_or_hook_of_its_host_and_ends_none_of_its_children(tmp_path: Path) -> None:
+    image = ROOT / "data/sample/images/val/CLEVR_val_000002.png"
+    command = [sys.executable, "-c", HOST, str(tmp_path / "child"), str(image)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\nTrue\n", "")
+    assert (tmp_path / "child").read_text() == "told to end"

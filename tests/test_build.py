@@ -69,6 +69,19 @@ def test_arguments_that_make_no_network_of_the_weights_are_named_before_they_tak
     assert not recwarn.list
 
 
+def test_a_command_prints_none_of_pytorchs_warnings_about_a_checkpoint(
+    runs: dict[str, Path], data: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    held = load_checkpoint(runs["ee"])
+    torch.save(held, tmp_path / "old.pt", pickle_protocol=3)
+    result = iep_eval("--ee", tmp_path / "old.pt", "--data", data, "--workers", 0)
+    assert result.exit_code == 0, result.output
+    held["networks"]["engine"]["kwargs"]["module_dim"] = 0
+    torch.save(held, tmp_path / "empty.pt")
+    assert_one_error(iep_eval("--ee", tmp_path / "empty.pt", "--data", data), "the weights do not fit")
+    assert not recwarn.list
+
+
 USED = {
     "generator": {"question", "program"},
     "engine": {"program", "answer"},

@@ -1,12 +1,16 @@
 """The README and the documents beside it name files that are there, and show what the code prints."""
 
 import re
+import shutil
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from iep.asking.loading import DEMO
 from iep.bench.workload import encode
 from iep.execution_engine.choices import make_module_set
 from iep.execution_engine.program_graph import roles_of
@@ -57,6 +61,79 @@ def test_the_models_of_the_demos_data_have_the_accuracies_that_were_measured():
     types = [cells for name, _, *cells in rows if name not in ("compare integer", "query", "compare")]
     table = next(table for table in tables(RESULTS) if "IEP, predicted programs" in [row[0] for row in table])
     assert [row[1:] for row in table[3:]] == [list(column) for column in zip(*types, strict=True)]
+
+
+def python_blocks(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+NOT_RUN = {
+    "from swift.plugin import": "ms-swift is not installed",
+    "Peers()": "for several processes, which test_asynchronous_processes.py starts",
+}
+"""A part of each block that is not run, with the reason."""
+GIVEN = {
+    "README.md": """
+import numpy as np
+import torch
+from torch import nn
+import iep
+engine = iep.load(device="cpu").predictor.engine
+kwargs = engine.kwargs
+features_NCHW = torch.rand(2, *(kwargs[f"feature_{side}"] for side in ("dim", "height", "width")))
+program = [engine.program_tokens.index(token) for token in ("count", "filter_color[red]", "scene")]
+programs_BL, image_rows_B = np.array([program] * 3), np.array([0, 1, 1])
+model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+model.encode, trees = model.cell, [torch.rand(4), torch.rand(4)]
+""",
+    "docs/asynchronous.md": """
+import numpy as np
+import torch
+from torch import nn
+from iep.batching.graph import Graph
+from iep.batching.placement import OpPlacement, make_placed_plan
+from iep.batching.schedulers import make_schedule
+graph = Graph(num_inputs=1, op=np.array([0]), args=np.array([[0]]), example=np.array([0]), roots=np.array([1]))
+places = OpPlacement((torch.device("cpu"),) * 2, {0: 1}, inputs=0, roots=0)
+plan = make_placed_plan(graph, make_schedule(graph, "vanilla"), places)
+minibatches = [(plan, torch.rand(1, 4), torch.sum)] * 3
+modules, make_optimizer = {0: nn.Linear(4, 4)}, torch.optim.Adam
+""",
+    "docs/dynamic_networks.md": """
+import torch
+from torch import nn
+model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+model.encode, trees, labels = model.cell, [torch.rand(4), torch.rand(4)], torch.tensor([0, 1])
+""",
+}
+"""What the reader of a page is supposed to have, such as a model."""
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if python_blocks(each)], ids=by_name)
+def test_the_python_code_of_a_page_runs(document: Path, data: Path, runs: dict[str, Path], tmp_path: Path, monkeypatch):
+    """A block that begins with imports is a script of its own; others continue the one before them."""
+    for name in ("joint", "tbd", "pg"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        shutil.copy(DEMO, tmp_path / "runs" / name / "best.safetensors")
+    (tmp_path / "runs/quick").mkdir()
+    (tmp_path / "runs/quick/data").symlink_to(data)
+    (tmp_path / "runs/quick/ee").symlink_to(runs["ee"])
+    shutil.copy(ROOT / "data/sample/images/val/CLEVR_val_000002.png", tmp_path / "image.png")
+    hub = SimpleNamespace(create_repo=lambda name, **_: f"https://hub/{name}", upload_folder=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    given: dict[str, Any] = {}
+    exec(GIVEN.get(by_name(document), ""), given)
+    given = {name: value for name, value in given.items() if not isinstance(value, ModuleType)}  # blocks import these
+    if document.name == "add_a_module.md":  # its first blocks are a file, which the last one imports
+        (tmp_path / "gated.py").write_text("\n".join(python_blocks(document)[:-1]))
+        monkeypatch.delitem(sys.modules, "gated", raising=False)
+    script = ""
+    for block in python_blocks(document):
+        script = block if re.match("from |import ", block) else f"{script}\n{block}"
+        if not any(part in block for part in NOT_RUN):
+            exec(compile(script, by_name(document), "exec"), dict(given))
 
 
 def test_the_plan_of_the_architecture_page_is_the_one_that_is_printed():

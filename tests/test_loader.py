@@ -1,7 +1,9 @@
 """The loader: memory shared with workers, signals, the death of the parent, features in memory, the way to a GPU."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -68,8 +70,7 @@ def load_and_signal_workers(data: Path) -> int:
     with handled():
         for batch in sequential_batches(open_train(data), 1, Loading(workers=2)):
             for worker in workers_of_this_process() if count == 1 else ():
-                os.kill(worker, signal.SIGINT)
-                os.kill(worker, signal.SIGTERM)
+                subprocess.run(["sh", "-c", f"kill -INT {worker}; kill -TERM {worker}"], check=True)
             count += len(batch.index)
     return count
 
@@ -82,6 +83,18 @@ def load_and_die(data: Path, note: Path) -> None:
 
 def test_workers_that_are_told_to_stop_leave_it_to_their_parent(data: Path):
     assert together(load_and_signal_workers, data, world_size=1) == [TRAIN]
+
+
+def test_a_loader_that_is_closed_ends_its_workers_and_no_other_process(data: Path):
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    other.start()
+    before = workers_of_this_process()
+    batches = iter(sequential_batches(open_train(data), 1, Loading(workers=2)))
+    next(batches)
+    assert len(workers_of_this_process()) == len(before) + 2
+    batches.close()
+    assert workers_of_this_process() == before
+    other.kill()
 
 
 def test_workers_end_with_a_parent_that_is_killed(data: Path, tmp_path: Path):

@@ -4,26 +4,29 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from ask_cases import IMAGE, iep_ask
 from engine_cases import PROGRAMS_BL, features, small_engine
-from tiny_data import assert_one_error, tiny
+from evaluate_cases import iep_eval
+from tiny_data import VOCAB, assert_one_error, newest, tiny
 from train_cases import iep_train
 
-from iep.cli.evaluate import main as evaluate
+import iep
 from iep.errors import InputError
 from iep.execution_engine.roles import MAP, Role, tree_run
-from iep.models.build import set_execution
+from iep.models.build import load_network, set_execution
 from iep.programs import arity
 from iep.vocab import index_tokens
 
 PAGE = (Path(__file__).parent.parent / "docs" / "add_a_module.md").read_text()
-*CODE, CHECK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+*CODE, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +42,9 @@ def test_the_example_of_the_page_trains_and_is_evaluated_with_its_own_setting(da
     result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), *given)
     assert result.exit_code == 0, result.output
     assert "module_settings:\n    depth: 2" in (tmp_path / "run" / "config.yaml").read_text()
-    arguments = ("--ee", tmp_path / "run", "--data", data, "--out", tmp_path / "eval", "--workers", 0)
-    result = CliRunner().invoke(evaluate, [str(each) for each in arguments])
+    where = ("--ee", tmp_path / "run", "--data", data, "--out", tmp_path / "eval", "--workers", 0)
+    result = iep_eval(*where, "--modules", "gated:GatedModules")
     assert result.exit_code == 0, result.output
-
-
-def test_the_check_of_the_page_holds():
-    exec(CHECK, {"torch": torch})
 
 
 def test_a_set_that_derives_from_another_has_its_functions_and_a_new_one():
@@ -224,5 +223,124 @@ def test_a_checkpoint_whose_modules_are_gone_is_one_line(data, tmp_path, monkeyp
     assert result.exit_code == 0, result.output
     (tmp_path / "gated.py").unlink()
     monkeypatch.delitem(sys.modules, "gated")
-    result = CliRunner().invoke(evaluate, ["--ee", str(tmp_path / "run"), "--data", str(data)])
+    result = iep_eval("--ee", tmp_path / "run", "--data", data, "--modules", "gated:GatedModules")
     assert_one_error(result, "run: an execution engine cannot be built: modules is 'gated:GatedModules'", "gated")
+
+
+# What a file names
+
+
+OUTSIDE = ("--modules", "traced:TracedModules")
+TRACED = """
+from pathlib import Path
+
+from gated import GatedModules as TracedModules
+
+Path(__file__).with_name("imported").touch()
+"""
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that `traced.py` writes when it is imported."""
+    (tmp_path / "traced.py").write_text(TRACED)
+    monkeypatch.delitem(sys.modules, "traced", raising=False)
+    return tmp_path / "imported"
+
+
+@pytest.fixture
+def foreign(imported: Path, data: Path, runs: dict[str, Path], tmp_path: Path, monkeypatch) -> dict[str, Path]:
+    """A run whose modules are those of `traced.py`, which has not been imported yet, its files, and other runs."""
+    out = tmp_path / "foreign"
+    result = iep_train("--model", "ee", "--data", data, "--out", out, *tiny("ee"), *OUTSIDE)
+    assert result.exit_code == 0, result.output
+    imported.unlink()
+    monkeypatch.delitem(sys.modules, "traced")
+    return runs | {"run": out, "pt": out / "best.pt", "safetensors": out / "best.safetensors", "out": tmp_path / "new"}
+
+
+def forget_checkpoints(run: Path) -> None:
+    """Leave of a run what there is before its first checkpoint: `config.yaml`."""
+    for path in [*run.glob("*.pt"), *run.glob("*.safetensors")]:
+        path.unlink()
+
+
+def say_of_iep(run: Path) -> None:
+    """Change the settings of a run, but not those of its networks, to the modules of iep."""
+    path = newest(run)
+    content = torch.load(path, weights_only=True)
+    content["config"]["engine"]["modules"] = "iep"
+    torch.save(content, path)
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(OUTSIDE[1], "iep"))
+
+
+LOADING: dict[str, Callable[[dict[str, Path], Path, tuple[str, ...]], Any]] = {
+    "iep-eval of a run": lambda at, data, named: iep_eval("--ee", at["run"], "--data", data, "--workers", 0, *named),
+    "iep-eval of a .pt": lambda at, data, named: iep_eval("--ee", at["pt"], "--data", data, "--workers", 0, *named),
+    "iep-eval of weights": lambda at, data, named: iep_eval(
+        "--ee", at["safetensors"], "--data", data, "--workers", 0, *named
+    ),
+    "iep-train --ee": lambda at, data, named: iep_train(
+        *("--model", "ee", "--data", data, "--ee", at["run"], "--out", at["out"], "iterations=1", *named)
+    ),
+    "iep-train --resume": lambda at, data, named: iep_train(
+        *("--data", data, "--out", at["run"], "--resume", "iterations=9", *named)
+    ),
+    "iep-train --resume without a checkpoint": lambda at, data, named: (
+        forget_checkpoints(at["run"]),
+        iep_train("--data", data, "--out", at["run"], "--resume", *named),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("load", LOADING.values(), ids=LOADING)
+def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(load, foreign, imported, data):
+    assert_one_error(load(foreign, data, ()), "'traced:TracedModules'", "give --modules 'traced:TracedModules'")
+    assert not imported.exists()
+    result = load(foreign, data, OUTSIDE)
+    assert result.exit_code == 0, result.output
+    assert imported.exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "pt", "safetensors"])
+def test_iep_load_and_iep_ask_execute_no_code_that_a_file_names(kind, foreign, imported, tmp_path):
+    path = foreign[kind]
+    with pytest.raises(InputError, match=r"in Python modules='traced:TracedModules'"):
+        iep.load(path, pg=foreign["pg"])
+    asked = ("--pg", foreign["pg"], "--ee", path, "--image", IMAGE, "--question", "What?")
+    assert_one_error(iep_ask(*asked), "give --modules 'traced:TracedModules'")
+    assert_one_error(iep_ask(*asked, "--modules", "gated:GatedModules"), "not 'gated:GatedModules'")
+    assert not imported.exists()
+    assert iep.load(path, pg=foreign["pg"], modules="traced:TracedModules")
+    assert imported.exists()
+
+
+def test_a_checkpoint_to_resume_whose_networks_have_other_modules_than_its_settings_executes_none(
+    foreign, imported, data
+):
+    say_of_iep(foreign["run"])
+    result = iep_train("--data", data, "--out", foreign["run"], "--resume", "iterations=9")
+    assert_one_error(result, "its modules are 'traced:TracedModules'")
+    assert not imported.exists()
+
+
+@pytest.mark.parametrize("command", [iep_eval, iep_ask])
+def test_modules_that_a_command_does_not_use_are_one_line(command, runs, data):
+    wrong = ("--modules", "gated:GatedModules", "--baseline", runs["lstm"])
+    result = command(*wrong, *(("--data", data) if command is iep_eval else ("--question", "What?")))
+    assert result.exit_code != 0
+    assert "modules" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [("import sys; sys.exit(0)", "SystemExit: 0"), ("raise SystemExit", "SystemExit"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_module_that_ends_the_program_when_it_is_imported_is_one_line(code, problem, foreign, data, tmp_path):
+    (tmp_path / "traced.py").write_text(code)
+    message = f"modules is 'traced:TracedModules', and importing it failed with {problem}"
+    with pytest.raises(InputError, match=message):
+        load_network(foreign["run"], "engine", VOCAB, torch.device("cpu"), modules="traced:TracedModules")
+    given = ("--model", "ee", "--data", data, "--out", tmp_path / "new", *tiny("ee"), *OUTSIDE)
+    assert_one_error(iep_train(*given), message)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +81,14 @@ def test_a_directory_with_nothing_but_the_safetensors_file_is_evaluated_and_aske
     answer = iep.load(tmp_path).ask(IMAGE, QUESTION)
     assert answer.ranked[0][0] == answers_of(outputs[0])[0]
     assert str(answer) == outputs[0].rstrip("\n")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_loading_in_several_threads_leaves_the_filters_of_warnings_as_they_are(runs, kind):
+    before = warnings.filters[:]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(iep.load, [runs["joint"] / f"best.{kind}"] * 16))
+    assert warnings.filters == before
 
 
 def test_networks_of_two_runs_are_saved_together_and_a_baseline_alone(runs, tmp_path):

@@ -59,9 +59,9 @@ class Model:
     device: torch.device
 
     @staticmethod
-    def from_pretrained(name: str) -> "Model":
+    def from_pretrained(name: str, modules: str | None = None) -> "Model":
         """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
-        return load(name)
+        return load(name, modules=modules)
 
     def about(self, image: Path | str | Image.Image | None) -> Asker:
         """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
@@ -149,7 +149,9 @@ print(iep.load("{name}").ask("image.png", "How many red things are there?"))
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load(name: Path | str = DEMO, pg: Path | str | None = None, device: str = "auto") -> Model:
+def load(
+    name: Path | str = DEMO, pg: Path | str | None = None, device: str = "auto", modules: str | None = None
+) -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
@@ -158,20 +160,23 @@ def load(name: Path | str = DEMO, pg: Path | str | None = None, device: str = "a
             the demo, which come with the package and know scenes of two or three objects.
         pg: the same for the program generator, if `name` does not hold one.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
+        modules: the class of another package, such as `mypackage.modules:Gated`, that the engine's set of modules is.
+            The checkpoint names it too, but its code is executed only if it is given here.
 
     Raises:
-        InputError: a checkpoint cannot be used, two of them do not fit together, there is no generator, or `pg` is
-            given for a baseline.
+        InputError: a checkpoint cannot be used, two of them do not fit together, there is no generator, `pg` or
+            `modules` is given for a baseline, or `modules` differs from the checkpoint's.
     """
     path = _local(name)
     held = load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
     if "engine" not in held and held.keys() & BASELINES.keys():
-        if pg is not None:
-            raise InputError(f"{path}: a baseline runs no program; pg does not apply")
+        if pg is not None or modules is not None:
+            given = "modules" if pg is None else "pg"
+            raise InputError(f"{path}: a baseline runs no program; {given} does not apply")
         return load_model(baseline=path, device=device)
     if pg is None and "generator" not in held:
         raise InputError(f"{path}: holds no program generator; give that of another run as pg")
-    return load_model(ee=path, pg=path if pg is None else _local(pg), device=device)
+    return load_model(ee=path, pg=path if pg is None else _local(pg), device=device, modules=modules)
 
 
 def holds_generator(path: Path) -> bool:
@@ -213,6 +218,7 @@ def load_model(
     ee: Path | None = None,
     pg: Path | None = None,
     baseline: Path | None = None,
+    modules: str | None = None,
     backbone: Callable[[], Backbone] | None = None,
     weights: str | None = None,
     options: Sequence[str] = (),
@@ -224,6 +230,7 @@ def load_model(
         ee: the checkpoint or run of an execution engine; None for a baseline.
         pg: the checkpoint or run of a program generator; None to run only given programs.
         baseline: the checkpoint or run of a baseline.
+        modules: the class of another package that the engine's set of modules is, as for `load`.
         backbone: returns the backbone to use if the checkpoint does not record one; None for the likeliest one.
         weights: a file with the weights of the recorded backbone, if it needs one.
         options: the options of `backbone` that were given, besides `--weights`.
@@ -236,7 +243,7 @@ def load_model(
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
     if baseline is None:
-        answering = place(unpack(held, "engine", path), on).eval()
+        answering = place(unpack(held, "engine", path, modules), on).eval()
         networks = {"engine": answering}
     else:
         answering = load_network(path, "baseline", vocab, on)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import PicturePath, backbone_options, chosen_backbone, decoding_options, network_options
+from iep.cli.options import (
+    PicturePath,
+    backbone_options,
+    chosen_backbone,
+    decoding_options,
+    modules_option,
+    network_options,
+)
 from iep.config import DEFAULT_SALIENCY, SALIENCY, Evaluation
 from iep.errors import InputError
 from iep.runtime.files import check_writable
@@ -26,6 +33,7 @@ PORT, TOP = 7860, 3
 
 @click.command(cls=Command)
 @network_options
+@modules_option
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -70,6 +78,7 @@ def main(
     pg: Path | None,
     ee: Path | None,
     baseline: Path | None,
+    modules: str | None,
     questions: tuple[str, ...],
     programs: tuple[str, ...],
     top: int | None,
@@ -113,6 +122,7 @@ def main(
         ee=ee,
         pg=pg,
         baseline=baseline,
+        modules=modules,
         backbone=partial(chosen_backbone, given) if given else None,
         weights=given.get("weights"),
         options=[_flag(context, name) for name in given if name != "weights"],
@@ -252,7 +262,7 @@ def _check_options(context: click.Context) -> None:
     decoding = [_flag(context, name) for name in ("beam_size", "max_program_length") if name in given]
     programs, questions = len(given.get("programs", ())), len(given.get("questions", ()))
     if "baseline" in given:
-        others = ["pg", "ee", "programs", "beam_size", "max_program_length", "draw", "saliency"]
+        others = ["pg", "ee", "modules", "programs", "beam_size", "max_program_length", "draw", "saliency"]
         wrong = [_flag(context, name) for name in others if name in given]
         problems = [(wrong, f"--baseline answers alone and runs no program: {''.join(wrong[:1])} does not apply")]
     else:

@@ -4,6 +4,7 @@ import errno
 import os
 import select
 import sys
+import warnings
 from typing import Any, TextIO
 
 import click
@@ -20,6 +21,8 @@ FULL_DISK = {
 }
 
 
+USELESS = "Detected pickle protocol|Initializing zero-element tensors"
+"""The beginnings of PyTorch's warnings about a checkpoint that loads all the same, or ends a command with an error."""
 LOST_WORKER = "DataLoader worker (pid"
 """The beginning of the error that PyTorch raises when the system has killed a process that loads data."""
 
@@ -40,6 +43,7 @@ class _Stoppable(click.Command):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         keep_freed_memory()
+        warnings.filterwarnings("ignore", USELESS)
         os.environ["MPLBACKEND"] = "agg"  # pictures are only written to files, and other backends may be missing
         if sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for other characters

@@ -15,6 +15,7 @@ from iep.cli.options import (
     decoding_options,
     device_settings,
     execution_options,
+    modules_option,
     network_options,
 )
 from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, Evaluation
@@ -26,6 +27,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 
 @click.command(cls=Command)
 @network_options
+@modules_option
 @click.option("--data", type=PATH, help="Directory written by iep-preprocess.")
 @click.option(
     "--answers",

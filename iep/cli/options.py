@@ -92,6 +92,12 @@ network_options = all_of(
     click.option("--ee", type=PATH, help="Checkpoint or run directory of an execution engine."),
     click.option("--baseline", type=PATH, help="Checkpoint or run directory of a baseline, a model without programs."),
 )
+modules_option = click.option(
+    "--modules",
+    metavar="PACKAGE.MODULE:CLASS",
+    help="Class of another package that the engine's modules are of. The checkpoint names it too, but its code is "
+    "executed only if this option is given. Modules that iep has need no option.",
+)
 decoding_options = all_of(
     click.option(
         "--beam-size",

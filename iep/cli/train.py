@@ -37,6 +37,7 @@ from iep.config import (
     update,
 )
 from iep.errors import InputError
+from iep.execution_engine.choices import check_named, is_outside
 from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ if TYPE_CHECKING:
     "--modules",
     metavar="|".join(MODULES),
     help="Set of modules of a new engine (engine.modules): the residual blocks of iep, the attention modules of "
-    "Transparency by Design (tbd), Vector-NMN (vector), or a class of another package.  "
+    "Transparency by Design (tbd), Vector-NMN (vector), or a class of another package, which has to be named for each "
+    "command that uses the engine, with --resume too.  "
     f"[default: {Config.engine.modules}]",
 )
 @execution_options
@@ -204,9 +206,11 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     """Return the settings of the run, and the checkpoint to resume from, None for a new run or without a checkpoint.
 
     Raises:
-        InputError: a setting is invalid or not used by the model, or the checkpoint belongs to another run.
+        InputError: a setting is invalid or not used by the model, the checkpoint belongs to another run, or a run to
+            resume has modules of another package, which are not named.
     """
     start, base = None, Config()
+    named = {name: value for _, name, value in given}.get("engine.modules")
     if resume:
         from iep.training.run_training import GIVEN, changes, config_of, load_start
 
@@ -231,6 +235,8 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     if start is not None:  # before `check_used`, which would name settings that belong to the run's own model
         changes(start, config)
     check_used(config, {name for _, name, _ in given})
+    if is_outside(config.engine.modules):  # perhaps by the files of a run that somebody else has made
+        check_named(config.engine.modules, named, out)
     return config, start
 
 

@@ -7,13 +7,13 @@ buffer's number through the pipe. The buffers are reused, because the first writ
 times as long as reading its content.
 """
 
-import atexit
 import copyreg
 import io
 import mmap
-import multiprocessing
+import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,26 +207,23 @@ def _pickled(value: Any) -> bytes:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ignore signals in a worker process, and end it as soon as its parent has ended.
+    """Ignore signals in a worker process, except a SIGTERM of its parent, and end it as soon as its parent has ended.
 
-    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows.
+    A Ctrl-C or a batch system's SIGTERM reaches all processes of a job, and the parent decides what follows. A loader
+    that has not ended its workers, because the traceback of an uncaught exception keeps it alive, leaves them to
+    `multiprocessing`, which at exit sends them SIGTERM and waits for them.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # only `sigwaitinfo` tells who has sent a signal
+    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
     end_with_parent(signal.SIGKILL)
 
 
-@atexit.register
-def _end_workers() -> None:
-    """Kill daemonic child processes, such as workers, at exit.
-
-    The traceback of an uncaught exception keeps a loader alive, so that it does not end its workers. `multiprocessing`
-    would send them SIGTERM, which they ignore, and wait for them.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise an error for each of them
-    for each in multiprocessing.active_children():
-        if each.daemon:
-            each.kill()
+def _end_when_told(parent: int) -> None:
+    """Wait for a SIGTERM of the process `parent`, and end this process."""
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)  # another exit code would raise an error in PyTorch's handler of SIGCHLD
 
 
 def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

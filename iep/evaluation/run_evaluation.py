@@ -224,7 +224,7 @@ def _check_models(settings: Evaluation) -> None:
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth needs an execution engine: give --ee CKPT")
     check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
-    of_engines = ("batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
+    of_engines = ("modules", "batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
     for name in of_engines if settings.ee is None else ():
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
@@ -240,7 +240,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
     if settings.pg is not None:
         networks["generator"] = load_network(settings.pg, "generator", vocab, device)
     if settings.ee is not None:
-        networks["engine"] = load_network(settings.ee, "engine", vocab, device)
+        networks["engine"] = load_network(settings.ee, "engine", vocab, device, modules=settings.modules)
     if baseline is not None:
         networks["baseline"] = baseline
     if split.features is not None:

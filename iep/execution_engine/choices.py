@@ -8,6 +8,8 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from iep.errors import InputError
+
 if TYPE_CHECKING:
     from iep.execution_engine.roles import ModuleSet
 
@@ -16,7 +18,12 @@ class _Names(tuple):
     """The names of the package's sets of modules and `MODULE:CLASS`, which stands for those of other packages."""
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or ":" in str(name)
+        return super().__contains__(name) or is_outside(name)
+
+
+def is_outside(name: object) -> bool:
+    """Return whether a set of modules is a class of another package, such as `mypackage.modules:Gated`."""
+    return ":" in str(name)
 
 
 _PACKAGES_OWN = {
@@ -48,6 +55,28 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
 
 
+def check_named(name: object, named: str | None, source: object) -> None:
+    """Check that the set of modules of a file is one of this package, or else the one that the user has named.
+
+    To import a class is to execute the code of its module, and a file may name any module that is installed.
+
+    Args:
+        name: the set that the file names.
+        named: the set that the user has named, or None.
+        source: the file, for messages.
+
+    Raises:
+        InputError: the user has not named the set, or has named another one.
+    """
+    if named is None and is_outside(name):
+        raise InputError(
+            f"{source}: its modules are {name!r}, code of another package, which is executed only if you name it; if "
+            f"you trust it, give --modules {name!r}, or in Python modules={name!r}"
+        )
+    if named is not None and name != named:
+        raise InputError(f"{source}: its modules are {name!r}, not {named!r}")
+
+
 def make_module_set(name: str, **settings: Any) -> "ModuleSet":
     """Return the set of modules called `name`.
 
@@ -56,14 +85,16 @@ def make_module_set(name: str, **settings: Any) -> "ModuleSet":
         settings: `dim`, `residual`, `norm` and `scene`, the engine's settings of its modules, and those of one set.
 
     Raises:
-        ValueError: there is no such set, or the set does not support the settings.
+        ValueError: there is no such set, it cannot be imported, or it does not support the settings.
     """
     check_choice("modules", name, MODULES)
     file, _, class_name = _PACKAGES_OWN.get(name, name).partition(":")
     try:
         kind = getattr(import_module(file), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"modules is {name!r}, and {error}; is it installed, or on PYTHONPATH?") from None
+    except (Exception, SystemExit) as error:  # the code of the module can raise anything
+        hint = "; is it installed, or on PYTHONPATH?" if isinstance(error, ImportError) else ""
+        found = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ValueError(f"modules is {name!r}, and importing it failed with {found}{hint}") from error
     if missing := [method for method in ("role", "make", "scene_values") if not callable(getattr(kind, method, None))]:
         raise ValueError(f"modules is {name!r}, which has no method {missing[0]!r} and is no set of modules")
     try:

@@ -7,7 +7,6 @@ networks have the names of the sections of a config with their settings: `genera
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -26,7 +25,7 @@ from iep.batching.template import make_template
 from iep.config import MODELS, SECTIONS, Config, to_dict
 from iep.data.features import Features
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_EXECUTION
+from iep.execution_engine.choices import DEFAULT_EXECUTION, check_named
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.grouping_check import check_grouping
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
@@ -136,17 +135,23 @@ def pack(networks: Mapping[str, nn.Module]) -> dict[str, Any]:
     return {name: {"kwargs": net.kwargs, "weights": net.state_dict()} for name, net in networks.items()}
 
 
-def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str) -> nn.Module:
+def unpack(checkpoint: Mapping[str, Any], name: str, path: Path | str, modules: str | None = None) -> nn.Module:
     """Return the network `name` of a loaded checkpoint, with the `recipe` of the features that it was trained on.
 
+    Args:
+        modules: the class of another package, such as `mypackage.modules:Gated`, that may be imported as an engine's
+            set of modules; it must be that of the checkpoint. With None, the set must be one of this package.
+
     Raises:
-        InputError: the checkpoint does not hold this network, or its arguments are invalid, its weights do not fit them
-            or are not finite, or a variance is negative.
+        InputError: the checkpoint does not hold this network, its set of modules is not the one named, its arguments
+            are invalid, its weights do not fit them or are not finite, or a variance is negative.
     """
     packed = checkpoint.get("networks", {})
     if name not in packed:
         found = ", ".join(DESCRIPTIONS.get(each, each) for each in packed) or "no network"
         raise InputError(f"{path}: holds {found}, expected a checkpoint with {DESCRIPTIONS[name]}")
+    if name == "engine":
+        check_named(packed[name]["kwargs"].get("modules", Config.engine.modules), modules, path)
     network = network_of(name, packed[name]["kwargs"], packed[name]["weights"], path)
     network.recipe = checkpoint.get("features") or {}
     return network
@@ -178,20 +183,19 @@ def network_of(name: str, kwargs: Mapping[str, Any], weights: Mapping[str, Any],
         count = len(kwargs[key]) if isinstance(kwargs[key], (list, tuple)) else kwargs[key]
         if isinstance(count, int) and count > len(weights):
             raise InputError(f"{path}: {key} makes {count} layers of {what}, and there are {len(weights)} weights")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns of empty tensors, and that nothing is copied to `meta`
-        try:
-            with torch.device("meta"), _Unfilled():
-                network = build(name, kwargs)
-        except InputError as error:
-            raise InputError(f"{path}: {_short(error)}") from None
-        except Exception as error:  # arguments of a wrong type can fail in any way
-            raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
-        try:
-            network.load_state_dict(weights)  # compares names and shapes
-            network.to_empty(device="cpu").load_state_dict(weights)
-        except RuntimeError as error:
-            raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
+    try:
+        with torch.device("meta"), _Unfilled():
+            network = build(name, kwargs)
+    except InputError as error:
+        raise InputError(f"{path}: {_short(error)}") from None
+    except Exception as error:  # arguments of a wrong type can fail in any way
+        raise InputError(f"{path}: {what} cannot be built: {_short(error)}") from None
+    try:
+        with torch.device("meta"):  # where PyTorch makes the counts of batch norms that old files lack
+            network.load_state_dict({key: value.to("meta") for key, value in weights.items()})  # names and shapes
+        network.to_empty(device="cpu").load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"{path}: the weights do not fit the settings of {what} ({_short(error)})") from None
     for key, value in network.state_dict().items():
         is_good, expected = value.isfinite(), "finite numbers"
         if is_good.all() and key.endswith(VARIANCES):
@@ -211,11 +215,12 @@ def load_network(
     vocab: Vocab,
     device: torch.device,
     add_words: Callable[[nn.Module, int], None] | None = None,
+    modules: str | None = None,
 ) -> nn.Module:
     """Return the network `name` of the checkpoint at `path`, in evaluation mode; `baseline` is a baseline of any kind.
 
     If `vocab` has further question words after those of the checkpoint, `add_words` (unless None) is called with the
-    network and their number, to extend the network to `vocab`.
+    network and their number, to extend the network to `vocab`. `modules` is as for `unpack`.
 
     Raises:
         InputError: as `load_checkpoint` and `unpack`, or the checkpoint was trained with another vocabulary.
@@ -223,7 +228,7 @@ def load_network(
     checkpoint = load_checkpoint(Path(path), PARTS_OF_A_MODEL)
     if name == "baseline":
         name = next((held for held in checkpoint["networks"] if held in BASELINES), name)
-    network = unpack(checkpoint, name, path)
+    network = unpack(checkpoint, name, path, modules)
     trained = Vocab.from_json(checkpoint["vocab"], f"{path} (vocabulary)")
     if add_words is not None and (count := count_new_words(trained, vocab)):
         add_words(network, count)

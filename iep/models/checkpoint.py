@@ -10,7 +10,6 @@ Checkpoints of the original toolkit load as well, to start from or to evaluate.
 import io
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,8 +174,7 @@ def _read(path: Path) -> Any:
             "torch.load(FILE, 'cpu', weights_only=False) gives"
         )
     try:
-        with torch.serialization.safe_globals(safe_globals()), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected pickle protocol")
+        with torch.serialization.safe_globals(safe_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL \S+", str(error))

@@ -45,18 +45,6 @@ class Stopped(BaseException):
         return 128 + self.number
 
 
-def quit_on_signals() -> None:
-    """Make the first signal write its line and end the process. For the time before a command begins."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop = Stopped(signal.Signals(number))
-        os.write(2, f"{stop}\n".encode())
-        os._exit(stop.exit_code)
-
-    for number in SIGNALS:
-        signal.signal(number, end)
-
-
 @contextmanager
 def _installed(handlers: Mapping[int, Callable | signal.Handlers]) -> Iterator[None]:
     """Install handlers by signal, and restore the previous ones at the end of the block."""

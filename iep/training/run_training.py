@@ -34,7 +34,7 @@ from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
 from iep.data.question_file import Split, load_vocab, open_split, split_files
 from iep.errors import InputError
-from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER
+from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, PLACEMENT_FILE, Sample, check_options, describe_engine, main_device
 from iep.models.build import (
@@ -263,16 +263,17 @@ def _network(name: str, start: Saved | None, config: Config, data: RunData) -> n
     """Return the network of the run, of the checkpoint to start from, or a new one, on the device."""
     vocab, training = data.vocab, data.training
     path = _start_of(name, config)
+    modules = config.engine.modules if is_outside(config.engine.modules) else None
     if start is not None:
         with reading(start.path, "a checkpoint of this run"):
             check_vocab(Vocab.from_json(start.content["vocab"], str(start.path)), vocab, name, start.path)
-            network = unpack(start.content, name, start.path)
+            network = unpack(start.content, name, start.path, modules)
     elif path is None:
         shape = None if training.features is None else training.features.shape[1:]
         network = build(name, network_kwargs(name, getattr(config, name), vocab, shape))
     else:
         learn = None if name == "engine" else partial(_learn_words, config, name, path)
-        network = load_network(path, name, vocab, torch.device("cpu"), learn)
+        network = load_network(path, name, vocab, torch.device("cpu"), learn, modules)
         if name == "engine":
             network = with_module_norm(network, config.engine.module_norm)
     if name in FEATURE_SIDES:
