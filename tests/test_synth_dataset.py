@@ -143,6 +143,7 @@ def test_a_finished_data_set_is_not_made_again_and_that_of_other_options_only_if
         ("images/mine.png", "precious", "not empty and not made by iep-synth"),
         ("synth.json", "[" * 10_000, "not the record of iep-synth (it is nested too deeply)"),
         ("synth.json", "{}", "made with other options"),
+        ("synth.json", "[]", "synth.json: [], expected the record of iep-synth, an object"),
     ],
 )
 def test_a_directory_of_something_else_is_never_touched(

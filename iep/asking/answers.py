@@ -71,11 +71,14 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
     """Return `read(text)` for each text.
 
     Raises:
-        InputError: as `read`; of several texts, the failed one is named, such as "question 2" if `what` is "question".
+        InputError: as `read`, or a text is not a string; of several texts, the failed one is named, such as "question
+            2" if `what` is "question".
     """
     found = []
     for number, text in enumerate(texts, start=1):
         try:
+            if not isinstance(text, str):
+                raise InputError(f"the {what} is {text!r:.60}, expected a text")
             found.append(read(text))
         except InputError as error:
             raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None

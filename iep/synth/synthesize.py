@@ -242,15 +242,17 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     """Make `out` this data set's directory, unless it is; `force` clears one that was made with other options.
 
     Raises:
-        InputError: `out` contains something else.
+        InputError: `out` contains something else, or its record is damaged.
     """
     record = {"generator": GENERATOR, **asdict(options)}
     path = out / RECORD
     if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        found = {"families": "clevr"} | read_json(path, "the record of iep-synth")  # older records have no families
-        if found == record:
+        found = read_json(path, "the record of iep-synth")
+        if not isinstance(found, dict):
+            raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
+        if {"families": "clevr"} | found == record:  # older records have no families
             for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
                 temporary.unlink(missing_ok=True)
             return
