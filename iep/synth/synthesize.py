@@ -79,9 +79,11 @@ def synthesize(
         progress: is called with a split and the number of images just made.
 
     Raises:
-        InputError: `out` contains something else, or the scenes are too small for that many questions.
+        InputError: `out` contains something else, the scenes are too small for that many questions, or a questions
+            file would be empty.
         OSError: a file cannot be written (names it).
     """
+    _check_questions(out, options)
     _claim(out, options, force)
     tallies: dict[str, Tally | None] = {}
     with _mapping(workers) as run:
@@ -97,6 +99,28 @@ def synthesize(
             made = run(_Maker(out, options), blocks)
             tallies[split] = _write_split(out, options, split, zip(blocks, made, strict=True), progress)
     return tallies
+
+
+def _check_questions(out: Path, options: Options) -> None:
+    """Check, before anything is written, that every questions file will have a question.
+
+    Raises:
+        InputError: a file would be empty, or as `make_image`.
+    """
+    for split in SPLITS:
+        count, empty, balance = getattr(options, split), {*_json_paths(out, options, split)[1]}, Counter()
+        for index in range(count):
+            if not empty:
+                break
+            if index % BLOCK == 0:
+                balance.clear()
+            asked = make_image(options, split, index, balance)[2]
+            empty -= {_questions_path(out, options, split, FAMILIES[each.family].group) for each in asked}
+        if count and empty:
+            raise InputError(
+                f"{min(empty)}: would have no question; make more images than {count}, ask more questions about each, "
+                "or add objects"
+            )
 
 
 def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
