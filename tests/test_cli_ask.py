@@ -21,7 +21,7 @@ from tiny_data import assert_one_error, newest
 
 import iep
 from iep.asking.answers import describe, nearest_word
-from iep.cli.ask import typed_questions
+from iep.cli.ask import main, typed_questions
 from iep.evaluation.predict import Predictor
 from iep.models.checkpoint import load_checkpoint
 from iep.preprocess.backbones import randomize
@@ -288,6 +288,12 @@ def test_at_a_terminal_a_bad_line_is_told_and_the_next_is_asked_for(command):
         "Error: the question is not UTF-8 text",
     ]
     assert "%  (then " in output
+
+
+def test_without_a_standard_input_there_is_no_question(parts, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    main(list(map(str, parts)), standalone_mode=False)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_word(command):

@@ -5,8 +5,11 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -251,6 +254,44 @@ def test_nothing_is_left_of_an_export_that_fails(clevr: Path, tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {clevr.name}
 
 
+def pipe(image: Path) -> None:
+    image.unlink()
+    os.mkfifo(image)
+
+
+def of_two_billion_pixels(image: Path) -> None:
+    content = bytearray(image.read_bytes())
+    content[16:24] = struct.pack(">II", 2**31 - 1, 1)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    image.write_bytes(content)
+
+
+def of_another_encoding(image: Path) -> None:
+    image.rename(os.fsdecode(os.fsencode(image.parent) + b"/CLEVR_\xff_000001.png"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (pipe, "CLEVR_val_000001.png: is not a regular file, expected an image"),
+        (of_two_billion_pixels, "CLEVR_val_000001.png: not an image (DecompressionBombError: "),
+        (of_another_encoding, r"CLEVR_\udcff_000001.png: the name is not UTF-8 text"),
+    ],
+)
+def test_images_that_no_tool_could_read_are_one_line(tmp_path: Path, change: Callable[[Path], None], message: str):
+    images = shutil.copytree(SAMPLE, tmp_path / "clevr") / "images" / "val"
+    change(images / "CLEVR_val_000001.png")
+    for form in ("hf", "llava", "nscl"):
+        assert_one_error(
+            iep_export(tmp_path / "clevr", "--format", form, "--out", tmp_path / "out"), str(images), message
+        )
+
+
+def test_the_output_directory_may_have_a_name_of_another_encoding(tmp_path: Path):
+    out = exported(SAMPLE, "hf", tmp_path / os.fsdecode(b"\xff"), "--split", "val")
+    assert [path.name for path in out.glob("*/*")] == ["val-00000-of-00001.parquet"]
+
+
 def test_without_pyarrow_parquet_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for form in PARQUET:
@@ -269,6 +310,14 @@ def without(key: str) -> dict:
         ([without("question")], (), "question 0: 'question' is None, expected a text"),
         ([question(0, 9, "val")], (), "question 0: is about image 9, but there are 3 images (0 to 2)"),
         ([question(0, 0, "val") | {"program": [{"function": "count"}]}], (), "question 0: program call 0 (count)"),
+        (
+            [question(0, 0, "val") | {"question": "\ud800?"}],
+            (),
+            "question 0: 'question' is not UTF-8 text",
+        ),
+        ([question(0, 0, "val") | {"answer": "a\ud800"}], (), "question 0: 'answer' is not UTF-8 text"),
+        ([question(0, 0, "val", "\ud800")], ("--format", "swift"), "question 0: 'question' is not UTF-8 text"),
+        ([question(0, 0, "val", "\ud800") | {"question": "?"}], (), "question 0: 'program' is not UTF-8 text"),
         ([without("program")], ("--per-type", 1), "no questions have programs, which give types and lengths"),
         ([question(0, 0, "val"), without("program")], (), "only some questions have programs"),
         ([question(0, 0, "val")], ("--max-length", 2), "no question has a program of at most 2 functions"),
@@ -287,6 +336,7 @@ def test_questions_that_cannot_be_exported_are_one_line(clevr: Path, tmp_path: P
     ("scenes", "form", "message"),
     [
         ([{"objects": []}], "trl", "image 1 has no scene"),
+        ([{"objects": [], "image_index": [0]}], "trl", "scene 0: 'image_index' is [0], expected an integer"),
         ([{"objects": []}], "nscl", "1 scenes of 3 images, expected one of each"),
         ([{"objects": [], "image_index": 2}], "nscl", "scene 0 is not that of image 0"),
         ([{"objects": [{}], "directions": {"behind": [1, 0, 0]}}], "nscl", "not a CLEVR scenes file (KeyError"),

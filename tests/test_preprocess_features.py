@@ -346,3 +346,12 @@ def test_features_made_otherwise_than_those_trained_on_are_reported(patches_data
         config = tiny_config(data, "ee", "iterations=1", f"ee={tmp_path / 'ee'}")
         train(config, tmp_path / f"from-{count}", resume=False)
         assert capsys.readouterr().out.count(told) == count
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_features_are_made_without_standard_streams(tmp_path, out, monkeypatch, closed):
+    write_images(tmp_path / "CLEVR", "val", 3)
+    monkeypatch.setattr(sys, closed, None)
+    given = (tmp_path / "CLEVR", "--out", out, *PATCHES, "--only", "features", "--workers", 0, "--device", "cpu")
+    main(list(map(str, given)), standalone_mode=False)
+    assert len(features(out / FILE)) == 3

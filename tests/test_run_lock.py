@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from clevr_files import write_clevr, write_questions
 from click.testing import CliRunner
 from tiny_data import assert_one_error, tiny
 from train_cases import before_each_step, iep_train
 
 from iep.cli.evaluate import main as iep_eval
+from iep.cli.export import main as iep_export
 from iep.cli.preprocess import main as iep_preprocess
 from iep.cli.synth import main as iep_synth
 from iep.cli.train import main as train
@@ -24,11 +26,11 @@ from iep.runtime.locks import LOCK, alone_in
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[int]:
+def held(directory: Path, by: str = "alone_in") -> Iterator[int]:
     """A process that holds the lock of `directory` until the block ends and it is killed; yields its number."""
     code = (
-        "import pathlib, time\nfrom iep.runtime.locks import alone_in\n"
-        f"with alone_in(pathlib.Path({str(directory)!r})):\n    print('held', flush=True)\n    time.sleep(60)"
+        f"import pathlib, time\nfrom iep.runtime.locks import {by}\n"
+        f"with {by}(pathlib.Path({str(directory)!r})):\n    print('held', flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
@@ -104,6 +106,19 @@ def test_commands_lock_the_directories_that_they_write(data: Path, runs: dict[st
         dry = iep_train("--resume", "--dry-run", "--out", out)
         assert dry.exit_code == 0, dry.output  # which writes nothing
     assert [path.name for path in out.iterdir()] == [LOCK]
+
+
+def test_one_export_at_a_time_writes_a_new_directory_and_the_next_one_removes_what_a_killed_one_left(tmp_path: Path):
+    clevr = write_clevr(tmp_path / "clevr")
+    empty = write_questions(tmp_path / "empty", "train", []).parents[1]  # an error once the questions are read
+    out = tmp_path / "parent" / "out"
+    with held(out, by="new_directory") as first:
+        result = CliRunner().invoke(iep_export, [str(empty), "--format", "swift", "--out", str(out)])
+        assert_one_error(result, f"{out}: in use by process {first} on ")
+    assert list(out.parent.iterdir())
+    result = CliRunner().invoke(iep_export, [str(clevr), "--format", "swift", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_a_run_in_training_refuses_a_second_process_and_continues(data: Path, tmp_path: Path, monkeypatch):

@@ -119,6 +119,22 @@ def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_it
     assert iep_ask(*given).stdout == iep_ask(*given, "--pg", runs["joint"]).stdout != ""
 
 
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda model: model.ask(IMAGE, None), "the question is None, expected a text"),
+        (lambda model: model.about(IMAGE).ask([QUESTION, 3]), "question 2: the question is 3, expected a text"),
+        (lambda model: model.about(IMAGE).run([None]), "the program is None, expected a text"),
+        (lambda model: model.ask(5, QUESTION), "the image is of type int, expected a path or an image of Pillow"),
+        (lambda _: iep.load(None), "None: expected a path, or a name on the Hugging Face Hub such as user/name"),
+        (lambda _: iep.load(pg=5), "5: expected a path, or a name on the Hugging Face Hub such as user/name"),
+    ],
+)
+def test_values_of_other_types_are_input_errors_that_say_what_is_expected(runs, use, message: str):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        use(iep.load(runs["joint"]))
+
+
 def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
     weight = torch.randn(3, 2).T
     networks = {"engine": {"kwargs": {}, "weights": {"count.weight": weight, "exist.weight": weight}}}

@@ -22,6 +22,7 @@ from iep.evaluation.outcome import content_tokens
 from iep.evaluation.predict import Predictor, ranked
 from iep.execution_engine.roles import ModuleSet, misfits, tree_run
 from iep.programs import ProgramTree, named, prefix_to_json, program_tree, tokens_run, tree_lines
+from iep.runtime.reading import check_utf8
 from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, Vocab, tokenize
 
 Read = TypeVar("Read")
@@ -56,8 +57,7 @@ def read_question(text: str, vocab: Vocab) -> Words:
     text = text.strip()
     if not text:
         raise InputError("the question is empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise InputError("the question is not UTF-8 text")
+    check_utf8(text, "the question")
     known = {token: index for token, index in vocab.question_index.items() if token not in SPECIAL_TOKENS}
     words = [word for word in tokenize(text) if word or word in known]
     if not any(words):
@@ -71,11 +71,14 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
     """Return `read(text)` for each text.
 
     Raises:
-        InputError: as `read`; of several texts, the failed one is named, such as "question 2" if `what` is "question".
+        InputError: as `read`, or a text is not a string; of several texts, the failed one is named, such as "question
+            2" if `what` is "question".
     """
     found = []
     for number, text in enumerate(texts, start=1):
         try:
+            if not isinstance(text, str):
+                raise InputError(f"the {what} is {text!r:.60}, expected a text")
             found.append(read(text))
         except InputError as error:
             raise InputError(f"{what} {number}: {error}" if len(texts) > 1 else str(error)) from None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -70,12 +71,14 @@ class Model:
             image: a file, or an image of Pillow.
 
         Raises:
-            InputError: the image cannot be used, or is missing.
+            InputError: the image cannot be used, is missing, or is neither a path nor an image of Pillow.
         """
         if self.backbone is None:
             return Asker(self.predictor, self.vocab, None, self.device)
         if image is None:
             raise InputError(f"{self.path}: needs an image; give --image FILE")
+        if not isinstance(image, str | PathLike | Image.Image):
+            raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
         source = Path(image) if isinstance(image, str) else image
         open_image(source)  # an unusable file is an error before weights are downloaded
         features_1CHW = image_features(source, self.backbone, self.dtype, self.device)
@@ -190,6 +193,8 @@ def holds_generator(path: Path) -> bool:
 
 def _local(name: Path | str) -> Path:
     """Return the path of networks, which are downloaded from the Hub unless `name` is a path."""
+    if not isinstance(name, str | PathLike):
+        raise InputError(f"{name!r:.60}: expected a path, or a name on the Hugging Face Hub such as user/name")
     if Path(name).exists() or not HUB_NAME.fullmatch(str(name)):
         return Path(name)
     hub = _hub(f"{name}: not a run here, and")

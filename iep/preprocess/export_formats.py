@@ -28,7 +28,8 @@ from tqdm import tqdm
 from iep.errors import InputError
 from iep.preprocess.clevr_files import read_scenes
 from iep.preprocess.export_rows import Row, Split, choose, open_splits
-from iep.runtime.files import new_directory, write_json
+from iep.runtime.files import write_json
+from iep.runtime.locks import new_directory
 from iep.runtime.reading import reading
 from iep.synth.annotations import estimated_box, run_lengths
 from iep.synth.synthesize import is_whole_png
@@ -122,17 +123,17 @@ def export(
         say: is called with a line about each split.
 
     Raises:
-        InputError: `out` is not empty, pyarrow is missing, an image is not a whole PNG file, for `nscl` a scene is
-            missing or damaged, or as `open_splits` and `choose`.
+        InputError: `out` is not empty or in use by another process, pyarrow is missing, an image is not a whole PNG
+            file or too large, for `nscl` a scene is missing or damaged, or as `open_splits` and `choose`.
         OSError: a file cannot be written.
     """
     if form in ENTRIES and form not in ENDINGS and find_spec("pyarrow") is None:
         raise InputError("writing parquet needs pyarrow: pip install 'iep[export]'")
-    splits, unanswered = open_splits(clevr_dir, names)
-    for name in unanswered:
-        say(f"{name}: left out, as its questions have no answers")
     words: set[str] = set()
     with new_directory(out) as directory:
+        splits, unanswered = open_splits(clevr_dir, names)
+        for name in unanswered:
+            say(f"{name}: left out, as its questions have no answers")
         for split in splits:
             flags = choose(split, max_length, per_type, seed)
             rows = compress(split.rows() if form == NSCL else split.rows_with_scenes(), flags)
@@ -163,7 +164,7 @@ def _write_parquet(directory: Path, split: str, entries: Iterator[dict[str, Any]
     directory.mkdir(exist_ok=True)
     for shard in range(shards):
         path = directory / f"{split}-{shard:05}-of-{shards:05}.parquet"
-        with parquet.ParquetWriter(path, schema) as writer:
+        with open(path, "wb") as file, parquet.ParquetWriter(file, schema) as writer:  # Arrow opens only UTF-8 names
             for group in islice(groups, SHARD_ROWS // GROUP_ROWS):
                 writer.write_table(Table.from_pylist(group, schema=schema))
 
@@ -211,8 +212,10 @@ def _place(image: Path, directory: Path) -> Path:
 
 
 def _check(image: Path) -> None:
-    if not is_whole_png(image):
-        raise InputError(f"{image}: not a whole PNG image")
+    with reading(image, "an image"):
+        if not is_whole_png(image):
+            raise InputError("not a whole PNG image")
+        Image.open(image).close()  # refuses a header of too many pixels, before a reader of the export does
 
 
 def _write_nscl(directory: Path, split: Split, rows: Iterable[Row]) -> set[str]:
@@ -238,7 +241,7 @@ def _nscl_scene(scene: dict[str, Any], position: int, split: Split, directory: P
         what = f"scene {position} is not that of image {position}"
         raise InputError(f"{split.scenes}: {what}, expected one scene of each image")
     image = _place(split.images[position], directory / "images")
-    with reading(image, "an image"), Image.open(image) as opened:
+    with Image.open(image) as opened:
         width, height = opened.size
     with reading(split.scenes, "a CLEVR scenes file"):
         scene["image_filename"] = image.name

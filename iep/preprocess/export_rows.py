@@ -16,6 +16,7 @@ from iep.errors import InputError
 from iep.preprocess import clevr_files
 from iep.preprocess.encode_questions import answer_token, image_index, question_index
 from iep.programs import json_to_prefix, question_type
+from iep.runtime.reading import check_utf8
 
 Kind = tuple[str | None, str]
 """The type of a question, if it has a program, and its answer; questions are balanced by it."""
@@ -51,8 +52,8 @@ class Split:
         """Yield the row of each question, without scenes.
 
         Raises:
-            InputError: as `read_questions`, or a question has no text or answer, is about a missing image, or has a
-                malformed program (names the file and the question).
+            InputError: as `read_questions`, or a question has no text or answer, is about a missing image, has a
+                malformed program, or is not UTF-8 text (names the file and the question).
         """
         for position, question in enumerate(clevr_files.read_questions(self.questions)):
             try:
@@ -64,13 +65,17 @@ class Split:
         """Yield the row of each question, with its scene if there is a scenes file.
 
         Raises:
-            InputError: as `rows` and `read_scenes`, or an image has no scene.
+            InputError: as `rows` and `read_scenes`, an image has no scene, or an image's index is not an integer.
         """
         if not self.scenes.exists():
             yield from self.rows()
             return
-        scenes = enumerate(clevr_files.read_scenes(self.scenes))
-        texts = {scene.get("image_index", n): json.dumps(scene) for n, scene in scenes}  # a tenth of objects' memory
+        texts: dict[int, str] = {}  # a tenth of objects' memory
+        for n, scene in enumerate(clevr_files.read_scenes(self.scenes)):
+            image = scene.get("image_index", n)
+            if type(image) is not int:
+                raise InputError(f"{self.scenes}: scene {n}: 'image_index' is {image!r:.60}, expected an integer")
+            texts[image] = json.dumps(scene)
         for row in self.rows():
             if row.image not in texts:
                 raise InputError(f"{self.scenes}: image {row.image} has no scene")
@@ -82,7 +87,7 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[Split], l
 
     Raises:
         InputError: a split of these names is missing or has no answers, there is no split with answers, or as
-            `image_paths`.
+            `image_paths`; or the name of a file is not UTF-8.
     """
     files, directories = clevr_files.question_files(clevr_dir), clevr_files.image_directories(clevr_dir)
     splits, unanswered = [], []
@@ -99,6 +104,8 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[Split], l
             unanswered.append(name)
             continue
         images = clevr_files.image_paths(directories[of_images])
+        for path in (files[name], *images):
+            check_utf8(path.name, f"{path}: the name")
         splits.append(Split(name, files[name], images, clevr_files.scenes_path(clevr_dir, of_images)))
     if unanswered and (names or not splits):
         raise InputError(f"{files[unanswered[0]]}: the questions have no answers, which an export needs")
@@ -116,6 +123,8 @@ def _row(question: dict[str, Any], position: int, num_images: int) -> Row:
         tokens = json_to_prefix(question["program"])
         details |= {"question_type": question_type(tokens[0])}
         details |= {"program": " ".join(tokens), "program_length": len(tokens)}
+    for part, value in {"question": text, "answer": answer, "program": details.get("program", "")}.items():
+        check_utf8(value, repr(part))
     return Row(text, answer, image, question | {"answer": answer}, details)
 
 

@@ -1,4 +1,4 @@
-"""Files and directories that are written completely or not at all, and checksums of arrays, which reveal damage.
+"""Files that are written completely or not at all, and checksums of arrays, which reveal damage.
 
 `reading.py` reads the files that a user gives.
 
@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from iep.errors import InputError
 
 
 @contextmanager
@@ -66,33 +63,6 @@ def atomic_path(target: Path, durable: bool = True) -> Iterator[Path]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `target`, and rename it to `target` when the block ends without an error.
-
-    The temporary directory is removed when the block raises, so that `target` appears with all its files or not at all.
-
-    Raises:
-        InputError: `target` exists and is not empty.
-        OSError: the block or the rename failed. Its `filename` is `target`, never a temporary path.
-    """
-    if target.exists() and any(target.iterdir()):
-        raise InputError(f"{target}: not empty; choose a new directory")
-    final = target.resolve()
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    try:
-        with os_errors_name(target):
-            temporary.mkdir(parents=True)
-            yield temporary
-            os.replace(temporary, final)
-    except OSError as error:
-        if str(error.filename).startswith(str(temporary)):
-            error.filename, error.filename2 = str(target), None
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def sync_directory(directory: Path) -> None:

@@ -54,6 +54,18 @@ def reading(path: Path | str, what: str) -> Iterator[None]:
         raise InputError(f"{path}: not {what} ({reason})") from None
 
 
+def check_utf8(text: str, what: str) -> None:
+    """Check that a text has no lone surrogates, which `\\ud800` in JSON and file names of other encodings become.
+
+    Raises:
+        InputError: it has one; the message calls the text `what`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} is not UTF-8 text") from None
+
+
 def read_json(path: Path | str, what: str = "a JSON file") -> Any:
     """Return the JSON value in the file `path`.
 

@@ -79,9 +79,11 @@ def synthesize(
         progress: is called with a split and the number of images just made.
 
     Raises:
-        InputError: `out` contains something else, or the scenes are too small for that many questions.
+        InputError: `out` contains something else, the scenes are too small for that many questions, or a questions
+            file would be empty.
         OSError: a file cannot be written (names it).
     """
+    _check_questions(out, options)
     _claim(out, options, force)
     tallies: dict[str, Tally | None] = {}
     with _mapping(workers) as run:
@@ -97,6 +99,28 @@ def synthesize(
             made = run(_Maker(out, options), blocks)
             tallies[split] = _write_split(out, options, split, zip(blocks, made, strict=True), progress)
     return tallies
+
+
+def _check_questions(out: Path, options: Options) -> None:
+    """Check, before anything is written, that every questions file will have a question.
+
+    Raises:
+        InputError: a file would be empty, or as `make_image`.
+    """
+    for split in SPLITS:
+        count, empty, balance = getattr(options, split), {*_json_paths(out, options, split)[1]}, Counter()
+        for index in range(count):
+            if not empty:
+                break
+            if index % BLOCK == 0:
+                balance.clear()
+            asked = make_image(options, split, index, balance)[2]
+            empty -= {_questions_path(out, options, split, FAMILIES[each.family].group) for each in asked}
+        if count and empty:
+            raise InputError(
+                f"{min(empty)}: would have no question; make more images than {count}, ask more questions about each, "
+                "or add objects"
+            )
 
 
 def make_image(options: Options, split: str, index: int, balance: Counter) -> tuple[Scene, dict, list[Question]]:
@@ -242,15 +266,17 @@ def _claim(out: Path, options: Options, force: bool) -> None:
     """Make `out` this data set's directory, unless it is; `force` clears one that was made with other options.
 
     Raises:
-        InputError: `out` contains something else.
+        InputError: `out` contains something else, or its record is damaged.
     """
     record = {"generator": GENERATOR, **asdict(options)}
     path = out / RECORD
     if out.exists() and any(there.name != LOCK for there in out.iterdir()):
         if not path.exists():
             raise InputError(f"{out}: not empty and not made by iep-synth (no {RECORD}); choose a new directory")
-        found = {"families": "clevr"} | read_json(path, "the record of iep-synth")  # older records have no families
-        if found == record:
+        found = read_json(path, "the record of iep-synth")
+        if not isinstance(found, dict):
+            raise InputError(f"{path}: {found!r:.60}, expected the record of iep-synth, an object")
+        if {"families": "clevr"} | found == record:  # older records have no families
             for temporary in out.glob("**/.*.tmp"):  # of a run that was killed
                 temporary.unlink(missing_ok=True)
             return
@@ -289,11 +315,13 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
 
 def is_whole_png(path: Path) -> bool:
     """Return whether a picture is complete; a power cut may have left it short."""
+    if not path.is_file():  # opening a pipe would block
+        return False
     try:
         with open(path, "rb") as file:
             file.seek(-len(PNG_END), io.SEEK_END)
             return file.read() == PNG_END
-    except OSError:  # missing, or shorter than a PNG's end
+    except OSError:  # shorter than a PNG's end
         return False
 
 
