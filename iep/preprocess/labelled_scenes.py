@@ -19,6 +19,7 @@ from iep.data.question_file import Questions, Split
 from iep.errors import InputError, nearest
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.images import image_batches, read_image
+from iep.preprocess.recipe import listing, value_digest
 from iep.runtime.distributed import is_main
 from iep.runtime.memory import available_memory
 from iep.runtime.reading import read_json, reading
@@ -49,6 +50,10 @@ class SceneImages:
     def row_bytes(self) -> int:
         """Bytes of one image's pixels."""
         return int(np.prod(self.shape[1:]))
+
+    def digest(self) -> str:
+        """Return a digest of the names and sizes of the images' files."""
+        return value_digest(listing(self._images))
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
         """Return the (N, 3, size, size) uint8 pixels of the images `rows` (N,).

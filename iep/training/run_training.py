@@ -3,7 +3,7 @@
 `train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.programs import program_lengths
-from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
+from iep.runtime.distributed import any_rank, broadcast, by_main, gather, is_main, rank, torchrun_identity, world_size
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
@@ -198,8 +198,9 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
     device = main_device(config.placement, config.devices, config.device)
     # A backbone reads a CLEVR directory, which has no vocabulary: it names the attributes of CLEVR's.
     vocab = Vocab.clevr() if config.model == "backbone" else load_vocab(Path(config.data))
-    training, validation = _open_splits(config, vocab)
-    for split in filter(None, (training, validation)):
+    training, validation = splits = _open_splits(config, vocab)
+    _check_same(vocab, config, [split for split in splits if split is not None])
+    for split in filter(None, splits):
         task.check_questions(config, split.questions)
     return RunData(device, vocab, training, validation, families)
 
@@ -222,7 +223,7 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
             choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
         opened = partial(open_split, data, vocab=vocab, with_features=sees, in_memory=in_memory, choose=choose)
     training = opened(split=config.train_split, num_samples=config.num_train_samples)
-    if config.val_split == Config.val_split and not val_file.exists():
+    if config.val_split == Config.val_split and not any_rank(val_file.exists()):
         return training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
     if config.model in READING_FEATURES:
@@ -230,6 +231,27 @@ def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
         if found is not None:
             raise InputError(found)
     return training, validation
+
+
+def _check_same(vocab: Vocab, config: Config, splits: Sequence[Split]) -> None:
+    """Check that all processes read the same data, from the same files or from copies of them.
+
+    Raises:
+        InputError: a file differs from that of the first process; all processes name the same one.
+    """
+    if world_size() == 1:
+        return
+    mine = [(f"{Path(config.data) / 'vocab.json'}", vocab.digest)]
+    for split in splits:
+        mine.append((f"{split.questions.path}", split.questions.digest))
+        if split.features is not None:
+            mine.append((f"{split.features.path}", split.features.digest()))
+    first, *others = broadcast(gather(mine))
+    for number, theirs in enumerate(others, 1):
+        for (path, digest), (path_of_first, expected) in zip(theirs, first, strict=True):
+            if digest != expected:
+                what = f"{path} of process {number} differs from {path_of_first} of process 0"
+                raise InputError(f"{what}; expected the same data in all {world_size()} processes")
 
 
 # Build
