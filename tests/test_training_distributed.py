@@ -303,3 +303,19 @@ def test_processes_may_read_copies_of_the_same_data(data: Path, tmp_path: Path):
     copies = [data, write_data(tmp_path / "copy")]
     settings = ("iterations=1", "features_in_memory=true")
     assert all(together(_train_on_data_of_their_own, tiny_config(data, "ee", *settings), copies, tmp_path / "out"))
+
+
+def _end_without_a_file(config: Config, of_ranks: list[Path], out: Path) -> str:
+    with pytest.raises((InputError, SystemExit)) as caught:
+        _train_on_data_of_their_own(config, of_ranks, out)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train_features.h5", "val_questions.h5"])
+def test_a_file_that_one_process_lacks_is_named_by_the_first_and_ends_all(data: Path, tmp_path: Path, name: str):
+    lacks = write_data(tmp_path / "lacks")
+    (lacks / name).unlink()
+    config = tiny_config(data, "ee", "features_in_memory=true")
+    first, second = together(_end_without_a_file, config, [data, lacks], tmp_path / "out")
+    assert f"{lacks / name}: no such file" in first
+    assert second == "1", "the exit code"

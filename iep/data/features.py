@@ -113,7 +113,7 @@ class Features:
                 except Exception as error:  # HDF5 raises all kinds of errors for damaged files
                     what = " ".join(str(error).split())
                     raise InputError(f"{self.path}: features, row {row} cannot be read ({what})") from None
-                if self._memory is not None or self._checksums_N is None or self._is_sound_N[row]:
+                if self._checksums_N is None or self._is_sound_N[row]:
                     continue
                 if row_checksums(values_CHW[None])[0] != self._checksums_N[row]:
                     raise InputError(f"{self.path}: features, row {row} is damaged, its checksum differs; {REMEDY}")
@@ -144,7 +144,7 @@ class Features:
         memory = memory or open(paths[node], "rb")  # noqa: SIM115 - for as long as the features live
         barrier()  # until all processes have opened the memory, the first must keep it
         other = copy(self)
-        other._memory = memory
+        other._memory, other._checksums_N = memory, None
         return other
 
     def _load(self) -> BinaryIO:
