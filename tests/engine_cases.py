@@ -1,7 +1,13 @@
-"""Small engines of each set of modules, programs for them, well-formed and not, and devices to place them on."""
+"""Small engines of each set of modules, programs for them, well-formed and not, and devices to place them on.
+
+CLEVR's functions have up to two arguments. Those of the engine `ternary` have three, in tests with the fixture
+`ternary_functions`.
+"""
 
 import copy
+from collections.abc import Sequence
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -11,21 +17,74 @@ from torch import nn
 
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import Placement, round_robin
+from iep.execution_engine.roles import ATTENTION, MAP, Role
+from iep.execution_engine.tbd import AttentionModules
 from iep.models.build import build, place_parts
-from iep.vocab import END, NULL, START, UNK, index_tokens
+from iep.programs import arity as arity_of_two
+from iep.vocab import END, NULL, SPECIAL_TOKENS, START, UNK, index_tokens
 
 UNARY = ("count", "exist", "filter_color[red]", "query_size", "relate[left]", "same_shape", "unique")
 BINARY = ("equal_integer", "greater_than", "intersect", "union")
 TOKENS = index_tokens([*UNARY, *BINARY, "scene"])
 INDEX = {token: index for index, token in enumerate(TOKENS)}
 
+PAIR = 2
+"""The kind of a value of two channels, (2, H, W)."""
+CHANNELS = {MAP: 3, ATTENTION: 1, PAIR: 2}
+TERNARY = {
+    "between[left]": Role((ATTENTION, ATTENTION, ATTENTION), ATTENTION, reads_stem=True, is_penalized=True),
+    "between[right]": Role((ATTENTION, ATTENTION, ATTENTION), ATTENTION, reads_stem=True, is_penalized=True),
+    "choose": Role((ATTENTION, MAP, MAP), MAP),
+    "pair": Role((PAIR, ATTENTION, MAP), PAIR),
+    "apart": Role((MAP, PAIR, ATTENTION), ATTENTION),
+}
+
+
+def arity(token: str) -> int:
+    """Return the number of arguments of a token, which may be one of `TERNARY`."""
+    return 3 if token in TERNARY else arity_of_two(token)
+
+
+class Ternary(nn.Module):
+    """A convolution of all arguments, no two of which interchange."""
+
+    def __init__(self, role: Role):
+        super().__init__()
+        self.conv = nn.Conv2d(sum(map(CHANNELS.get, role.reads)), CHANNELS[role.result], 3, padding=1)
+
+    def forward(self, *arguments):
+        return torch.sigmoid(self.conv(torch.cat(arguments, dim=1)))
+
+
+class TernaryModules(AttentionModules):
+    """The set `tbd`, and functions of three arguments and three kinds."""
+
+    def role(self, token):
+        return TERNARY[token] if token in TERNARY else super().role(token)
+
+    def make(self, token):
+        return Ternary(TERNARY[token]) if token in TERNARY else super().make(token)
+
+    def scene_values(self, stems_NCHW):
+        pair_12HW = torch.linspace(0, 1, 2).to(stems_NCHW)[:, None, None].expand(1, 2, *stems_NCHW.shape[2:])
+        return super().scene_values(stems_NCHW) | {PAIR: pair_12HW}
+
+
 ENGINES = {
     "iep": {},
     "iep with scene as the stem": {"scene": "stem"},
     "tbd": {"modules": "tbd"},
     "vector": {"modules": "vector"},
+    "ternary": {"modules": "engine_cases:TernaryModules", "program_tokens": [*TOKENS, *TERNARY]},
 }
 """Settings of engines by name."""
+
+
+def tokens_of(name: str) -> list[str]:
+    """Return the program vocabulary of one of `ENGINES`."""
+    return ENGINES[name].get("program_tokens", TOKENS)
+
+
 FULL_SIZE = {"feature_dim": 1024, "feature_height": 14, "feature_width": 14}
 """The shape of the features of ResNet-101."""
 
@@ -84,14 +143,27 @@ MANY_BL = programs(
 )
 """Many have subtrees in common, so that there is something to share."""
 
-any_programs = token_matrices(
-    len(TOKENS),
-    inner=[START, END, UNK, *(INDEX[token] for token in (*UNARY, *BINARY))],
-    unary=[INDEX[token] for token in UNARY],
-    binary=[INDEX[token] for token in BINARY],
-    max_batch=6,
-    wide=10,
-)
+
+def vocabularies(name: str) -> st.SearchStrategy[list[str]]:
+    """Draw vocabularies of some of the functions of one of `ENGINES`, which may be none, and `scene`."""
+    functions = [token for token in tokens_of(name) if token not in (*SPECIAL_TOKENS, "scene")]
+    return st.lists(st.sampled_from(functions), unique=True).map(lambda some: index_tokens([*some, "scene"]))
+
+
+def programs_for(tokens: Sequence[str]) -> st.SearchStrategy[np.ndarray]:
+    """Draw matrices of programs of a vocabulary."""
+    inner = [index for index, token in enumerate(tokens) if index != NULL and arity(token)]
+    return token_matrices(
+        len(tokens),
+        inner,
+        unary=[index for index in inner if arity(tokens[index]) == 1 and index > UNK] or [END],
+        binary=[index for index in inner if arity(tokens[index]) > 1] or [END],
+        max_batch=6,
+        wide=10,
+    )
+
+
+any_programs = programs_for(TOKENS)
 
 DEVICE_LISTS = [
     ("cpu", "cpu"),

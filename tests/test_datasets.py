@@ -318,6 +318,14 @@ def test_verify_finds_damage_in_a_finished_file_and_overwrite_makes_it_anew(clev
     assert path.read_bytes() == sound
 
 
+def test_a_digest_follows_the_checksums_of_all_rows(out: Path):
+    path = out / "train_features.h5"
+    found = Features(path).digest()
+    with h5py.File(path, "r+") as file:
+        file["checksums"][-1] += 1
+    assert Features(path).digest() != found
+
+
 def test_a_row_is_checked_once_by_all_processes_that_share_its_features(out: Path):
     path = out / "train_features.h5"
     features, questions = Features(path), read_questions(out / "train_questions.h5", Vocab.load(out / "vocab.json"))

@@ -84,7 +84,7 @@ def test_functions_that_differ_in_more_than_weights_are_not_of_one_family(tmp_pa
 
 
 ODD = """
-from gated import AttentionModules, GatedModules, arity
+from gated import MAP, AttentionModules, GatedModules, Role, arity
 import torch
 from torch import nn
 from torch.nn import functional
@@ -143,6 +143,10 @@ class Attends(ReadsItsBias):
 class AttendsModules(AttentionModules):
     def make(self, token):
         return Attends(self.dim, token) if token.startswith(("filter", "relate")) else super().make(token)
+
+class OfPairsModules(GatedModules):
+    def role(self, token):
+        return Role((MAP, MAP), MAP) if token == "exist" else super().role(token)
 
 for kind in (Scaled, Normalized, ReadsItsBias, OtherWeight, MixesRows, WithNorm, Fails):
     globals()[kind.__name__ + "Modules"] = set_of(kind)
@@ -208,10 +212,11 @@ def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():
         (["--modules", "gated:GatedModules", "engine.module_settings.dept=2"], "unexpected keyword argument 'dept'"),
         (["--modules", "gated:GatedModules", "engine.module_settings.depth=0"], "depth is 0, expected 1 or greater"),
         (["--modules", "tbd", "engine.module_settings.depth=2"], "the settings of modules tbd: got an unexpected"),
+        (["--modules", "odd:OfPairsModules"], "the role of 'exist' has 2 arguments, expected 1, its arity"),
         (["engine.module_settings=2"], "engine.module_settings is 2, expected a mapping of settings"),
     ],
 )
-def test_a_set_or_setting_that_does_not_exist_is_one_line(data, given, message, tmp_path):
+def test_a_set_or_setting_that_does_not_exist_or_fit_is_one_line(odd, data, given, message, tmp_path):
     result = iep_train("--model", "ee", "--data", data, "--out", tmp_path / "run", *tiny("ee"), *given)
     assert_one_error(result, message)
 

@@ -4,10 +4,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batching_cases import quick
-from engine_cases import ENGINES, MANY_BL, any_programs, features, programs, small_engine
+from engine_cases import ENGINES, MANY_BL, features, programs, programs_for, small_engine, tokens_of
 from hypothesis import given, settings
 
 from iep.execution_engine.trace import saliency_maps, to_unit, trace
+
+pytestmark = pytest.mark.usefixtures("ternary_functions")
 
 FEATURES = features(1)
 UNION = programs("count union filter_color[red] scene relate[left] scene")[0].tolist()
@@ -28,7 +30,7 @@ def by_hand(engine):
 @settings(quick, max_examples=15)
 def test_a_traced_program_has_the_references_answer_and_a_map_for_every_function(name, data):
     engine = small_engine(**ENGINES[name])
-    for program_L in data.draw(st.just(MANY_BL) | any_programs):
+    for program_L in data.draw(st.just(MANY_BL) | programs_for(tokens_of(name))):
         traced = trace(engine, FEATURES, program_L.tolist())
         assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
         for saliency in ("norm", "gradient"):

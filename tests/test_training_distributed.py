@@ -7,11 +7,12 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from processes import together
-from tiny_data import CHANNELS, GRID, VOCAB, newest, open_train, tiny_config
+from tiny_data import CHANNELS, GRID, VOCAB, newest, open_train, tiny_config, write_data
 from torch import nn
 from train_cases import before_each_step, rows, weights
 
@@ -268,3 +269,53 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     held = torch.load(tmp_path / "not-finite-1.pt", weights_only=True)
     assert len(set(held["positions"])) == 8
     assert held["question_index"] == [position + 1000 for position in held["positions"]]
+
+
+def _fail_with_data_of_their_own(config: Config, copies: list[list[Path]], out: Path) -> list[str]:
+    return [_fail(replace(config, data=str(of_ranks[rank()])), out) for of_ranks in copies]
+
+
+@pytest.mark.parametrize("settings", [(), ("asynchronous=true", "instance_size=4")])
+def test_processes_whose_data_differ_train_nothing_and_name_the_process_and_the_file(tmp_path: Path, settings):
+    first, stale, names = write_data(tmp_path / "first"), [], []
+    for split in ("train", "val"):
+        for name, key in ((f"{split}_questions.h5", "programs"), (f"{split}_features.h5", "features")):
+            stale.append(write_data(tmp_path / f"other {name}"))
+            names.append(name)
+            with h5py.File(stale[-1] / name, "r+") as file:
+                file[key][1] = file[key][2]
+    stale.append(write_data(tmp_path / "other vocab.json"))
+    replace(VOCAB, answer=[*VOCAB.answer, "maybe"]).save(stale[-1] / "vocab.json")
+    names.append("vocab.json")
+    config = tiny_config(first, "ee", *settings)
+    said = together(_fail_with_data_of_their_own, config, [[first, each] for each in stale], tmp_path / "out")
+    assert said[0] == said[1]
+    for name, path, line in zip(names, stale, said[0], strict=True):
+        assert f"{path / name} of process 1 differs from {first / name} of process 0" in line
+    assert not (tmp_path / "out").exists()
+
+
+def _train_on_data_of_their_own(config: Config, of_ranks: list[Path], out: Path) -> bool:
+    return train(replace(config, data=str(of_ranks[rank()])), out, resume=False)
+
+
+def test_processes_may_read_copies_of_the_same_data(data: Path, tmp_path: Path):
+    copies = [data, write_data(tmp_path / "copy")]
+    settings = ("iterations=1", "features_in_memory=true")
+    assert all(together(_train_on_data_of_their_own, tiny_config(data, "ee", *settings), copies, tmp_path / "out"))
+
+
+def _end_without_a_file(config: Config, of_ranks: list[Path], out: Path) -> str:
+    with pytest.raises((InputError, SystemExit)) as caught:
+        _train_on_data_of_their_own(config, of_ranks, out)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train_features.h5", "val_questions.h5"])
+def test_a_file_that_one_process_lacks_is_named_by_the_first_and_ends_all(data: Path, tmp_path: Path, name: str):
+    lacks = write_data(tmp_path / "lacks")
+    (lacks / name).unlink()
+    config = tiny_config(data, "ee", "features_in_memory=true")
+    first, second = together(_end_without_a_file, config, [data, lacks], tmp_path / "out")
+    assert f"{lacks / name}: no such file" in first
+    assert second == "1", "the exit code"

@@ -21,12 +21,14 @@ import torch
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
 from iep.runtime.distributed import attempt, barrier, broadcast, gather, local_rank
-from iep.runtime.files import row_checksums
+from iep.runtime.files import arrays_digest, row_checksums
 from iep.runtime.memory import available_memory
 from iep.runtime.reading import reading
 
 LOAD_BYTES = 2**25
 """The number of bytes that `Features.in_memory` reads at a time."""
+DIGEST_ROWS = 16
+"""The number of rows whose digest is that of a file without checksums."""
 IMAGES, IMAGES_DIGEST = "images", "images_digest"
 """The attributes with the number and the digest of the images; all other attributes are the recipe of the rows."""
 FLOATS = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
@@ -79,6 +81,17 @@ class Features:
     def row_bytes(self) -> int:
         """The number of bytes of one image's features."""
         return int(np.prod(self.shape[1:])) * self.dtype.itemsize
+
+    def digest(self) -> str:
+        """Return a digest of the shape and the checksums, or for a file without checksums, of some of the rows.
+
+        Raises:
+            InputError: as `read`.
+        """
+        rows = self._checksums_N
+        if rows is None:
+            rows = self.read(np.linspace(0, len(self) - 1, min(len(self), DIGEST_ROWS)).astype(np.int64)).numpy()
+        return arrays_digest({"shape": np.array(self.shape), "rows": rows})
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
         """Return the (N, C, H, W) features of the images `rows` (N,), in the file's dtype.

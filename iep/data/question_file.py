@@ -51,8 +51,16 @@ class Questions:
 
     def select(self, rows: slice | np.ndarray) -> "Questions":
         """Return the questions at `rows`."""
-        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return replace(self, **arrays)
+        return replace(self, **{name: value[rows] for name, value in self._arrays.items()})
+
+    @property
+    def digest(self) -> str:
+        """The digest of the arrays."""
+        return arrays_digest(self._arrays)
+
+    @property
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
 
 def read_questions(path: Path, vocab: Vocab) -> Questions:

@@ -27,7 +27,7 @@ from iep.execution_engine.choices import (
     make_module_set,
 )
 from iep.execution_engine.placement import CLASSIFIER, STEM, Placement
-from iep.execution_engine.program_graph import is_of_maps, roles_of
+from iep.execution_engine.program_graph import is_of_maps, num_kinds, roles_of
 from iep.execution_engine.program_plan import Planner, ProgramPlan, plan_programs
 from iep.execution_engine.roles import MAP, result_kind
 from iep.execution_engine.stem_and_classifier import make_classifier, make_stem
@@ -203,8 +203,8 @@ class ExecutionEngine(nn.Module):
         if plan.image_rows is not None:
             features_NCHW = features_NCHW[plan.image_rows.to(features_NCHW.device)]
         map_1CHW = features_NCHW.new_zeros(1, 1, *self.grid, dtype=dtype)
-        others = {kind: each for kind, each in self.module_set.scene_values(map_1CHW).items() if kind != MAP}
-        return others | {1 + max(others, default=MAP): features_NCHW}
+        others = {kind: each for kind, each in self._scene_values(map_1CHW).items() if kind != MAP}
+        return others | {num_kinds(self.roles): features_NCHW}
 
     def planner(
         self,
@@ -312,7 +312,7 @@ class ExecutionEngine(nn.Module):
         device, by_kernels = stems_NCHW.device.type, plan.execution in ("triton", "cuda_graph")
         if by_kernels and torch.is_autocast_enabled(device) and stems_NCHW.dtype == torch.float32:
             stems_NCHW = stems_NCHW.to(torch.get_autocast_dtype(device))  # kernels compute in the dtype of the maps
-        inputs = self.module_set.scene_values(stems_NCHW)
+        inputs = self._scene_values(stems_NCHW)
         modules = {op: getattr(self, token) for op, token in self._runs.items()}
         if plan.execution == "cuda_graph":
             maps_BCHW = self._replay(plan, modules, inputs[MAP])
@@ -327,6 +327,11 @@ class ExecutionEngine(nn.Module):
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
         return maps_BCHW, sum((each.sum(dtype=dtype) for each in attentions), maps_BCHW.new_zeros((), dtype=dtype))
+
+    def _scene_values(self, stems_NCHW: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the value of `scene` in each kind of a plan's values; the set may have further kinds."""
+        count = num_kinds(self.roles)
+        return {kind: each for kind, each in self.module_set.scene_values(stems_NCHW).items() if kind < count}
 
     def _replay(self, plan: ProgramPlan, modules: dict[int, nn.Module], stems_NCHW: torch.Tensor) -> torch.Tensor:
         """Return the programs' results, (B, C, H, W), which CUDA graphs compute; the first such plan captures them."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from iep.batching.graph import Graph
 from iep.batching.plan import Read, Signature, Types
 from iep.execution_engine.roles import MAP, ModuleSet, Role, result_kind
-from iep.programs import program_graph, scene_index
+from iep.programs import arities, program_graph, scene_index
 from iep.vocab import NULL, START
 
 Roles = tuple[Role | None, ...]
@@ -28,15 +28,25 @@ def roles_of(program_tokens: Sequence[str], modules: ModuleSet) -> Roles:
     """Return the role of every token in a set of modules; `<NULL>` and `<START>` never run and have none.
 
     Raises:
-        ValueError: the vocabulary has no `scene`, or the set has no module for a token.
+        ValueError: the vocabulary has no `scene`, or the set has no module for a token, or one with another number of
+            arguments.
     """
     scene_index(program_tokens)
-    return tuple(None if op in (NULL, START) else modules.role(token) for op, token in enumerate(program_tokens))
+    roles = tuple(None if op in (NULL, START) else modules.role(token) for op, token in enumerate(program_tokens))
+    for token, role, arity in zip(program_tokens, roles, arities(program_tokens).tolist(), strict=True):
+        if role is not None and len(role.arguments) != arity:
+            raise ValueError(f"the role of {token!r} has {len(role.arguments)} arguments, expected {arity}, its arity")
+    return roles
+
+
+def num_kinds(roles: Roles) -> int:
+    """Return the number of kinds up to the greatest that a function reads or returns, at least 1."""
+    return 1 + max((kind for role in roles if role is not None for kind in (role.result, *role.arguments)), default=MAP)
 
 
 def is_of_maps(roles: Roles) -> bool:
     """Return whether every value is a map. A plan then needs no types."""
-    return all(role is None or {*role.arguments, role.result} == {MAP} for role in roles)
+    return num_kinds(roles) == 1
 
 
 def module_graph(
@@ -53,7 +63,7 @@ def module_graph(
     if is_of_maps(roles) and all(role is not None and not role.reads_stem for role in functions):
         return plain
     stem_B = np.arange(len(plain.roots)) if stem_B is None else stem_B
-    stems, count, kinds = plain.num_inputs, plain.num_nodes, _num_kinds(roles)
+    stems, count, kinds = plain.num_inputs, plain.num_nodes, num_kinds(roles)
     others = stems + count + np.arange(kinds - 1)  # slots of `scene` in other kinds, before renumbering
     wanted = [() if role is None else role.arguments for role in roles]
     width = max(plain.args.shape[1], *map(len, wanted))
@@ -93,7 +103,7 @@ def types_of(graph: Graph, roles: Roles, num_programs: int) -> Types | None:
     """Return the kinds of the values of a graph. Its roots are the programs' results, then any attentions."""
     if is_of_maps(roles):
         return None
-    others = np.arange(1, _num_kinds(roles))
+    others = np.arange(1, num_kinds(roles))
     results, attentions = graph.roots[:num_programs], graph.roots[num_programs:]
     return Types(
         inputs=np.concatenate([np.full(graph.num_inputs - len(others), MAP), others]),
@@ -113,7 +123,7 @@ def with_ends(graph: Graph, roles: Roles, num_programs: int) -> tuple[Graph, Typ
         graph: the graph of programs.
         num_programs: B, the number of roots that are the programs' results.
     """
-    kinds, inputs, nodes = _num_kinds(roles), graph.num_inputs, graph.num_nodes
+    kinds, inputs, nodes = num_kinds(roles), graph.num_inputs, graph.num_nodes
     stems = inputs - (kinds - 1)
     first = inputs + stems  # the slot of the first function
     slot = np.concatenate([inputs + np.arange(stems), np.arange(stems, inputs), first + np.arange(nodes), [NONE]])
@@ -142,10 +152,6 @@ def penalized(graph: Graph, roles: Roles) -> np.ndarray:
     """Return the slots of the attentions that a penalty counts."""
     is_penalized_V = np.array([role is not None and role.is_penalized for role in roles])
     return graph.num_inputs + np.flatnonzero(is_penalized_V[graph.op])
-
-
-def _num_kinds(roles: Roles) -> int:
-    return 1 + max(max((role.result, *role.arguments)) for role in roles if role is not None)
 
 
 def _signature(role: Role) -> Signature:

@@ -19,6 +19,7 @@ from iep.data.question_file import Questions, Split
 from iep.errors import InputError, nearest
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.images import image_batches, read_image
+from iep.preprocess.recipe import listing, value_digest
 from iep.runtime.distributed import is_main
 from iep.runtime.memory import available_memory
 from iep.runtime.reading import read_json, reading
@@ -49,6 +50,10 @@ class SceneImages:
     def row_bytes(self) -> int:
         """Bytes of one image's pixels."""
         return int(np.prod(self.shape[1:]))
+
+    def digest(self) -> str:
+        """Return a digest of the names and sizes of the images' files."""
+        return value_digest(listing(self._images))
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
         """Return the (N, 3, size, size) uint8 pixels of the images `rows` (N,).
@@ -90,8 +95,6 @@ def open_scenes(
     size: int,
     num_samples: int | None = None,
     skip: int = 0,
-    in_memory: bool = False,
-    workers: int = 0,
 ) -> Split:
     """Open the images of a split and what their scenes hold.
 
@@ -102,13 +105,10 @@ def open_scenes(
         size: pixels to a side, to which images are resized.
         num_samples: use at most this many images; None for all.
         skip: leave out the first images.
-        in_memory: decode all images now.
-        workers: the number of processes that decode them.
 
     Raises:
         InputError: a file is missing or damaged, a scene has an object without a place in the image, with an unknown
-            attribute or without one (names the scene and the object), no scene has an object, or the images do not fit
-            into memory.
+            attribute or without one (names the scene and the object), or no scene has an object.
     """
     path, directory = scenes_path(clevr_dir, split), clevr_dir / "images" / split
     scenes = read_json(path, "a CLEVR scenes file")
@@ -134,8 +134,7 @@ def open_scenes(
         row_MF[: len(found)] = np.array(found, np.float32).reshape(-1, answers_NMF.shape[2])
     numbers = np.arange(len(scenes))
     questions = Questions(path, np.zeros((len(scenes), 0), np.int64), numbers, numbers + skip, None, None, answers_NMF)
-    pixels = SceneImages(directory, images, size)
-    return Split(questions, pixels.in_memory(workers) if in_memory else pixels, len(scenes))
+    return Split(questions, SceneImages(directory, images, size), len(scenes))
 
 
 def _objects(scene: dict[str, Any], width_height: tuple[int, int], name: str) -> list[list[float]]:

@@ -125,12 +125,13 @@ def row_checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of integer arrays' names, shapes and values.
+    """Return 16 hexadecimal digits of the SHA-256 of arrays' names, shapes and values.
 
-    The digest depends neither on the order of the arrays nor on the width of their integers.
+    The digest depends neither on the order of the arrays nor on the width of their numbers.
     """
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(f"{name} {arrays[name].shape} ".encode())
-        digest.update(np.ascontiguousarray(arrays[name], dtype="<i8").data)
+        kind = "<f8" if arrays[name].dtype.kind == "f" else "<i8"
+        digest.update(np.ascontiguousarray(arrays[name], dtype=kind).data)
     return digest.hexdigest()[:16]

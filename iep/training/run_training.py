@@ -3,7 +3,7 @@
 `train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,17 @@ from iep.models.weights import WEIGHTS
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.programs import program_lengths
-from iep.runtime.distributed import broadcast, by_main, is_main, rank, torchrun_identity, world_size
+from iep.runtime.distributed import (
+    any_rank,
+    attempt,
+    broadcast,
+    by_main,
+    gather,
+    is_main,
+    rank,
+    torchrun_identity,
+    world_size,
+)
 from iep.runtime.files import write_bytes
 from iep.runtime.reading import reading
 from iep.training.asynchronous import InstancePlanner, check_asynchronous, with_processes
@@ -196,40 +206,83 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
         tqdm.write(f"{out}: resumes with {', '.join(changed)}")
     check_options(config.placement, config.devices, config.device, in_processes=config.asynchronous)
     device = main_device(config.placement, config.devices, config.device)
-    # A backbone reads a CLEVR directory, which has no vocabulary: it names the attributes of CLEVR's.
-    vocab = Vocab.clevr() if config.model == "backbone" else load_vocab(Path(config.data))
-    training, validation = _open_splits(config, vocab)
-    for split in filter(None, (training, validation)):
+    vocab, *splits = _open_same_data(config)
+    for split in filter(None, splits):
         task.check_questions(config, split.questions)
+    training, validation = (_in_memory(split, config) for split in splits)
     return RunData(device, vocab, training, validation, families)
 
 
-def _open_splits(config: Config, vocab: Vocab) -> tuple[Split, Split | None]:
-    """Open the training split and the validation split, which is None if no split is named and there is no `val`.
+def _open_same_data(config: Config) -> tuple[Vocab, Split, Split | None]:
+    """Return what `_open_splits` returns, after comparing it between all processes, which may read copies of the files.
+
+    Raises:
+        InputError: as `_open_splits`, or a file differs from that of the first process; all processes then name it.
+    """
+    # All processes validate, or none does.
+    validates = config.val_split != Config.val_split or any_rank(_val_file(config).exists())
+    vocab, *splits = found = attempt(lambda: _open_splits(config, validates))
+    if world_size() == 1:
+        return found
+    mine = attempt(lambda: _digests(config, vocab, [split for split in splits if split is not None]))
+    first, *others = broadcast(gather(mine))
+    for number, theirs in enumerate(others, 1):
+        for (path, digest), (path_of_first, expected) in zip(theirs, first, strict=True):
+            if digest != expected:
+                what = f"{path} of process {number} differs from {path_of_first} of process 0"
+                raise InputError(f"{what}; expected the same data in all {world_size()} processes")
+    return found
+
+
+def _val_file(config: Config) -> Path:
+    """Return the file of the validation split, without which there is none unless it is named."""
+    data = Path(config.data)
+    return scenes_path(data, config.val_split) if config.model == "backbone" else split_files(data, config.val_split)[0]
+
+
+def _open_splits(config: Config, validates: bool) -> tuple[Vocab, Split, Split | None]:
+    """Return the vocabulary, the training split and, if the run `validates`, the validation split.
 
     Raises:
         InputError: a file is missing or damaged, or the features of the two were computed differently.
     """
-    data, in_memory = Path(config.data), config.features_in_memory
+    data = Path(config.data)
     if config.model == "backbone":
-        val_file = scenes_path(data, config.val_split)
-        size, workers = config.backbone.image_size, config.workers
-        opened = partial(open_scenes, data, size=size, in_memory=in_memory, workers=workers)
+        # A CLEVR directory has no vocabulary: a backbone names the attributes of CLEVR's.
+        vocab = Vocab.clevr()
+        opened = partial(open_scenes, data, size=config.backbone.image_size)
     else:
-        val_file, _ = split_files(data, config.val_split)
-        choose, sees = None, config.model in READING_FEATURES
+        vocab, choose, sees = load_vocab(data), None, config.model in READING_FEATURES
         if config.families is not None:
             choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
-        opened = partial(open_split, data, vocab=vocab, with_features=sees, in_memory=in_memory, choose=choose)
+        opened = partial(open_split, data, vocab=vocab, with_features=sees, choose=choose)
     training = opened(split=config.train_split, num_samples=config.num_train_samples)
-    if config.val_split == Config.val_split and not val_file.exists():
-        return training, None
+    if not validates:
+        return vocab, training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
     if config.model in READING_FEATURES:
         found = describe_difference(validation.features, training.features.recipe, str(training.features.path))
         if found is not None:
             raise InputError(found)
-    return training, validation
+    return vocab, training, validation
+
+
+def _digests(config: Config, vocab: Vocab, splits: Sequence[Split]) -> list[tuple[str, str]]:
+    """Return the path and the digest of each file that training reads."""
+    digests = [(str(Path(config.data) / "vocab.json"), vocab.digest)]
+    for split in splits:
+        digests.append((str(split.questions.path), split.questions.digest))
+        if split.features is not None:
+            digests.append((str(split.features.path), split.features.digest()))
+    return digests
+
+
+def _in_memory(split: Split | None, config: Config) -> Split | None:
+    """Return a split with its features in memory, if the config says so."""
+    if split is None or split.features is None or not config.features_in_memory:
+        return split
+    workers = (config.workers,) if config.model == "backbone" else ()
+    return replace(split, features=split.features.in_memory(*workers))
 
 
 # Build
