@@ -271,32 +271,31 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_and_names_the_questi
     assert held["question_index"] == [position + 1000 for position in held["positions"]]
 
 
-def _fail_with_data_of_their_own(config: Config, copies: list[list[Path]], out: Path) -> list[str]:
+def _train_on_data_of_their_own(config: Config, of_ranks: list[Path], out: Path) -> bool:
+    return train(replace(config, data=str(of_ranks[rank()])), out, resume=False)
+
+
+def _fail_on_data_of_their_own(config: Config, copies: list[list[Path]], out: Path) -> list[str]:
     return [_fail(replace(config, data=str(of_ranks[rank()])), out) for of_ranks in copies]
 
 
 @pytest.mark.parametrize("settings", [(), ("asynchronous=true", "instance_size=4")])
-def test_processes_whose_data_differ_train_nothing_and_name_the_process_and_the_file(tmp_path: Path, settings):
-    first, stale, names = write_data(tmp_path / "first"), [], []
-    for split in ("train", "val"):
-        for name, key in ((f"{split}_questions.h5", "programs"), (f"{split}_features.h5", "features")):
-            stale.append(write_data(tmp_path / f"other {name}"))
-            names.append(name)
-            with h5py.File(stale[-1] / name, "r+") as file:
-                file[key][1] = file[key][2]
-    stale.append(write_data(tmp_path / "other vocab.json"))
-    replace(VOCAB, answer=[*VOCAB.answer, "maybe"]).save(stale[-1] / "vocab.json")
-    names.append("vocab.json")
-    config = tiny_config(first, "ee", *settings)
-    said = together(_fail_with_data_of_their_own, config, [[first, each] for each in stale], tmp_path / "out")
-    assert said[0] == said[1]
-    for name, path, line in zip(names, stale, said[0], strict=True):
-        assert f"{path / name} of process 1 differs from {first / name} of process 0" in line
+def test_processes_whose_data_differ_train_nothing_and_name_the_file(tmp_path: Path, settings):
+    first = write_data(tmp_path / "first")
+    keys = {"questions": "programs", "features": "features"}
+    changes = {f"{split}_{kind}.h5": keys[kind] for split in ("train", "val") for kind in keys}
+    for name, key in changes.items():
+        with h5py.File(write_data(tmp_path / name) / name, "r+") as file:
+            file[key][1] = file[key][2]
+    replace(VOCAB, answer=[*VOCAB.answer, "maybe"]).save(write_data(tmp_path / "vocab.json") / "vocab.json")
+    copies = [[first, tmp_path / name] for name in (*changes, "vocab.json")]
+    copies.append([first, write_data(tmp_path / "without val")])
+    (tmp_path / "without val/val_questions.h5").unlink()
+    said = together(_fail_on_data_of_their_own, tiny_config(first, "ee", *settings), copies, tmp_path / "out")
+    for number, lines in enumerate(said):
+        for name, of_ranks, line in zip((*changes, "vocab.json", "val_questions.h5"), copies, lines, strict=True):
+            assert f"{of_ranks[number] / name} is not the same in processes 0 and 1" in line
     assert not (tmp_path / "out").exists()
-
-
-def _train_on_data_of_their_own(config: Config, of_ranks: list[Path], out: Path) -> bool:
-    return train(replace(config, data=str(of_ranks[rank()])), out, resume=False)
 
 
 def test_processes_may_read_copies_of_the_same_data(data: Path, tmp_path: Path):
@@ -311,11 +310,10 @@ def _end_without_a_file(config: Config, of_ranks: list[Path], out: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["train_features.h5", "val_questions.h5"])
-def test_a_file_that_one_process_lacks_is_named_by_the_first_and_ends_all(data: Path, tmp_path: Path, name: str):
+def test_a_file_that_one_process_lacks_is_named_with_the_process_by_the_first_and_ends_all(data: Path, tmp_path: Path):
     lacks = write_data(tmp_path / "lacks")
-    (lacks / name).unlink()
+    (lacks / "train_features.h5").unlink()
     config = tiny_config(data, "ee", "features_in_memory=true")
     first, second = together(_end_without_a_file, config, [data, lacks], tmp_path / "out")
-    assert f"{lacks / name}: no such file" in first
+    assert first.startswith(f"process 1: {lacks / 'train_features.h5'}: no such file")
     assert second == "1", "the exit code"

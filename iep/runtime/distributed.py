@@ -216,7 +216,8 @@ def attempt(make: Callable[[], T], here: bool = True) -> T | None:
         except (InputError, OSError) as caught:
             error = caught
     if any_rank(error is not None):
-        end_with(first_trouble(None if error is None else (0, error))[1])
+        number, first = first_trouble(None if error is None else (rank(), error))
+        end_with(InputError(f"process {number}: {first}") if number and isinstance(first, InputError) else first)
     return made
 
 

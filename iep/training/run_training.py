@@ -63,7 +63,6 @@ from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.labelled_scenes import open_scenes
 from iep.programs import program_lengths
 from iep.runtime.distributed import (
-    any_rank,
     attempt,
     broadcast,
     by_main,
@@ -214,34 +213,26 @@ def _open(start: Saved | None, config: Config, out: Path, asked: Collection[str]
 
 
 def _open_same_data(config: Config) -> tuple[Vocab, Split, Split | None]:
-    """Return what `_open_splits` returns, after comparing it between all processes, which may read copies of the files.
+    """Return what `_open_splits` returns, which must be the same in all processes; each may read its own copy.
 
     Raises:
-        InputError: as `_open_splits`, or a file differs from that of the first process; all processes then name it.
+        InputError: as `_open_splits`, or a file is not that of the first process (names the file and the process).
     """
-    # All processes validate, or none does.
-    validates = config.val_split != Config.val_split or any_rank(_val_file(config).exists())
-    vocab, *splits = found = attempt(lambda: _open_splits(config, validates))
-    if world_size() == 1:
-        return found
-    mine = attempt(lambda: _digests(config, vocab, [split for split in splits if split is not None]))
-    first, *others = broadcast(gather(mine))
-    for number, theirs in enumerate(others, 1):
-        for (path, digest), (path_of_first, expected) in zip(theirs, first, strict=True):
-            if digest != expected:
-                what = f"{path} of process {number} differs from {path_of_first} of process 0"
-                raise InputError(f"{what}; expected the same data in all {world_size()} processes")
+    vocab, *splits = found = attempt(lambda: _open_splits(config))
+    if world_size() > 1:
+        first, *others = broadcast(gather(attempt(lambda: _digests(config, vocab, splits))))
+        for number, theirs in enumerate(others, 1):
+            for path in first | theirs:
+                if first.get(path) != theirs.get(path):
+                    what = f"{Path(config.data) / path} is not the same in processes 0 and {number}"
+                    raise InputError(f"{what}; expected the same data in all {world_size()} processes")
     return found
 
 
-def _val_file(config: Config) -> Path:
-    """Return the file of the validation split, without which there is none unless it is named."""
-    data = Path(config.data)
-    return scenes_path(data, config.val_split) if config.model == "backbone" else split_files(data, config.val_split)[0]
+def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
+    """Return the vocabulary, the training split, and the validation split.
 
-
-def _open_splits(config: Config, validates: bool) -> tuple[Vocab, Split, Split | None]:
-    """Return the vocabulary, the training split and, if the run `validates`, the validation split.
+    The latter is None if no split is named and there is no `val`.
 
     Raises:
         InputError: a file is missing or damaged, or the features of the two were computed differently.
@@ -249,15 +240,16 @@ def _open_splits(config: Config, validates: bool) -> tuple[Vocab, Split, Split |
     data = Path(config.data)
     if config.model == "backbone":
         # A CLEVR directory has no vocabulary: a backbone names the attributes of CLEVR's.
-        vocab = Vocab.clevr()
+        vocab, val_file = Vocab.clevr(), scenes_path(data, config.val_split)
         opened = partial(open_scenes, data, size=config.backbone.image_size)
     else:
-        vocab, choose, sees = load_vocab(data), None, config.model in READING_FEATURES
+        vocab, (val_file, _) = load_vocab(data), split_files(data, config.val_split)
+        choose, sees = None, config.model in READING_FEATURES
         if config.families is not None:
             choose = family_filter(config.families, split_files(data, config.train_split)[0], vocab)
         opened = partial(open_split, data, vocab=vocab, with_features=sees, choose=choose)
     training = opened(split=config.train_split, num_samples=config.num_train_samples)
-    if not validates:
+    if config.val_split == Config.val_split and not val_file.exists():
         return vocab, training, None
     validation = opened(split=config.val_split, num_samples=config.num_val_samples, skip=config.skip_val_samples)
     if config.model in READING_FEATURES:
@@ -267,13 +259,13 @@ def _open_splits(config: Config, validates: bool) -> tuple[Vocab, Split, Split |
     return vocab, training, validation
 
 
-def _digests(config: Config, vocab: Vocab, splits: Sequence[Split]) -> list[tuple[str, str]]:
-    """Return the path and the digest of each file that training reads."""
-    digests = [(str(Path(config.data) / "vocab.json"), vocab.digest)]
-    for split in splits:
-        digests.append((str(split.questions.path), split.questions.digest))
+def _digests(config: Config, vocab: Vocab, splits: Sequence[Split | None]) -> dict[Path, str]:
+    """Return the digest of each file that training reads, by its path in the directory of the data."""
+    digests = {Path("vocab.json"): vocab.digest}
+    for split in filter(None, splits):
+        digests[split.questions.path.relative_to(config.data)] = split.questions.digest
         if split.features is not None:
-            digests.append((str(split.features.path), split.features.digest()))
+            digests[split.features.path.relative_to(config.data)] = split.features.digest()
     return digests
 
 
