@@ -20,7 +20,7 @@ ARTICLES = ("a", "an", "the")
 MARKED = (
     re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL | re.IGNORECASE),
     re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"),
-    re.compile(r"\banswer(?:\s+is|\s*:)\s*([^\n]+)", re.IGNORECASE),
+    re.compile(r"\A.*\banswer(?:\s+is|\s*:)\s*([^\n]+)", re.DOTALL | re.IGNORECASE),
 )
 """How responses mark their answer; the first that occurs counts, and its last occurrence. Each takes linear time."""
 

@@ -14,6 +14,7 @@ from iep.reward import clevr_reward, read_answer
         ("<answer>red <answer>blue</answer> or green</answer>", "blue"),
         (r"So it is \boxed{\text{Cyan}}.", "cyan"),
         ("I see a cube and a ball.\nThe answer is: a ball", "sphere"),
+        ("The answer is red. No, the answer is blue.", "blue"),
         ("Answer: 007", "7"),
         ("There are 3.0 of them", "3"),
         ("a metallic thing", "metal"),
