@@ -124,6 +124,8 @@ def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_it
     [
         (lambda model: model.ask(IMAGE, None), "the question is None, expected a text"),
         (lambda model: model.about(IMAGE).ask([QUESTION, 3]), "question 2: the question is 3, expected a text"),
+        (lambda model: model.about(IMAGE).ask(QUESTION), "the questions are .*, expected a list of texts"),
+        (lambda model: model.about(IMAGE).run("scene"), "the programs are 'scene', expected a list of texts"),
         (lambda model: model.about(IMAGE).run([None]), "the program is None, expected a text"),
         (lambda model: model.ask(5, QUESTION), "the image is of type int, expected a path or an image of Pillow"),
         (lambda _: iep.load(None), "None: expected a path, or a name on the Hugging Face Hub such as user/name"),
@@ -133,6 +135,11 @@ def test_an_image_of_pillow_has_the_answer_of_its_file_and_a_joint_run_brings_it
 def test_values_of_other_types_are_input_errors_that_say_what_is_expected(runs, use, message: str):
     with pytest.raises(InputError, match=f"^{message}$"):
         use(iep.load(runs["joint"]))
+
+
+def test_no_questions_or_programs_have_no_answers(runs):
+    asker = iep.load(runs["joint"]).about(IMAGE)
+    assert asker.ask([]) == asker.run([]) == []
 
 
 def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):

@@ -71,9 +71,11 @@ def read_each(what: str, texts: Sequence[str], read: Callable[[str], Read]) -> l
     """Return `read(text)` for each text.
 
     Raises:
-        InputError: as `read`, or a text is not a string; of several texts, the failed one is named, such as "question
-            2" if `what` is "question".
+        InputError: as `read`, `texts` is a string, or a text is not; of several texts, the failed one is named, such as
+            "question 2" if `what` is "question".
     """
+    if isinstance(texts, str):
+        raise InputError(f"the {what}s are {texts!r:.60}, expected a list of texts")
     found = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -168,6 +170,8 @@ class Asker:
             InputError: a question is empty or not text, or its logits are not finite.
         """
         words = read_each("question", questions, lambda text: read_question(text, self.vocab))
+        if not words:
+            return []
         questions_BT = _padded([question.indices for question in words]).to(self.device)
         with torch.inference_mode():
             programs_BL = self.predictor.programs(self._batch(questions_BT))
@@ -185,6 +189,8 @@ class Asker:
         own = self.predictor.engine.module_set
         rows = read_each("program", programs, lambda text: read_program(text, self.vocab, own))
         words = read_each("question", questions, lambda text: read_question(text, self.vocab)) or [None] * len(programs)
+        if not rows:
+            return []
         programs_BL = _padded(rows).to(self.device)
         return self._answers(words, programs_BL, programs_BL)
 
