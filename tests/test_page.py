@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,17 +25,11 @@ def address(tmp_path_factory) -> Iterator[str]:
 
     No test may cause a traceback in the terminal, and no file may be left in the temporary directory.
     """
-    temporary = tmp_path_factory.mktemp("temporary")
-    command = [
-        sys.executable,
-        "-m",
-        "iep.cli.ask",
-        "--serve",
-        "--image",
-        IMAGE,
-        "--port",
-        str(20_000 + os.getpid() % 9999),
-    ]
+    temporary, images = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("images")
+    (images / "directory.png").mkdir()
+    os.mkfifo(images / "pipe.png")
+    image, port = shutil.copy(IMAGE, images), str(20_000 + os.getpid() % 9999)
+    command = [sys.executable, "-m", "iep.cli.ask", "--serve", "--image", image, "--port", port]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}
     )

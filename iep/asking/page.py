@@ -77,7 +77,7 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         return str(directory / f"{number}.png")
 
     def file_of(image: dict[str, Any] | None) -> Path:
-        if image is None or image["path"] is None:
+        if not (image and image.get("path")):
             raise InputError("There is no image: choose or generate one.")
         path = Path(image["path"]).resolve()
         if not path.is_relative_to(directory):
@@ -89,14 +89,14 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
         with _told():
             path = file_of(image)
             asker = model.about(path)
-            return _shown(asker, asker.ask([str(question or "")])[0], path)
+            return _shown(asker, asker.ask([question])[0], path)
 
     def run(image: dict[str, Any] | None, program: str) -> tuple[Any, ...]:
         """Run a program, as prefix tokens separated by spaces, on an image (a file)."""
         with _told():
             path = file_of(image)
             asker = model.about(path)
-            return _shown(asker, asker.run([str(program or "")])[0], path)
+            return _shown(asker, asker.run([program])[0], path)
 
     with gr.Blocks(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
@@ -181,8 +181,8 @@ def _told() -> Iterator[None]:
 
 def _beside(image: Path) -> list[Path]:
     """Return the first images of an image's directory."""
-    paths = sorted(path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
-    return paths[:MOST_EXAMPLES]
+    alike = (path for path in image.parent.iterdir() if path.suffix.lower() == image.suffix.lower())
+    return sorted(path for path in alike if path.is_file())[:MOST_EXAMPLES]
 
 
 def _shown(asker: Asker, answer: Answer, image: Path) -> tuple[Any, ...]:
