@@ -4,11 +4,12 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from iep.asking.loading import DEMO
 from iep.bench.workload import encode
@@ -72,41 +73,6 @@ NOT_RUN = {
     "Peers()": "for several processes, which test_asynchronous_processes.py starts",
 }
 """A part of each block that is not run, with the reason."""
-GIVEN = {
-    "README.md": """
-import numpy as np
-import torch
-from torch import nn
-import iep
-engine = iep.load(device="cpu").predictor.engine
-kwargs = engine.kwargs
-features_NCHW = torch.rand(2, *(kwargs[f"feature_{side}"] for side in ("dim", "height", "width")))
-program = [engine.program_tokens.index(token) for token in ("count", "filter_color[red]", "scene")]
-programs_BL, image_rows_B = np.array([program] * 3), np.array([0, 1, 1])
-model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
-model.encode, trees = model.cell, [torch.rand(4), torch.rand(4)]
-""",
-    "docs/asynchronous.md": """
-import numpy as np
-import torch
-from torch import nn
-from iep.batching.graph import Graph
-from iep.batching.placement import OpPlacement, make_placed_plan
-from iep.batching.schedulers import make_schedule
-graph = Graph(num_inputs=1, op=np.array([0]), args=np.array([[0]]), example=np.array([0]), roots=np.array([1]))
-places = OpPlacement((torch.device("cpu"),) * 2, {0: 1}, inputs=0, roots=0)
-plan = make_placed_plan(graph, make_schedule(graph, "vanilla"), places)
-minibatches = [(plan, torch.rand(1, 4), torch.sum)] * 3
-modules, make_optimizer = {0: nn.Linear(4, 4)}, torch.optim.Adam
-""",
-    "docs/dynamic_networks.md": """
-import torch
-from torch import nn
-model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
-model.encode, trees, labels = model.cell, [torch.rand(4), torch.rand(4)], torch.tensor([0, 1])
-""",
-}
-"""What the reader of a page is supposed to have, such as a model."""
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if python_blocks(each)], ids=by_name)
@@ -123,9 +89,11 @@ def test_the_python_code_of_a_page_runs(document: Path, data: Path, runs: dict[s
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    given: dict[str, Any] = {}
-    exec(GIVEN.get(by_name(document), ""), given)
-    given = {name: value for name, value in given.items() if not isinstance(value, ModuleType)}  # blocks import these
+    model = nn.ModuleDict({"cell": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    model.encode = model.cell
+    given: dict[str, Any] = {"model": model, "trees": list(torch.rand(2, 4)), "labels": torch.tensor([0, 1])}
+    if document.name == "README.md":  # which refers to another page for its example
+        exec(python_blocks(ROOT / "docs/architecture.md")[0], given)
     if document.name == "add_a_module.md":  # its first blocks are a file, which the last one imports
         (tmp_path / "gated.py").write_text("\n".join(python_blocks(document)[:-1]))
         monkeypatch.delitem(sys.modules, "gated", raising=False)
