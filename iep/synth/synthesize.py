@@ -315,13 +315,11 @@ def list_file(path: Path, head: str) -> Iterator[Callable[[str], None]]:
 
 def is_whole_png(path: Path) -> bool:
     """Return whether a picture is complete; a power cut may have left it short."""
-    if not path.is_file():  # opening a pipe would block
-        return False
     try:
         with open(path, "rb") as file:
             file.seek(-len(PNG_END), io.SEEK_END)
             return file.read() == PNG_END
-    except OSError:  # shorter than a PNG's end
+    except OSError:  # missing, or shorter than a PNG's end
         return False
 
 
