@@ -2,12 +2,11 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -261,13 +260,9 @@ def foreign(imported: Path, data: Path, runs: dict[str, Path], tmp_path: Path, m
     assert result.exit_code == 0, result.output
     imported.unlink()
     monkeypatch.delitem(sys.modules, "traced")
-    return runs | {"run": out, "pt": out / "best.pt", "safetensors": out / "best.safetensors", "out": tmp_path / "new"}
-
-
-def forget_checkpoints(run: Path) -> None:
-    """Leave of a run what there is before its first checkpoint: `config.yaml`."""
-    for path in [*run.glob("*.pt"), *run.glob("*.safetensors")]:
-        path.unlink()
+    begun = shutil.copytree(out, tmp_path / "begun", ignore=shutil.ignore_patterns("*.pt", "*.safetensors"))
+    files = {"pt": out / "best.pt", "safetensors": out / "best.safetensors"}
+    return runs | files | {"run": out, "begun": begun, "new": tmp_path / "new", "data": data}
 
 
 def say_of_iep(run: Path) -> None:
@@ -279,44 +274,41 @@ def say_of_iep(run: Path) -> None:
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(OUTSIDE[1], "iep"))
 
 
-LOADING: dict[str, Callable[[dict[str, Path], Path, tuple[str, ...]], Any]] = {
-    "iep-eval of a run": lambda at, data, named: iep_eval("--ee", at["run"], "--data", data, "--workers", 0, *named),
-    "iep-eval of a .pt": lambda at, data, named: iep_eval("--ee", at["pt"], "--data", data, "--workers", 0, *named),
-    "iep-eval of weights": lambda at, data, named: iep_eval(
-        "--ee", at["safetensors"], "--data", data, "--workers", 0, *named
-    ),
-    "iep-train --ee": lambda at, data, named: iep_train(
-        *("--model", "ee", "--data", data, "--ee", at["run"], "--out", at["out"], "iterations=1", *named)
-    ),
-    "iep-train --resume": lambda at, data, named: iep_train(
-        *("--data", data, "--out", at["run"], "--resume", "iterations=9", *named)
-    ),
-    "iep-train --resume without a checkpoint": lambda at, data, named: (
-        forget_checkpoints(at["run"]),
-        iep_train("--data", data, "--out", at["run"], "--resume", *named),
-    )[1],
-}
+LOADING = [
+    (iep_eval, "--ee {run} --data {data} --workers 0"),
+    (iep_eval, "--ee {pt} --data {data} --workers 0"),
+    (iep_eval, "--ee {safetensors} --data {data} --workers 0"),
+    (iep_train, "--ee {run} --data {data} --out {new} --model ee iterations=1"),
+    (iep_train, "--config {run}/config.yaml --data {data} --out {new} iterations=1"),
+    (iep_train, "--resume --data {data} --out {run} iterations=9"),
+    (iep_train, "--resume --data {data} --out {begun}"),
+]
+"""Commands that read the name of modules from a file; in `begun`, only `config.yaml` has it."""
 
 
-@pytest.mark.parametrize("load", LOADING.values(), ids=LOADING)
-def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(load, foreign, imported, data):
-    assert_one_error(load(foreign, data, ()), "'traced:TracedModules'", "give --modules 'traced:TracedModules'")
+@pytest.mark.parametrize(("command", "arguments"), LOADING)
+def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(command, arguments, foreign, imported):
+    given = [argument.format(**foreign) for argument in arguments.split()]
+    assert_one_error(command(*given), "'traced:TracedModules'", "give --modules 'traced:TracedModules'")
     assert not imported.exists()
-    result = load(foreign, data, OUTSIDE)
+    result = command(*given, *OUTSIDE)
     assert result.exit_code == 0, result.output
     assert imported.exists()
 
 
-@pytest.mark.parametrize("kind", ["run", "pt", "safetensors"])
-def test_iep_load_and_iep_ask_execute_no_code_that_a_file_names(kind, foreign, imported, tmp_path):
-    path = foreign[kind]
-    with pytest.raises(InputError, match=r"in Python modules='traced:TracedModules'"):
-        iep.load(path, pg=foreign["pg"])
-    asked = ("--pg", foreign["pg"], "--ee", path, "--image", IMAGE, "--question", "What?")
-    assert_one_error(iep_ask(*asked), "give --modules 'traced:TracedModules'")
-    assert_one_error(iep_ask(*asked, "--modules", "gated:GatedModules"), "not 'gated:GatedModules'")
+def test_iep_ask_executes_no_code_that_a_file_names_if_the_user_names_none_or_another(foreign, imported):
+    given = ("--ee", foreign["run"], "--pg", foreign["pg"], "--image", IMAGE, "--question", "What?")
+    assert_one_error(iep_ask(*given), "give --modules 'traced:TracedModules'")
+    assert_one_error(iep_ask(*given, "--modules", "gated:GatedModules"), "not 'gated:GatedModules'")
     assert not imported.exists()
-    assert iep.load(path, pg=foreign["pg"], modules="traced:TracedModules")
+
+
+@pytest.mark.parametrize("kind", ["run", "pt", "safetensors"])
+def test_iep_load_executes_code_that_a_file_names_only_if_it_is_given(kind, foreign, imported):
+    with pytest.raises(InputError, match=r"in Python modules='traced:TracedModules'"):
+        iep.load(foreign[kind], pg=foreign["pg"])
+    assert not imported.exists()
+    assert iep.load(foreign[kind], pg=foreign["pg"], modules="traced:TracedModules")
     assert imported.exists()
 
 

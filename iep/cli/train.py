@@ -37,7 +37,7 @@ from iep.config import (
     update,
 )
 from iep.errors import InputError
-from iep.execution_engine.choices import check_named, is_outside
+from iep.execution_engine.choices import check_named
 from iep.runtime.locks import alone_in
 
 if TYPE_CHECKING:
@@ -206,11 +206,11 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     """Return the settings of the run, and the checkpoint to resume from, None for a new run or without a checkpoint.
 
     Raises:
-        InputError: a setting is invalid or not used by the model, the checkpoint belongs to another run, or a run to
-            resume has modules of another package, which are not named.
+        InputError: a setting is invalid or not used by the model, the checkpoint belongs to another run, or a file
+            names modules of another package that the command does not name.
     """
     start, base = None, Config()
-    named = {name: value for _, name, value in given}.get("engine.modules")
+    named = {name: value for source, name, value in given if source != str(file)}.get("engine.modules")
     if resume:
         from iep.training.run_training import GIVEN, changes, config_of, load_start
 
@@ -235,8 +235,7 @@ def _resolve(out: Path, resume: bool, given: Given, file: Path | None) -> tuple[
     if start is not None:  # before `check_used`, which would name settings that belong to the run's own model
         changes(start, config)
     check_used(config, {name for _, name, _ in given})
-    if is_outside(config.engine.modules):  # perhaps by the files of a run that somebody else has made
-        check_named(config.engine.modules, named, out)
+    check_named(config.engine.modules, named, file or out)
     return config, start
 
 
