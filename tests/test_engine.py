@@ -59,10 +59,8 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
     name, devices, data, seed
 ):
     some = st.sampled_from([PROGRAMS_BL, MANY_BL, np.full((2, 3), NULL), ENDS_BL])
-    programs_BL, execution = (
-        data.draw(some | programs_for(tokens_of(name))),
-        data.draw(st.sampled_from(["calls", "grouped"])),
-    )
+    programs_BL = data.draw(some | programs_for(tokens_of(name)))
+    execution = data.draw(st.sampled_from(["calls", "grouped"]))
     dtype, relative = data.draw(st.sampled_from([(torch.float64, 1e-9), (torch.float32, 1e-4)]))
     engine, rows_B = small_engine(dtype, **ENGINES[name]), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1, dtype)
