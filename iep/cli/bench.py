@@ -1,7 +1,7 @@
 """`iep-bench`: measure the speed of the engine, the data loader, other networks and training, and show schedules."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,7 @@ from iep.cli.options import (
 )
 from iep.config import MODULES, PRECISIONS, Config, EngineConfig, find_config, read_config
 from iep.errors import InputError
-from iep.execution_engine.choices import SCENES
+from iep.execution_engine.choices import SCENES, is_outside
 
 STRATEGIES = "height,agenda,lookahead,height+defer,agenda+defer,lookahead+defer"
 SIZE = click.IntRange(1, 10**9)
@@ -155,7 +155,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
     for setting in settings:
         if not setting.startswith("engine.") or "=" not in setting:
             raise InputError(f"{setting!r}: expected engine.key=value, such as engine.module_dim=16")
-    config = read_config(config_file, settings).engine
+    config = _trusted(config_file, settings).engine
     given |= device_settings(given)
     given |= {name: getattr(Config, name) for name in ("device", "placement", "devices") if given[name] is None}
     run(ctx, "measure_engine", config=config, **given)
@@ -388,8 +388,21 @@ def asynchronous_engine(ctx: click.Context, **given: Any) -> None:
     The stem, every module and the classifier are ops. Of the settings, those of the engine, of its batching and of the
     splits are used. The score is the accuracy.
     """
-    config = read_config(find_config(given.pop("config")), given.pop("settings"))
-    train(ctx, **given, config=config)
+    train(ctx, **given, config=_trusted(find_config(given.pop("config")), given.pop("settings")))
+
+
+def _trusted(file: Path | None, settings: Sequence[str]) -> Config:
+    """Return the settings of a file and of KEY=VALUE arguments, which alone may name modules of another package.
+
+    Raises:
+        InputError: the file names such modules, and the arguments do not, or the settings are invalid.
+    """
+    config = read_config(file, settings)
+    modules = config.engine.modules
+    if is_outside(modules) and not any(each.startswith("engine.modules=") for each in settings):
+        what = f"its modules are {modules!r}, code of another package, which is executed only if you name it"
+        raise InputError(f"{file}: {what}; if you trust it, give engine.modules={modules!r}")
+    return config
 
 
 if __name__ == "__main__":
