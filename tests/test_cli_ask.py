@@ -249,7 +249,7 @@ def test_a_baseline_answers_alone_as_in_iep_eval(sample, tmp_path, model):
         for flags in (("--backbone", "resnet18"), ("--weights", "random")):
             assert_one_error(iep_ask(*asked, *flags), f"{run}: reads no image; {flags[0]} does not apply")
     else:
-        assert_one_error(without, f"{run}: needs an image; give --image FILE")
+        assert_one_error(without, f"{run}: needs an image, and there is none")
 
 
 # Questions that are typed or piped

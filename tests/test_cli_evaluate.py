@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -29,16 +30,19 @@ from tiny_data import (
     features,
     files_no_larger_than,
     padded,
+    write_data,
     write_h5,
 )
 
 from iep.batching.schedulers import SCHEDULERS
 from iep.config import Evaluation
+from iep.errors import InputError
 from iep.evaluation import run_evaluation
 from iep.evaluation.html_report import PAGE, Page
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, PREDICTIONS
 from iep.models.build import load_network
 from iep.programs import QUESTION_TYPES
+from iep.runtime.distributed import rank
 from iep.runtime.files import write_json
 from iep.vocab import tokenize
 
@@ -425,6 +429,22 @@ def test_two_processes_write_the_files_of_one(data, run, tmp_path: Path, program
     measured = [[report.pop(name) for name in MEASURED] for report in reports]
     assert min(map(min, measured)) > 0
     assert reports[0] == reports[1]
+
+
+def evaluate_a_copy(settings: Evaluation, copies: list[Path]) -> str:
+    with pytest.raises(InputError) as caught:
+        run_evaluation.evaluate(replace(settings, data=copies[rank()]))
+    return str(caught.value)
+
+
+def test_two_processes_whose_data_differ_evaluate_nothing_and_name_the_file(data, run, tmp_path: Path):
+    copies = [data, write_data(tmp_path / "copy")]
+    with h5py.File(copies[1] / "val_features.h5", "r+") as file:
+        file["features"][1] = file["features"][2]
+    for copy, line in zip(
+        copies, together(evaluate_a_copy, Evaluation(ee=run["ee"], device="cpu"), copies), strict=True
+    ):
+        assert f"{copy / 'val_features.h5'} is not the same in processes 0 and 1" in line
 
 
 # What is refused

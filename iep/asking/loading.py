@@ -60,9 +60,9 @@ class Model:
     device: torch.device
 
     @staticmethod
-    def from_pretrained(name: str, modules: str | None = None) -> "Model":
+    def from_pretrained(name: Path | str, **options: Any) -> "Model":
         """Load networks as `iep.load` does; this is the name that other libraries of the Hub use."""
-        return load(name, modules=modules)
+        return load(name, **options)
 
     def about(self, image: Path | str | Image.Image | None) -> Asker:
         """Return an `Asker` for one image, whose features are computed once; None for a baseline that reads no image.
@@ -76,7 +76,7 @@ class Model:
         if self.backbone is None:
             return Asker(self.predictor, self.vocab, None, self.device)
         if image is None:
-            raise InputError(f"{self.path}: needs an image; give --image FILE")
+            raise InputError(f"{self.path}: needs an image, and there is none")
         if not isinstance(image, str | PathLike | Image.Image):
             raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
         source = Path(image) if isinstance(image, str) else image

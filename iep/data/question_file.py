@@ -8,7 +8,7 @@ Shapes: N questions, T question tokens, L program tokens.
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import numpy as np
 from iep.data.features import Features
 from iep.data.hdf5 import REMEDY, open_hdf5, read_attributes
 from iep.errors import InputError
+from iep.runtime.distributed import attempt, broadcast, gather, world_size
 from iep.runtime.files import arrays_digest
 from iep.vocab import Vocab
 
@@ -188,3 +189,31 @@ def open_split(
         features = features.in_memory()
     end = None if num_samples is None else skip + num_samples
     return Split(questions.select(slice(skip, end)), features, total)
+
+
+def check_same_data(data: Path, vocab: Vocab, splits: Iterable[Split | None]) -> None:
+    """Check that all processes have opened the same data; each may read a copy of its own.
+
+    Args:
+        data: the directory of this process's copy.
+
+    Raises:
+        InputError: a file is not that of the first process (names the file and the processes), or cannot be read.
+    """
+
+    def digests() -> dict[Path, str]:
+        found = {Path("vocab.json"): vocab.digest}
+        for split in filter(None, splits):
+            found[split.questions.path.relative_to(data)] = split.questions.digest
+            if split.features is not None:
+                found[split.features.path.relative_to(data)] = split.features.digest()
+        return found
+
+    if world_size() == 1:
+        return
+    first, *others = broadcast(gather(attempt(digests)))
+    for number, theirs in enumerate(others, 1):
+        for path in first | theirs:
+            if first.get(path) != theirs.get(path):
+                what = f"{data / path} is not the same in processes 0 and {number}"
+                raise InputError(f"{what}; expected the same data in all {world_size()} processes")

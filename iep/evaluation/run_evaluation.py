@@ -19,7 +19,16 @@ from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Loading
 from iep.data.question_families import family_filter
-from iep.data.question_file import Questions, Split, load_vocab, open_split, read_questions, split_files, training_split
+from iep.data.question_file import (
+    Questions,
+    Split,
+    check_same_data,
+    load_vocab,
+    open_split,
+    read_questions,
+    split_files,
+    training_split,
+)
 from iep.errors import InputError
 from iep.evaluation.answer_files import answer_predictions, open_questions
 from iep.evaluation.html_report import PAGE, Page, write_page
@@ -34,7 +43,7 @@ from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
 from iep.programs import QUESTION_TYPES
 from iep.runtime.devices import peak_memory
-from iep.runtime.distributed import gather, is_main
+from iep.runtime.distributed import attempt, gather, is_main
 from iep.runtime.files import check_writable
 from iep.vocab import Vocab
 
@@ -115,11 +124,12 @@ class Found(NamedTuple):
 
 def _predicted(settings: Evaluation) -> Found | None:
     """Return what the networks predict; None in all processes but the first."""
-    vocab = load_vocab(settings.data)
+    vocab = attempt(lambda: load_vocab(settings.data))
     device = main_device(settings.placement, settings.devices, settings.device)
     baseline = None if settings.baseline is None else load_network(settings.baseline, "baseline", vocab, device)
     sees = settings.ee is not None or (baseline is not None and len(baseline.feature_sides) > 0)
-    split = _open_split(settings, vocab, sees)
+    split = attempt(lambda: _open_split(settings, vocab, sees))
+    check_same_data(settings.data, vocab, [split])
     predictor = _load(settings, vocab, split, baseline)
     make_plan = None
     if predictor.engine is not None and not predictor.run_predicted:

@@ -3,7 +3,7 @@
 `train_from` does these three in order. A task itself checks the data and the checkpoints that it needs (`tasks.py`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from iep.data.datasets import Batches, ClevrDataset, sequential_batches, trainin
 from iep.data.loader import Loading
 from iep.data.ordering import Order, make_order
 from iep.data.question_families import family_filter, listed
-from iep.data.question_file import Split, load_vocab, open_split, split_files
+from iep.data.question_file import Split, check_same_data, load_vocab, open_split, split_files
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, DEFAULT_SCHEDULER, is_outside
 from iep.execution_engine.engine import ExecutionEngine
@@ -66,7 +66,6 @@ from iep.runtime.distributed import (
     attempt,
     broadcast,
     by_main,
-    gather,
     is_main,
     rank,
     torchrun_identity,
@@ -219,13 +218,7 @@ def _open_same_data(config: Config) -> tuple[Vocab, Split, Split | None]:
         InputError: as `_open_splits`, or a file is not that of the first process (names the file and the process).
     """
     vocab, *splits = found = attempt(lambda: _open_splits(config))
-    if world_size() > 1:
-        first, *others = broadcast(gather(attempt(lambda: _digests(config, vocab, splits))))
-        for number, theirs in enumerate(others, 1):
-            for path in first | theirs:
-                if first.get(path) != theirs.get(path):
-                    what = f"{Path(config.data) / path} is not the same in processes 0 and {number}"
-                    raise InputError(f"{what}; expected the same data in all {world_size()} processes")
+    check_same_data(Path(config.data), vocab, splits)
     return found
 
 
@@ -257,16 +250,6 @@ def _open_splits(config: Config) -> tuple[Vocab, Split, Split | None]:
         if found is not None:
             raise InputError(found)
     return vocab, training, validation
-
-
-def _digests(config: Config, vocab: Vocab, splits: Sequence[Split | None]) -> dict[Path, str]:
-    """Return the digest of each file that training reads, by its path in the directory of the data."""
-    digests = {Path("vocab.json"): vocab.digest}
-    for split in filter(None, splits):
-        digests[split.questions.path.relative_to(config.data)] = split.questions.digest
-        if split.features is not None:
-            digests[split.features.path.relative_to(config.data)] = split.features.digest()
-    return digests
 
 
 def _in_memory(split: Split | None, config: Config) -> Split | None:
