@@ -173,9 +173,10 @@ class CnnLstmSaConfig(LstmConfig):
 class BackboneConfig:
     """Scene network, whose features the other models read (`iep/backbone/network.py`)."""
 
-    widths: tuple[int, ...] = setting((32, 64, 64), minimum=1)
+    widths: tuple[int, ...] = setting((32, 64, 96), minimum=1)
     depths: tuple[int, ...] = setting((1, 1, 4), minimum=0)
-    image_size: int = setting(224, minimum=32, maximum=4096)
+    image_size: tuple[int, ...] = setting((336, 224), minimum=32, maximum=4096)
+    """The width and height of images in pixels, multiples of 16."""
 
 
 @dataclass(frozen=True)

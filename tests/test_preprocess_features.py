@@ -49,7 +49,7 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path, out):
 @pytest.mark.parametrize(("name", "stage"), [("resnet18", 1), ("resnet18", 4), ("resnet50", 3), ("resnet101", 4)])
 def test_random_weights_give_features_of_the_size_of_pretrained_ones(name, stage):
     extract = ResNet(name, stage, "random", seed=1).extractor(torch.device("cpu"))
-    pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", 96).copy())[None]
+    pixels = torch.tensor(read_image(SAMPLE / "images/val/CLEVR_val_000002.png", (96, 96)).copy())[None]
     with torch.no_grad():
         x = extract(pixels)
     assert 0.3 < x.std() < 4
@@ -231,7 +231,7 @@ def test_a_picture_is_turned_as_its_exif_data_say(tmp_path, orientation, seen, k
     exif[ORIENTATION] = orientation
     path = saved(tmp_path / f"a.{kind}", GREY_HW, exif=exif, **options)
     assert np.array_equal(np.asarray(open_image(path))[:, :, 0], seen(GREY_HW))
-    assert read_image(path, 14).shape == (3, 14, 14)
+    assert read_image(path, (14, 14)).shape == (3, 14, 14)
 
 
 # How features were made

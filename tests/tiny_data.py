@@ -50,7 +50,7 @@ SIZES = (
     "cnn_lstm_sa.attention_dim=5",
     "backbone.widths=[4,4,8]",
     "backbone.depths=[0,0,1]",
-    "backbone.image_size=32",
+    "backbone.image_size=[48,32]",
 )
 
 _COLORS = ("red", "green", "blue")

@@ -16,11 +16,17 @@ SCALES, SHIFT = (0.8, 1.1), 0.05
 EXPOSURE, HUE, SATURATION, GAMMA, NOISE = 0.25, 0.06, 0.3, 0.25, 4.0
 """Greatest changes: factors 1 +- x, turns of the colour circle, and the noise's standard deviation of 255."""
 
+CACHED = 4
+"""The number of images that a CPU changes at a time. Their pixels stay in its cache, which halves the time."""
+
 
 def augmented(pixels_BCHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
     """Return images of pixels from 0 to 255 and their objects, each image changed by chance: mirrored, zoomed and
     shifted; in exposure, contrast, hue and saturation; blurred, and with noise."""
-    return _moved(_recoloured(pixels_BCHW), objects_BMF)
+    size = CACHED if pixels_BCHW.device.type == "cpu" else len(pixels_BCHW)
+    parts = zip(pixels_BCHW.split(size), objects_BMF.split(size), strict=True)
+    changed = [_moved(_recoloured(pixels_NCHW.float()), objects_NMF) for pixels_NCHW, objects_NMF in parts]
+    return tuple(map(torch.cat, zip(*changed, strict=True)))
 
 
 def _chance(pixels_BCHW: Tensor, low: float, high: float) -> Tensor:

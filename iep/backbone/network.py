@@ -1,12 +1,14 @@
-"""Pixels -> features on a grid, and from them the object, if any, in each cell of the grid.
+"""Pixels -> features on a grid, and from them the objects of an image.
 
 The network is trained to name shape, size, material and colour of every object at the cell in which its centre lies.
-Program-conditioned networks then read the features of its trunk, as Johnson et al. 2017 read those of a ResNet.
+Program-conditioned networks then read its features, as Johnson et al. 2017 read those of a ResNet.
 
-Shapes: B images, C H W features, M objects of an image at most, K scores of a cell.
+Shapes: B images, C H W features, M objects of an image at most, N objects found in it, P pairs of these, K scores of a
+cell, F = 6 numbers of an object: x and y of its centre, from 0 to below 1, and the index of each attribute's value.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,109 +17,180 @@ from torch import Tensor, nn
 from iep.synth.world import ATTRIBUTES, VALUES
 
 SIZES = [len(VALUES[attribute]) for attribute in ATTRIBUTES]
+NUM_SCORES = 3 + sum(SIZES)
+"""The scores of a cell: a logit of presence, the centre's distance from the cell's middle to the right and downwards,
+in cells, and the logits of each attribute's values in the order of `ATTRIBUTES`."""
 STRIDE = 16
-"""Pixels to a side of a cell."""
+"""Pixels to a side of a cell of the features. Objects are found on a grid that is twice as fine."""
 ABSENT = -1.0
-"""Stands in place of the coordinates of an object that is not there, where images have different numbers of them."""
+"""The coordinates of absent objects, which fill up the rows of images with fewer objects than others."""
+PRESENCE_BIAS = -5.0
+"""The initial bias of presence: most cells hold no centre (Lin et al. 2017, Focal Loss, section 3.3)."""
+NEAR = 16
+"""The greatest distance in pixels, after resizing, between the true and the found centre of an object."""
 PRESENCE_WEIGHT = 8.0
-"""Weight in the loss of a cell with an object; about one cell in thirty has one."""
+"""The weight of cells with a centre in the loss of presence; about one cell in two hundred has one."""
 
 
-def _layer(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
+def _layer(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     padding = kernel // 2 if kernel % 2 else 0
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU())
 
 
 class SceneNetwork(nn.Module):
-    """A convolutional network in three stages, of strides 4, 8 and 16, with a linear head in every cell.
+    """A feature pyramid: three stages of strides 4, 8 and 16, whose last one gives context to the second.
 
-    A stage is a convolution that halves the grid (the first one reads patches of 4x4 pixels) and 3x3 convolutions;
-    each is followed by batch norm and ReLU (He et al. 2016 without its shortcuts).
+    Each stage is a convolution that halves the grid (the first one reads patches of 4x4 pixels) and 3x3 convolutions.
+    The output of the last stage is resized to the grid of the second (Lin et al. 2017, Feature Pyramid Networks,
+    section 3), and two 3x3 convolutions read both. Each convolution is followed by batch norm and ReLU. A linear head
+    names the object in every cell of this grid. The features are its maxima over 2x2 cells.
     """
 
-    def __init__(self, widths: Sequence[int], depths: Sequence[int], image_size: int):
+    def __init__(self, widths: Sequence[int], depths: Sequence[int], image_size: Sequence[int]):
         """
         Args:
-            widths: channels of the three stages; the last is the number of channels of the features.
+            widths: channels of the three stages. The features have as many channels as the second.
             depths: number of 3x3 convolutions of each stage besides its first one.
-            image_size: pixels to a side of the images, a multiple of 16.
+            image_size: width and height of the images in pixels, multiples of 16.
 
         Raises:
-            ValueError: there are not three widths and three depths, or the size is not a multiple of 16.
+            ValueError: there are not three widths, three depths and two sizes, or a size is not a multiple of 16.
         """
         super().__init__()
         if len(widths) != 3 or len(depths) != 3:
             raise ValueError(f"widths {tuple(widths)} and depths {tuple(depths)}, expected three numbers each")
-        if image_size < STRIDE or image_size % STRIDE:
-            raise ValueError(f"image_size is {image_size}, expected a multiple of {STRIDE}")
-        self.image_size = image_size
-        stages, before = [], 3
+        if len(image_size) != 2 or any(side < STRIDE or side % STRIDE for side in image_size):
+            raise ValueError(f"image_size is {tuple(image_size)}, expected width and height, multiples of {STRIDE}")
+        self.image_size = tuple(image_size)
+        stages, inputs = [], 3
         for number, (width, depth) in enumerate(zip(widths, depths, strict=True)):
-            first = _layer(before, width, 3, 2) if number else _layer(before, width, 4, 4)
-            stages.append(nn.Sequential(first, *(_layer(width, width, 3, 1) for _ in range(depth))))
-            before = width
-        self.trunk = nn.Sequential(*stages)
-        self.head = nn.Conv2d(before, 1 + sum(SIZES), 1)
+            first = _layer(inputs, width, 3, 2) if number else _layer(inputs, width, 4, 4)
+            stages.append(nn.Sequential(first, *(_layer(width, width) for _ in range(depth))))
+            inputs = width
+        _, middle, last = widths
+        joint = nn.Sequential(_layer(middle + last, middle), _layer(middle, middle))
+        self.trunk = nn.ModuleList([*stages, joint])
+        self.head = nn.Conv2d(middle, NUM_SCORES, 1)
+        with torch.no_grad():
+            self.head.bias[0] = PRESENCE_BIAS
+
+    def grid(self, pixels_BCHW: Tensor) -> Tensor:
+        """Return the (B, C, height / 8, width / 8) maps, 0 or more, of (B, 3, height, width) pixels from 0 to 255."""
+        first, second, third, joint = self.trunk
+        fine_BCHW = second(first(pixels_BCHW.float() / 127.5 - 1))
+        context_BCHW = F.interpolate(third(fine_BCHW), scale_factor=2)
+        return joint(torch.cat([fine_BCHW, context_BCHW], dim=1))
 
     def features(self, pixels_BCHW: Tensor) -> Tensor:
-        """Return the (B, C, H, W) features, 0 or more, of (B, 3, image_size, image_size) pixels from 0 to 255."""
-        return self.trunk(pixels_BCHW.float() / 127.5 - 1)
+        """Return the (B, C, height / 16, width / 16) features, 0 or more, of pixels from 0 to 255."""
+        return F.max_pool2d(self.grid(pixels_BCHW), 2)
 
     def forward(self, pixels_BCHW: Tensor) -> Tensor:
-        """Return the (B, K, H, W) scores: the logit that a cell holds an object's centre, then those of the values of
-        each attribute, in the order of `ATTRIBUTES`."""
-        return self.head(self.features(pixels_BCHW))
-
-    def refine(self, factor: int) -> None:
-        """Make the grid `factor` times as fine, by a stride of the last stage that is as many times smaller and
-        convolutions that are dilated as much (Chen et al. 2015, DeepLab, section 3.1).
-
-        Every `factor`-th cell, from the first one on, has the features of the coarser grid.
-
-        Args:
-            factor: 1 or 2.
-        """
-        first, *rest = (layer[0] for layer in self.trunk[-1])
-        first.stride = (2 // factor, 2 // factor)
-        for conv in rest:
-            conv.dilation = conv.padding = (factor, factor)
+        """Return the (B, K, height / 8, width / 8) scores of pixels from 0 to 255, in the order of `NUM_SCORES`."""
+        return self.head(self.grid(pixels_BCHW))
 
 
-def label_cells(objects_BMF: Tensor, height: int, width: int) -> Tensor:
-    """Return the (B, 4, height, width) attributes of the object whose centre lies in each cell, -1 where there is none.
+class Found(NamedTuple):
+    """The objects that a network finds in one image."""
+
+    objects_NF: Tensor
+    """The centre and the values of each object, on the CPU in float32."""
+    confidence_NA: Tensor
+    """The probability of each of these values."""
+
+
+def peaks(presence_BHW: Tensor) -> Tensor:
+    """Return the (B, H, W) cells in which an object is found: its presence has a logit above 0, and none of the eight
+    neighbours a greater one."""
+    greatest_BHW = F.max_pool2d(presence_BHW[:, None], 3, 1, 1)[:, 0]
+    return (presence_BHW > 0) & (presence_BHW == greatest_BHW)
+
+
+def find_objects(scores_BKHW: Tensor) -> list[Found]:
+    """Return the objects of each image, given the network's scores."""
+    scores_BKHW = scores_BKHW.float().cpu()
+    height, width = scores_BKHW.shape[2:]
+    found = []
+    for scores_KHW, peaks_HW in zip(scores_BKHW, peaks(scores_BKHW[:, 0]), strict=True):
+        rows_N, columns_N = peaks_HW.nonzero().unbind(1)
+        scores_NK = scores_KHW[:, rows_N, columns_N].T
+        x_N = (columns_N + 0.5 + scores_NK[:, 1]) / width
+        y_N = (rows_N + 0.5 + scores_NK[:, 2]) / height
+        best = [part_NV.softmax(1).max(1) for part_NV in scores_NK[:, 3:].split(SIZES, dim=1)]
+        confidence_NA, values_NA = (torch.stack(each, 1) for each in zip(*best, strict=True))
+        found.append(Found(torch.cat([x_N[:, None], y_N[:, None], values_NA], 1), confidence_NA))
+    return found
+
+
+def match(found_NF: Tensor, objects_MF: Tensor, image_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Pair found objects with true ones that are near, the nearest pair first, each at most once.
 
     Args:
-        objects_BMF: the objects of each image as x and y, both from 0 to below 1, and the index of each attribute's
-            value. Where two share a cell, the later one counts: it is nearer to the camera.
+        image_size: width and height of the image in pixels.
+
+    Returns:
+        The (P,) indices of the found objects, and those of the true ones; absent objects are not among them.
     """
-    labels = objects_BMF.new_full((len(objects_BMF), len(ATTRIBUTES), height, width), -1, dtype=torch.long)
-    for object_BF in objects_BMF.unbind(1):
+    size_2 = torch.tensor(image_size)
+    distance_NM = torch.cdist(found_NF[:, :2].double() * size_2, objects_MF[:, :2].double() * size_2)
+    distance_NM[:, objects_MF[:, 0] < 0] = torch.inf
+    pairs = []
+    while distance_NM.numel() and distance_NM.min() <= NEAR:
+        pairs.append(divmod(int(distance_NM.argmin()), distance_NM.shape[1]))
+        distance_NM[pairs[-1][0]], distance_NM[:, pairs[-1][1]] = torch.inf, torch.inf
+    return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
+
+
+def label_cells(objects_BMF: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the network should say in each cell.
+
+    Args:
+        objects_BMF: the objects of each image, the farthest first: where two claim a cell, the nearer one gets it.
+
+    Returns:
+        (B, H, W) booleans: the centre of an object lies in the cell.
+        (B, H, W) booleans: the cell is one of the four whose middles are nearest to the centre of an object. The
+            greatest presence may be in any of these.
+        (B, F, H, W) labels of these cells: the distance of the object's centre to the right and downwards in cells,
+            and the object's values.
+    """
+    labels_BFHW = objects_BMF.new_zeros(len(objects_BMF), objects_BMF.shape[2], height, width)
+    is_near_BHW, is_centre_BHW = torch.zeros_like(labels_BFHW[:, :2], dtype=torch.bool).unbind(1)
+
+    def write(object_BF: Tensor, of_cell: Tensor, corner: tuple[float, float]) -> None:
+        """Label the cell that holds the object's centre, after a shift by `corner` cells up and left."""
         rows = (object_BF[:, 0] >= 0).nonzero().squeeze(1)
-        there = object_BF[rows]
-        labels[rows, :, (there[:, 1] * height).long(), (there[:, 0] * width).long()] = there[:, 2:].long()
-    return labels
+        x, y, values = object_BF[rows, 0] * width, object_BF[rows, 1] * height, object_BF[rows, 2:]
+        down = (y - corner[1]).floor().clamp(0, height - 1)
+        right = (x - corner[0]).floor().clamp(0, width - 1)
+        of_cell[rows, down.long(), right.long()] = True
+        distance = torch.stack([x - right - 0.5, y - down - 0.5], 1)
+        labels_BFHW[rows, :, down.long(), right.long()] = torch.cat([distance, values], 1)
+
+    for object_BF in objects_BMF.unbind(1):
+        for corner in ((0.5, 0.5), (-0.5, 0.5), (0.5, -0.5), (-0.5, -0.5)):
+            write(object_BF, is_near_BHW, corner)
+    for object_BF in objects_BMF.unbind(1):
+        write(object_BF, is_centre_BHW, (0.0, 0.0))
+    return is_centre_BHW, is_near_BHW | is_centre_BHW, labels_BFHW
 
 
 def scene_loss(scores_BKHW: Tensor, objects_BMF: Tensor) -> Tensor:
-    """Return the binary cross entropy of objects' presence, a mean over cells, plus the cross entropy of each
-    attribute, means over objects."""
-    labels = label_cells(objects_BMF, *scores_BKHW.shape[2:])
-    is_there = labels[:, 0] >= 0
+    """Return the loss of scores: the binary cross entropy of presence, a sum over cells divided by the number of
+    objects, plus the cross entropy of each attribute and the absolute error of the centre in cells, means over the
+    cells near objects."""
+    is_centre, is_near, labels = label_cells(objects_BMF, *scores_BKHW.shape[2:])
+    scores_BKHW = scores_BKHW.float()
     weight = torch.tensor(PRESENCE_WEIGHT, device=labels.device)
-    loss = F.binary_cross_entropy_with_logits(scores_BKHW[:, 0].float(), is_there.float(), pos_weight=weight)
-    if not is_there.any():
+    presence = F.binary_cross_entropy_with_logits(
+        scores_BKHW[:, 0], is_centre.float(), pos_weight=weight, reduction="sum"
+    )
+    loss = presence / is_centre.sum().clamp(min=1)
+    if not is_near.any():
         return loss
-    for k, part in enumerate(scores_BKHW[:, 1:].float().split(SIZES, dim=1)):
-        loss = loss + F.cross_entropy(part.movedim(1, -1)[is_there], labels[:, k][is_there])
+    scores_RK, labels_RF = scores_BKHW.movedim(1, -1)[is_near], labels.movedim(1, -1)[is_near]
+    loss = loss + F.l1_loss(scores_RK[:, 1:3], labels_RF[:, :2])
+    for part_RV, value_R in zip(scores_RK[:, 3:].split(SIZES, dim=1), labels_RF[:, 2:].long().unbind(1), strict=True):
+        loss = loss + F.cross_entropy(part_RV, value_R)
     return loss
-
-
-def named(scores_BKHW: Tensor, objects_BMF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for the N objects of all images whether each was found, (N,), and which of its attributes were named
-    right, (N, 4), at the cell of its centre."""
-    labels = label_cells(objects_BMF, *scores_BKHW.shape[2:]).movedim(1, -1)
-    is_there = labels[..., 0] >= 0
-    parts = scores_BKHW[:, 1:].split(SIZES, dim=1)
-    guesses = torch.stack([part.argmax(1)[is_there] for part in parts], dim=1)
-    return scores_BKHW[:, 0][is_there] > 0, guesses == labels[is_there]

@@ -193,11 +193,6 @@ backbone_options = all_of(
         help=f"ResNet: side length in pixels after resizing.  [default: {RESNET_IMAGE_SIZE}]",
     ),
     click.option(
-        "--refine",
-        type=click.IntRange(1, 2),
-        help="synth: factor by which the grid of the features is finer than 14x14.  [default: 1]",
-    ),
-    click.option(
         "--patch-size",
         type=click.IntRange(1, 256),
         help=f"patches: side length in pixels of each of the 14x14 patches.  [default: {PATCH_SIZE}]",

@@ -104,7 +104,7 @@ def main(
         files, images, counts = by_main(lambda: _inputs(clevr_dir, splits, parts, given))
         if "features" in parts:  # a missing device or wrong weights are an error before the questions are encoded
             torch_device = main_first(lambda: resolve_device(device))
-            main_first(lambda: model.image_size)
+            main_first(lambda: model.input_size)
         if "questions" in parts:
 
             def encode() -> None:

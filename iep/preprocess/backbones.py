@@ -50,14 +50,15 @@ class Patches:
     patch_size: int = PATCH_SIZE
 
     @property
-    def image_size(self) -> int:
-        return GRID * self.patch_size
+    def input_size(self) -> tuple[int, int]:
+        """The width and height of the images in pixels."""
+        return (GRID * self.patch_size,) * 2
 
     def recipe(self) -> Recipe:
         return {
             "backbone": "patches",
             "patch_size": self.patch_size,
-            "image_size": self.image_size,
+            "image_size": self.input_size[0],
             "normalisation": "x / 127.5 - 1",
         }
 
@@ -77,16 +78,14 @@ SHIPPED_WEIGHTS = Path(__file__).parents[1] / "backbone" / "synth.safetensors"
 
 @dataclass(frozen=True)
 class Scenes:
-    """The trunk of a scene network (`iep.backbone.network`): features (C, grid, grid), 0 or more.
+    """The trunk of a scene network (`iep.backbone.network`): features (C, height / 16, width / 16), 0 or more.
 
     Args:
         weights: `default` (those that ship with the package), a safetensors file, or a checkpoint or run directory of
             `iep-train --model backbone`.
-        refine: cells of the grid in place of one along each side, 1 or 2.
     """
 
     weights: str = "default"
-    refine: int = 1
 
     def recipe(self) -> Recipe:
         """Return the recipe, with a digest in place of the weights.
@@ -97,7 +96,6 @@ class Scenes:
         return {
             "backbone": "synth",
             "weights": f"file {file_digest(self._path)}",
-            "refine": self.refine,
             "normalisation": "x / 127.5 - 1",
         }
 
@@ -111,17 +109,21 @@ class Scenes:
         return unpack(load_checkpoint(self._path, PARTS_OF_A_MODEL), "backbone", self._path).eval()
 
     @property
-    def image_size(self) -> int:
+    def input_size(self) -> tuple[int, int]:
+        """The width and height of the images in pixels.
+
+        Raises:
+            InputError: the weights cannot be loaded, as for `network`.
+        """
         return self.network.image_size
 
     def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, grid, grid) float32.
+        """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, H / 16, W / 16) float32.
 
         Raises:
             InputError: as `network`.
         """
         network = deepcopy(self.network).to(device, memory_format=torch.channels_last)
-        network.refine(self.refine)
 
         def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
@@ -167,6 +169,11 @@ class ResNet:
             "image_size": self.image_size,
             "normalisation": "ImageNet mean and standard deviation",
         }
+
+    @property
+    def input_size(self) -> tuple[int, int]:
+        """The width and height of the images in pixels."""
+        return (self.image_size,) * 2
 
     def extractor(self, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function of pixels: (B, 3, H, W) uint8 -> (B, C, H', W') float32.
@@ -228,7 +235,7 @@ def backbone_of(recipe: Mapping[str, object], weights: str | None = None) -> Bac
             raise InputError("the features are patches of pixels, for which there are no weights")
         backbone = Patches(_whole(recipe, "patch_size", most=MAX_IMAGE_SIZE // GRID))
     elif name == "synth":
-        backbone = Scenes(weights or "default", _whole(recipe, "refine", most=2))
+        backbone = Scenes(weights or "default")
         if weights is None and recorded != backbone.recipe()["weights"]:
             raise InputError(
                 f"the weights of the backbone were those of a {recorded} (its SHA-256): give --weights FILE"

@@ -68,8 +68,8 @@ def preprocess_features(
             say(f"{path}: already done{', and undamaged' if verify else ''}")
     if not todo:
         return
-    extract, size = main_first(lambda: _extractor(backbone, torch.device(device))), backbone.image_size
-    chw = main_first(lambda: extract(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:])
+    extract, size = main_first(lambda: _extractor(backbone, torch.device(device))), backbone.input_size
+    chw = main_first(lambda: extract(torch.zeros(1, 3, *size[::-1], dtype=torch.uint8)).shape[1:])
     for path, names in todo.items():
         spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
         with (
@@ -94,7 +94,7 @@ def image_features(
         InputError: the image cannot be read, the device is too small, the weights are those of another network, or
             features are not finite numbers in `dtype`.
     """
-    pixels_1CHW = torch.from_numpy(read_image(path, backbone.image_size).copy()).unsqueeze(0)
+    pixels_1CHW = torch.from_numpy(read_image(path, backbone.input_size).copy()).unsqueeze(0)
     features_1CHW = _extractor(backbone, torch.device(device))(pixels_1CHW)
     return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float()
 

@@ -2,7 +2,7 @@
 
 The backbone normalises the pixels.
 
-Shapes: B images of a batch, 3 colours, H = W = the size in pixels.
+Shapes: B images of a batch, 3 colours, H W the height and width in pixels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,22 +45,22 @@ def _rgb(image: Image.Image, kind: str | None) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_image(path: Path | Image.Image, size: int) -> np.ndarray:
-    """Return the (3, size, size) uint8 RGB pixels of an image, resized by bicubic interpolation to a square.
+def read_image(path: Path | Image.Image, size: tuple[int, int]) -> np.ndarray:
+    """Return the (3, H, W) uint8 RGB pixels of an image, resized by bicubic interpolation to a width and height.
 
     Raises:
         InputError: as `open_image`.
     """
-    pixels = open_image(path).resize((size, size), Image.Resampling.BICUBIC)
+    pixels = open_image(path).resize(size, Image.Resampling.BICUBIC)
     return np.asarray(pixels).transpose(2, 0, 1)
 
 
 def image_batches(
-    paths: Sequence[Path], size: int, batch_size: int, workers: int, first: int = 0, step: int = 1
+    paths: Sequence[Path], size: tuple[int, int], batch_size: int, workers: int, first: int = 0, step: int = 1
 ) -> Iterator[torch.Tensor]:
-    """Yield every `step`th batch of the images from batch `first` on, as (B, 3, size, size) uint8 tensors.
+    """Yield every `step`th batch of the images from batch `first` on, as (B, 3, H, W) uint8 tensors.
 
-    B is `batch_size`, or less in the last batch.
+    The `size` is the width and height. B is `batch_size`, or less in the last batch.
 
     Raises:
         InputError: an image cannot be read (names it).

@@ -33,14 +33,14 @@ class SceneImages:
 
     Attributes:
         path: the directory of the images.
-        shape: (N, 3, size, size).
+        shape: (N, 3, H, W).
         recipe: how they were resized.
     """
 
-    def __init__(self, path: Path, images: list[Path], size: int):
-        self.path, self.shape = path, (len(images), 3, size, size)
-        self.recipe: dict[str, str | int] = {"image_size": size}
-        self._images = images
+    def __init__(self, path: Path, images: list[Path], size: tuple[int, int]):
+        self.path, self.shape = path, (len(images), 3, *size[::-1])
+        self.recipe: dict[str, str | int] = {"image_size": f"{size[0]}x{size[1]}"}
+        self._images, self._size = images, size
         self._pixels_NCHW: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class SceneImages:
         return value_digest(listing(self._images))
 
     def read(self, rows: np.ndarray, allocate: Callable[..., np.ndarray] = np.empty) -> torch.Tensor:
-        """Return the (N, 3, size, size) uint8 pixels of the images `rows` (N,).
+        """Return the (N, 3, H, W) uint8 pixels of the images `rows` (N,).
 
         Raises:
             InputError: an image cannot be read (names it).
@@ -64,7 +64,7 @@ class SceneImages:
         pixels_NCHW = allocate((len(rows), *self.shape[1:]), np.dtype(np.uint8))
         for row, pixels_CHW in zip(rows.tolist(), pixels_NCHW, strict=True):
             known = self._pixels_NCHW
-            pixels_CHW[:] = read_image(self._images[row], self.shape[-1]) if known is None else known[row]
+            pixels_CHW[:] = read_image(self._images[row], self._size) if known is None else known[row]
         return torch.from_numpy(pixels_NCHW)
 
     def in_memory(self, workers: int = 0) -> "SceneImages":
@@ -79,10 +79,10 @@ class SceneImages:
                 f"{self.path}: its images take {need:,} bytes of memory, and {available:,} are available; without "
                 "features_in_memory they are decoded as they are needed"
             )
-        other, size = copy(self), self.shape[-1]
+        other = copy(self)
         other._pixels_NCHW, end = np.empty(self.shape, np.uint8), 0
         with tqdm(total=len(self), desc=str(self.path), unit="image", disable=not is_main()) as bar:
-            for batch in image_batches(self._images, size, 64, workers):
+            for batch in image_batches(self._images, self._size, 64, workers):
                 other._pixels_NCHW[end : end + len(batch)] = batch.numpy()
                 end += len(batch)
                 bar.update(len(batch))
@@ -92,7 +92,7 @@ class SceneImages:
 def open_scenes(
     clevr_dir: Path,
     split: str,
-    size: int,
+    size: tuple[int, int],
     num_samples: int | None = None,
     skip: int = 0,
 ) -> Split:
@@ -102,7 +102,7 @@ def open_scenes(
     y of its centre, from 0 to below 1, and the index of its value of each of `ATTRIBUTES`.
 
     Args:
-        size: pixels to a side, to which images are resized.
+        size: width and height in pixels, to which images are resized.
         num_samples: use at most this many images; None for all.
         skip: leave out the first images.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from iep.backbone.augment import augmented
-from iep.backbone.network import named, scene_loss
+from iep.backbone.network import find_objects, match, scene_loss
 from iep.config import BASELINES, Config
 from iep.data.datasets import Batch
 from iep.data.question_file import Questions
@@ -232,22 +232,24 @@ class BackboneTask(Task):
     def needs(cls, config: Config) -> tuple[str, ...]:
         return ()
 
-    def _run(self, batch: Batch, augment: bool) -> tuple[Tensor, Tensor]:
-        pixels_BCHW, objects_BMF = batch.features[batch.image_rows], batch.answers
-        if augment:
-            with torch.autocast(pixels_BCHW.device.type, enabled=False):  # pixels need more digits than bfloat16 has
-                pixels_BCHW, objects_BMF = augmented(pixels_BCHW, objects_BMF)
-        return self.networks["backbone"](pixels_BCHW), objects_BMF
-
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return the loss of `scene_loss` on images that are changed at random."""
-        loss = scene_loss(*self._run(batch, augment=True))
+        pixels_BCHW, objects_BMF = batch.features[batch.image_rows], batch.answers
+        with torch.autocast(pixels_BCHW.device.type, enabled=False):  # pixels need more digits than bfloat16 has
+            pixels_BCHW, objects_BMF = augmented(pixels_BCHW, objects_BMF)
+        loss = scene_loss(self.networks["backbone"](pixels_BCHW), objects_BMF)
         return loss, {"loss": loss.detach()}
 
     def correct(self, batch: Batch) -> Tensor:
-        """Return (N,) booleans, one for each object of the images."""
-        is_found_N, is_right_N4 = named(*self._run(batch, augment=False))
-        return is_found_N & is_right_N4.all(1)
+        """Return booleans, one for each object of the images."""
+        network, is_right = self.networks["backbone"], []
+        found = find_objects(network(batch.features[batch.image_rows]))
+        for each, objects_MF in zip(found, batch.answers.cpu(), strict=True):
+            ours_P, theirs_P = match(each.objects_NF, objects_MF, network.image_size)
+            is_right_M = torch.zeros(len(objects_MF), dtype=torch.bool)
+            is_right_M[theirs_P] = (each.objects_NF[ours_P, 2:] == objects_MF[theirs_P, 2:]).all(1)
+            is_right.append(is_right_M[objects_MF[:, 0] >= 0])
+        return torch.cat(is_right).to(batch.answers.device)
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
