@@ -39,6 +39,8 @@ PRECISIONS = ("float32", "bfloat16")
 PROGRAM_SOURCES = ("ground-truth", "predicted")
 EVALUATED = ("pg", "ee", "baseline")
 """The settings of an evaluation that name checkpoints."""
+SYMBOLIC = "symbolic"
+"""The execution engine that executes programs on the objects that a backbone finds, in place of a checkpoint."""
 SCORED = {"answers", "questions", "data", "split", "families", "skip_samples", "num_samples"}
 """The settings of an evaluation of a file of answers."""
 REPORT_QUESTIONS = 1000
@@ -309,6 +311,10 @@ class Evaluation:
     baseline: Path | None = None
     modules: str | None = None
     """The class of another package that the engine's set of modules is; None for a set of this package."""
+    backbone: str = "default"
+    """The backbone of the engine `symbolic`, as `iep.preprocess.backbones.Scenes` names it."""
+    images: Path | None = None
+    """A directory in CLEVR's layout with the images of the split, for the report and for the engine `symbolic`."""
     programs: str | None = None
     """`predicted`, `ground-truth`, or None for predicted programs if there is a `pg`."""
     batching: str = Config.batching

@@ -7,7 +7,7 @@ the vocabulary of CLEVR v1.0 comes with the package.
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -63,6 +63,10 @@ class Vocab:
     def digest(self) -> str:
         """Sixteen hexadecimal digits that identify the vocabulary; files that are encoded with it record them."""
         return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:16]
+
+    def with_answers(self, answers: Iterable[str]) -> "Vocab":
+        """Return the vocabulary with the answers that it does not have yet after its own."""
+        return replace(self, answer=(*self.answer, *dict.fromkeys(each for each in answers if each not in self.answer)))
 
     def to_json(self) -> dict[str, dict[str, int]]:
         """Return the content of vocab.json."""

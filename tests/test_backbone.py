@@ -17,10 +17,20 @@ from tiny_data import assert_one_error, tiny
 from train_cases import iep_train, rows, weights
 
 from iep.backbone.augment import augmented
-from iep.backbone.network import ABSENT, SIZES, SceneNetwork, label_cells, named, scene_loss
+from iep.backbone.network import (
+    ABSENT,
+    NEAR,
+    NUM_SCORES,
+    SIZES,
+    SceneNetwork,
+    find_objects,
+    label_cells,
+    match,
+    peaks,
+    scene_loss,
+)
 from iep.cli.preprocess import main as preprocess_main
 from iep.cli.synth import main as synth_main
-from iep.evaluation.objects import NEAR, count_matches, peaks
 from iep.preprocess.backbones import Scenes
 from iep.preprocess.clevr_files import scenes_path
 from iep.preprocess.compute_features import image_features
@@ -79,24 +89,38 @@ def random_objects(seed: int, images: int = 3, most: int = 5) -> torch.Tensor:
 def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tensor:
     """Return the loss, one cell and one object after the other."""
     count, _, height, width = scores.shape
-    nearest = {}
-    for image, things in enumerate(objects):
-        for x, y, *values in things.tolist():
-            if x >= 0:
-                nearest[image, int(y * height), int(x * width)] = [int(value) for value in values]
-    presence = []
+    centres, near = set(), {}
+    for around in (True, False):  # the cells of centres replace those around them
+        for image, things in enumerate(objects):
+            for x, y, *values in things.tolist():
+                if x < 0:
+                    continue
+                column, row = x * width, y * height
+                for shift in (-0.5, 0.5) if around else (0.0,):
+                    for other in (-0.5, 0.5) if around else (0.0,):
+                        at = (
+                            np.clip(np.floor(row + shift), 0, height - 1),
+                            np.clip(np.floor(column + other), 0, width - 1),
+                        )
+                        cell = (image, int(at[0]), int(at[1]))
+                        near[cell] = [column - cell[2] - 0.5, row - cell[1] - 0.5, *map(int, values)]
+                        if not around:
+                            centres.add(cell)
+    presence = scores.new_zeros(())
     for image in range(count):
         for row in range(height):
             for column in range(width):
-                is_there = (image, row, column) in nearest
-                term = -F.logsigmoid(scores[image, 0, row, column] * (1 if is_there else -1))
-                presence.append(term * (8.0 if is_there else 1.0))
-    loss, start = torch.stack(presence).mean(), 1
-    for k, size in enumerate(SIZES):
-        logits = [scores[image, start : start + size, row, column] for image, row, column in nearest]
-        targets = [values[k] for values in nearest.values()]
-        loss = loss + (F.cross_entropy(torch.stack(logits), torch.tensor(targets)) if nearest else 0)
-        start += size
+                is_centre = (image, row, column) in centres
+                presence = presence - (8 if is_centre else 1) * F.logsigmoid(
+                    scores[image, 0, row, column] * (1 if is_centre else -1)
+                )
+    loss = presence / max(1, len(centres))
+    for (image, row, column), (right, down, *values) in near.items():
+        cell = scores[image, :, row, column]
+        terms = [(cell[1] - right).abs() / 2, (cell[2] - down).abs() / 2]
+        for logits, value in zip(cell[3:].split(SIZES), values, strict=True):
+            terms.append(F.cross_entropy(logits, torch.tensor(value)))
+        loss = loss + sum(terms) / len(near)
     return loss
 
 
@@ -104,7 +128,7 @@ def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tens
 @given(st.integers(0, 2**32), st.sampled_from([torch.float32, torch.float64]))
 def test_the_loss_is_that_of_one_cell_after_the_other(seed: int, dtype: torch.dtype):
     objects = random_objects(seed)
-    scores = torch.randn(3, 1 + sum(SIZES), 4, 3, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    scores = torch.randn(3, NUM_SCORES, 4, 3, dtype=dtype, generator=torch.Generator().manual_seed(seed))
     scores.requires_grad_()
     expected = loss_of_each_cell(scores, objects)
     (wanted,) = torch.autograd.grad(expected, scores)
@@ -115,15 +139,14 @@ def test_the_loss_is_that_of_one_cell_after_the_other(seed: int, dtype: torch.dt
 
 
 def test_perfect_scores_name_every_object_and_their_negatives_find_none():
-    objects = random_objects(1)
-    labels = label_cells(objects, 6, 6)
-    parts = [F.one_hot(labels[:, k].clamp(min=0), size).movedim(-1, 1) for k, size in enumerate(SIZES)]
-    scores = torch.cat([torch.where(labels[:, :1] >= 0, 1, -1), *parts], 1).float()
-    is_found, is_right = named(scores, objects)
-    assert len(is_found) == (labels[:, 0] >= 0).sum() > 0
-    assert is_found.all()
-    assert is_right.all()
-    assert not named(-scores, objects)[0].any()
+    objects = torch.tensor([[[0.1, 0.2, 0, 3, 1, 2], [0.55, 0.7, 1, 7, 0, 0], [ABSENT, ABSENT, 1, 1, 1, 1]]])
+    is_centre, _, labels = label_cells(objects, 28, 42)
+    parts = [F.one_hot(labels[:, 2 + k].long(), size).movedim(-1, 1) for k, size in enumerate(SIZES)]
+    scores = torch.cat([torch.where(is_centre[:, None], 9, -9), labels[:, :2], *(99 * part for part in parts)], 1)
+    (found,) = find_objects(scores.float())
+    torch.testing.assert_close(found.objects_NF, objects[0, :2])
+    torch.testing.assert_close(found.confidence_NA, torch.ones(2, 4))
+    assert len(find_objects(-scores.float() * is_centre[:, None])[0].objects_NF) == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -144,37 +167,32 @@ def test_objects_follow_the_pixels_of_a_changed_image(seed: int):
             assert (middle.flip(0) - moved[image, 0, :2]).abs().max() < 0.06
 
 
-def test_every_other_cell_of_a_finer_grid_has_the_features_of_the_coarser_one():
+def test_features_are_maxima_of_the_grid_on_which_objects_are_found():
     torch.manual_seed(0)
-    network = SceneNetwork((4, 8, 8), (1, 0, 2), 64).double().eval()
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    pixels = torch.randint(256, (2, 3, 64, 64)).double()
-    coarse = network.trunk(pixels)
-    network.refine(2)
-    fine = network.trunk(pixels)
-    assert fine.shape == (2, 8, 8, 8)
-    torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
-    network.refine(1)
-    assert torch.equal(network.trunk(pixels), coarse)
+    network = SceneNetwork((4, 8, 8), (1, 0, 2), (96, 64)).eval()
+    pixels = torch.randint(256, (2, 3, 64, 96))
+    assert network(pixels).shape == (2, NUM_SCORES, 8, 12)
+    assert network.features(pixels).shape == (2, 8, 4, 6)
+    assert torch.equal(network.features(pixels), F.max_pool2d(network.grid(pixels), 2))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_matches_are_those_of_the_nearest_pairs_first(seed: int):
     objects = random_objects(seed, images=1)[0]
-    peaks = torch.rand(5, 4, generator=torch.Generator().manual_seed(seed)) < 0.3
-    cells = [(row + 0.5, column + 0.5) for row, column in peaks.nonzero().tolist()]
-    things = [(y * 5, x * 4) for x, y, *_ in objects.tolist() if x >= 0]
+    found = torch.rand(7, 6, generator=torch.Generator().manual_seed(seed))
     pairs = sorted(
-        (float(np.hypot(a[0] - b[0], a[1] - b[1])), i, j) for i, a in enumerate(cells) for j, b in enumerate(things)
+        (float(np.hypot(90 * (a[0] - b[0]), 60 * (a[1] - b[1]))), i, j)
+        for i, a in enumerate(found.tolist())
+        for j, b in enumerate(objects.tolist())
+        if b[0] >= 0
     )
-    used, count = set(), 0
+    expected: dict[int, int] = {}
     for distance, i, j in pairs:
-        if distance <= NEAR and not used & {("cell", i), ("thing", j)}:
-            used |= {("cell", i), ("thing", j)}
-            count += 1
-    assert count_matches(peaks, objects) == count
+        if distance <= NEAR and i not in expected and j not in expected.values():
+            expected[i] = j
+    ours, theirs = match(found, objects, (90, 60))
+    assert dict(zip(ours.tolist(), theirs.tolist(), strict=True)) == expected
 
 
 def test_training_resumes_with_the_same_bits(clevr: Path, run: Path, tmp_path: Path):
@@ -214,9 +232,7 @@ def test_training_in_bfloat16_finds_nearly_the_same_loss(clevr: Path, tmp_path: 
 
 def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
     image = next((clevr / "images" / "val").iterdir())
-    coarse, fine = (image_features(image, Scenes(str(run), refine)) for refine in (1, 2))
-    assert coarse.shape == (1, 8, 2, 2)
-    torch.testing.assert_close(fine[:, :, ::2, ::2], coarse)
+    assert image_features(image, Scenes(str(run))).shape == (1, 4, 2, 3)
 
 
 def scenes_of(clevr: Path, split: str) -> list[dict]:
@@ -267,8 +283,8 @@ def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
         (None, "holds the weights of something else, expected metadata of the format"),
         ({"kwargs": "[1]"}, "networks.backbone.kwargs is of type list"),
         ({"iep": "{"}, "not a whole checkpoint file"),
-        ({"kwargs": '{"image_size": 0}'}, "image_size is 0, expected a"),
-        ({"kwargs": '{"image_size": 32}'}, "the weights do not fit"),
+        ({"kwargs": '{"image_size": 0}'}, "image_size is 0, expected the type"),
+        ({"kwargs": '{"image_size": [32, 32]}'}, "the weights do not fit"),
     ],
 )
 def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, metadata: dict | None, words: str):
@@ -280,7 +296,9 @@ def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, m
 
 
 def test_objects_are_read_with_the_farthest_first(clevr: Path):
-    for scene, objects in zip(scenes_of(clevr, "val"), open_scenes(clevr, "val", 32).questions.answers, strict=True):
+    for scene, objects in zip(
+        scenes_of(clevr, "val"), open_scenes(clevr, "val", (32, 32)).questions.answers, strict=True
+    ):
         there = objects[objects[:, 0] >= 0]
         order = sorted(scene["objects"], key=lambda thing: -thing["pixel_coords"][2])
         for (x, y, *values), thing in zip(there, order, strict=True):
@@ -289,6 +307,8 @@ def test_objects_are_read_with_the_farthest_first(clevr: Path):
                 assert names[int(value)] == thing[attribute]
 
 
-def test_a_peak_is_likelier_than_the_four_cells_around_it():
+def test_a_peak_is_likelier_than_the_eight_cells_around_it():
     presence = torch.tensor([[3.0, 1.0, -2.0], [2.0, 4.0, -1.0], [-3.0, -1.0, 0.5]])
-    assert peaks(presence[None, None]).nonzero()[:, 1:].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert peaks(presence[None]).nonzero()[:, 1:].tolist() == [[1, 1]]
+    presence[1, 1] = 0
+    assert peaks(presence[None]).nonzero()[:, 1:].tolist() == [[0, 0], [2, 2]]

@@ -266,7 +266,13 @@ def test_other_images_that_cannot_be_read_are_an_error_before_the_training(recip
 
 
 def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path: Path):
-    settings = ("iterations=2", "validate_every=1", "batch_size=2", "backbone.widths=[4,4,8]", "backbone.image_size=[48,32]")
+    settings = (
+        "iterations=2",
+        "validate_every=1",
+        "batch_size=2",
+        "backbone.widths=[4,4,8]",
+        "backbone.image_size=[48,32]",
+    )
     recipe = recipes.run("train_backbone.sh", tmp_path, *settings, SYNTH="--train 4 --val 2")
     assert recipe.returncode == 0, recipe.output
     assert Scenes(str(tmp_path / "synth.safetensors")).network.kwargs["widths"] == [4, 4, 8]

@@ -18,7 +18,7 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, Evaluation
+from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, SYMBOLIC, Evaluation
 from iep.runtime.locks import alone_in
 
 OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
@@ -43,8 +43,8 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 @click.option(
     "--backbone",
     metavar="synth|FILE",
-    help="Evaluate a backbone alone, on --scenes: the one that comes with this package, a .safetensors file, or a "
-    "checkpoint or run directory of iep-train --model backbone.",
+    help="Backbone to evaluate alone, on --scenes, or to find the objects of --ee symbolic: the one that comes with "
+    "this package, a .safetensors file, or a checkpoint or run directory of iep-train --model backbone.",
 )
 @click.option("--scenes", type=PATH, metavar="CLEVR_DIR", help="Directory in CLEVR's layout with images and scenes.")
 @click.option("--split", help=f"Split to evaluate on.  [default: {Evaluation.split}]")
@@ -91,7 +91,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     "--images",
     type=PATH,
     metavar="CLEVR_DIR",
-    help="Directory in CLEVR's layout; the report shows its images.",
+    help="Directory in CLEVR's layout with the images of the split, which the report shows and --ee symbolic sees.",
 )
 @click.option(
     "--report-questions",
@@ -116,20 +116,22 @@ def main(
     name: str,
     others: tuple[tuple[str, Path], ...],
     report_dir: Path | None,
-    images: Path | None,
     most_questions: int | None,
-    backbone: str | None,
     scenes: Path | None,
     **options: Any,
 ) -> None:
     """Evaluate trained models: accuracy overall and by question type, exact match of programs, questions per second.
 
-    With --answers, score the answers of any other model. With --backbone and --scenes, evaluate a backbone: precision
-    and recall of the objects that it finds, and the accuracy of each attribute.
+    With --answers, score the answers of any other model. With --ee symbolic, execute programs on the objects that a
+    backbone finds in --images. With --backbone and --scenes, evaluate a backbone: precision and recall of the objects
+    that it finds, and the accuracy of each attribute.
     """
-    if backbone is not None or scenes is not None:
-        _evaluate_backbone(backbone, scenes, options)
+    is_symbolic = options["ee"] == Path(SYMBOLIC)
+    if scenes is not None or (options["backbone"] is not None and not is_symbolic):
+        _evaluate_backbone(options["backbone"], scenes, options)
         return
+    if options["backbone"] == "synth":
+        options["backbone"] = None
     if options["answers"] is not None:
         _only("--answers", SCORED | OF_OUTPUTS)
     elif options["questions"] is not None:
@@ -139,8 +141,10 @@ def main(
     elif options["data"] is None:
         what = "--questions FILE with --answers, or --backbone and --scenes"
         raise click.UsageError(f"give --data DIR, a directory written by iep-preprocess, or {what}")
-    if report_dir is None and not (images is None and most_questions is None):
-        raise click.UsageError("--images and --report-questions are for the HTML report: give --report DIR too")
+    if report_dir is None and not (is_symbolic or options["images"] is None):
+        raise click.UsageError("--images is for the HTML report and for --ee symbolic: give one of them too")
+    if report_dir is None and most_questions is not None:
+        raise click.UsageError("--report-questions is for the HTML report: give --report DIR too")
     if options["pg"] is None and any(options[name] is not None for name in ("beam_size", "max_program_length")):
         raise click.UsageError("--beam-size and --max-program-length are for a program generator: give --pg CKPT")
     for flag, label in (("--name", name), *(("--against", label) for label, _ in others)):
@@ -165,7 +169,7 @@ def main(
     page = None
     if report_dir is not None:
         most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
-        page = Page(report_dir, images, most_questions, name, tuple(earlier))
+        page = Page(report_dir, most_questions, name, tuple(earlier))
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))

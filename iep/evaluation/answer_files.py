@@ -7,7 +7,6 @@ question, and rows without one are in the order of the questions. `iep/reward.py
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def answer_predictions(
     """
     responses = _aligned(path, read_rows(path), questions, questions if every is None else every)
     answers = [MISSING if each is None else read_answer(each) or UNREADABLE for each in responses]
-    vocab = replace(vocab, answer=(*vocab.answer, *dict.fromkeys(each for each in answers if each not in vocab.answer)))
+    vocab = vocab.with_answers(answers)
     ranked = np.array([[vocab.answer_index[each]] for each in answers])
     notes = []
     if missing := answers.count(MISSING):

@@ -40,14 +40,12 @@ class Page:
 
     Attributes:
         directory: where `report.html` is written.
-        images: a directory in CLEVR's layout with the questions' images; None for a report without.
         most_questions: the most questions that are listed, with image and programs.
         name: the name of the evaluation.
         others: earlier reports to show beside it, by name.
     """
 
     directory: Path
-    images: Path | None = None
     most_questions: int = REPORT_QUESTIONS
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
@@ -66,7 +64,7 @@ def write_page(
 
     Args:
         settings: the evaluation's settings, to be shown.
-        pictures: the images of the split in `page.images`, if any.
+        pictures: the images of the split; None for a report without.
         notes: lines to be shown above everything.
         maps: where each function of a question's program looked, by the question's row; None if no engine answers.
 
@@ -167,7 +165,6 @@ def _facts(page: Page, report: Report) -> dict[str, str]:
         "Split": f"{report.split}: {report.selection}" if report.selection else report.split,
         **{f"Checkpoint ({part})": path for part, path in report.checkpoints.items()},
         "Programs": report.programs or "none",
-        "Images": "none given" if page.images is None else str(page.images),
         "Device": report.device or None,
         "Speed": None if speed is None else f"{speed:,.0f} questions/s",
         "Peak memory": None if memory is None else f"{memory:.2f} GB",

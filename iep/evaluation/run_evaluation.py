@@ -5,6 +5,7 @@ missing column of most common answers, pictures of other images than those of th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from iep.baselines import most_common
-from iep.config import EVALUATED, SCORED, Evaluation
+from iep.config import EVALUATED, SCORED, SYMBOLIC, Evaluation
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Loading
@@ -36,13 +37,15 @@ from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
 from iep.evaluation.page_questions import Maps, Pictures
-from iep.evaluation.predict import Predictor, predict
+from iep.evaluation.predict import Predictions, Predictor, predict
+from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
 from iep.execution_engine.trace import trace, unit_maps
 from iep.models.build import check_features, describe_other_features, load_network, place_engine, set_execution
+from iep.preprocess.backbones import Scenes
 from iep.programs import QUESTION_TYPES
-from iep.runtime.devices import peak_memory
+from iep.runtime.devices import peak_memory, resolve_device
 from iep.runtime.distributed import attempt, gather, is_main
 from iep.runtime.files import check_writable
 from iep.vocab import Vocab
@@ -67,13 +70,16 @@ def evaluate(
 
     Raises:
         InputError: no model is named, a checkpoint does not fit the data, the split lacks what the settings need, or
-            `page.images` has no images of the split.
+            `settings.images` has no images of the split.
     """
     targets = [] if out is None else [out / name for name in OUTPUTS]
     check_writable(targets if page is None else [*targets, page.directory / PAGE])
     _check_models(settings)
-    pictures = None if page is None or page.images is None else Pictures(page.images, settings.split)
-    found = _answered(settings) if settings.answers is not None else _predicted(settings)
+    pictures = None if page is None or settings.images is None else Pictures(settings.images, settings.split)
+    if settings.answers is not None:
+        found = _answered(settings)
+    else:
+        found = _executed(settings) if is_symbolic(settings) else _predicted(settings)
     if found is None:
         return None
     outcome, split, seconds = found.outcome, found.split, found.outcome.predictions.seconds
@@ -108,6 +114,11 @@ def evaluate(
         if show is not None:
             show(report)
     return report
+
+
+def is_symbolic(settings: Evaluation) -> bool:
+    """Return whether programs are executed on found objects, not by the modules of a checkpoint."""
+    return settings.ee == Path(SYMBOLIC)
 
 
 class Found(NamedTuple):
@@ -159,6 +170,30 @@ def _predicted(settings: Evaluation) -> Found | None:
             return [(node.token, map_HW.numpy()) for node, map_HW in found]
 
     return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
+
+
+def _executed(settings: Evaluation) -> Found | None:
+    """Return the answers of programs on the objects that a backbone finds; None in all processes but the first."""
+    vocab, device = load_vocab(settings.data), resolve_device(settings.device)
+    split = _open_split(settings, vocab, sees=False)
+    questions, loading = split.questions, Loading(settings.workers)
+    predictions = Predictions(None, None, None, None)
+    if _programs_used(settings) == "predicted":
+        predictor = _load(replace(settings, ee=None), vocab, split, None)
+        predictions = predict(predictor, ClevrDataset(questions, None), settings.batch_size, loading, device)
+    if not is_main():
+        return None
+    programs_QL = questions.programs if predictions.programs is None else predictions.programs
+    if programs_QL is None:
+        raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
+    images = questions.image_idxs.tolist()
+    facts = find_facts(Scenes(settings.backbone), settings.images, settings.split, images, device, settings.workers)
+    answers = execute_programs(programs_QL, vocab.program, questions.image_idxs, facts)
+    vocab = vocab.with_answers(answers)
+    ranked_QK = np.array([[vocab.answer_index[each]] for each in answers])
+    outcome = Outcome(vocab, questions, replace(predictions, ranked_answers=ranked_QK, seconds=None))
+    notes = [f"{ill} programs are ill-posed on what was found."] if (ill := answers.count(NO_ANSWER)) else []
+    return Found(outcome, split, str(device), notes=notes)
 
 
 def _answered(settings: Evaluation) -> Found:
@@ -233,9 +268,12 @@ def _check_models(settings: Evaluation) -> None:
         raise InputError("--programs predicted needs a program generator: give --pg CKPT")
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth needs an execution engine: give --ee CKPT")
-    check_options(settings.placement, settings.devices, settings.device, settings.ee is not None)
+    if is_symbolic(settings) and settings.images is None:
+        raise InputError("--ee symbolic looks at images: give --images CLEVR_DIR")
+    runs_modules = settings.ee is not None and not is_symbolic(settings)
+    check_options(settings.placement, settings.devices, settings.device, runs_modules)
     of_engines = ("modules", "batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
-    for name in of_engines if settings.ee is None else ():
+    for name in () if runs_modules else of_engines:
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
 

@@ -62,6 +62,13 @@ class Camera:
             depth,
         )
 
+    def locate(self, column: float, row: float, width: float, height: float, z: float) -> Vector:
+        """Return the point of the world at height `z` that `project` maps to a pixel below the horizon."""
+        across, down = ((column - width / 2) / (FOCAL * width), (row - height / 2) / (FOCAL * width))
+        ray = [f + across * r - down * u for f, r, u in zip(self.forward, self.right, self.up, strict=True)]
+        distance = (z - self.position[2]) / ray[2]
+        return tuple(p + distance * each for p, each in zip(self.position, ray, strict=True))
+
 
 @dataclass(frozen=True)
 class Thing:
