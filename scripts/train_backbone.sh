@@ -10,7 +10,7 @@
 source "$(dirname "$0")/recipe.sh"
 expect 0 1
 OUT=${PLACES[0]:-runs/backbone}
-read -ra SYNTH <<<"${SYNTH---train 10000 --val 500}"
+read -ra SYNTH <<<"${SYNTH---train 30000 --val 500}"
 iep-synth "$OUT/clevr" --preset clevr --width 336 --height 224 --min-objects 2 --test 0 --questions-per-image 1 \
     --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 train "$OUT/run" --config "$CONFIGS/synth/backbone.yaml" --data "$OUT/clevr"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole recipe on synthetic data of CLEVR's difficulty: make images and questions, compute features with the backbone
 # `synth`, train the program generator and execution engines of residual blocks and of attention modules on true
-# programs, and evaluate them by question type on true and on predicted programs.
+# programs, and evaluate them by question type on true and on predicted programs, beside the symbolic engine.
 #
 #   [REAL=CLEVR_v1.0] scripts/train_synth.sh [--small] [OUT] [KEY=VALUE]...        (OUT: runs/synth)
 #
@@ -42,25 +42,27 @@ for run in "$OUT/ee" "$OUT/tbd"; do
         awk -v size="$(sed -n 's/^batch_size: //p' "$run/config.yaml")" '{ printf "%12d %5.1f\n", $1 * size, 100 * $2 }'
 done
 
-answer() { # NAME DATA SPLIT: evaluate both engines on true and on predicted programs, and print one table
-    local modules options=(--data "$2" --split "$3") table=$OUT/eval/$1.txt
+answer() { # NAME DATA SPLIT CLEVR: evaluate all engines on true and on predicted programs, and print one table
+    local engine of_engine options=(--data "$2" --split "$3") table=$OUT/eval/$1.txt
     AGAINST=()
     mkdir -p "$OUT/eval"
-    for modules in ee tbd; do # each table has the columns of those before it
-        evaluate "$modules" "$OUT/eval/$1/$modules" "${options[@]}" --ee "$OUT/$modules" >"$table"
-        evaluate "$modules-predicted" "$OUT/eval/$1/$modules-predicted" "${options[@]}" --pg "$OUT/pg" \
-            --ee "$OUT/$modules" >"$table"
+    for engine in symbolic ee tbd; do # each table has the columns of those before it
+        of_engine=(--ee "$OUT/$engine")
+        if [ $engine = symbolic ]; then of_engine=(--ee symbolic --images "$4"); fi
+        evaluate "$engine" "$OUT/eval/$1/$engine" "${options[@]}" "${of_engine[@]}" >"$table"
+        evaluate "$engine-predicted" "$OUT/eval/$1/$engine-predicted" "${options[@]}" --pg "$OUT/pg" \
+            "${of_engine[@]}" >"$table"
     done
     echo "$2, $3:"
     sed '/^Wrote /d' "$table"
 }
 
-answer synth "$DATA" val
+answer synth "$DATA" val "$OUT/clevr"
 if [ -n "${REAL-}" ]; then
     for split in $(splits "$OUT/real" train val); do
         if [ -e "$REAL/scenes/CLEVR_${split}_scenes.json" ]; then
             iep-eval --backbone synth --scenes "$REAL" --split "$split"
         fi
-        answer "real-$split" "$OUT/real" "$split"
+        answer "real-$split" "$OUT/real" "$split" "$REAL"
     done
 fi
