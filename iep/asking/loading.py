@@ -18,9 +18,11 @@ from PIL import Image
 from torch import nn
 
 from iep.asking.answers import Answer, Asker
+from iep.backbone.network import find_objects
 from iep.config import Evaluation
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
+from iep.evaluation.symbolic import scene_of
 from iep.models.build import (
     BASELINES,
     FEATURE_SIDES,
@@ -36,8 +38,10 @@ from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
 from iep.models.weights import WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
-from iep.preprocess.images import open_image
+from iep.preprocess.images import open_image, read_image
 from iep.runtime.devices import resolve_device
+from iep.synth.scenes import scene_json
+from iep.synth.world import ATTRIBUTES
 from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
@@ -77,14 +81,38 @@ class Model:
             return Asker(self.predictor, self.vocab, None, self.device)
         if image is None:
             raise InputError(f"{self.path}: needs an image, and there is none")
-        if not isinstance(image, str | PathLike | Image.Image):
-            raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
-        source = Path(image) if isinstance(image, str) else image
+        source = _source(image)
         open_image(source)  # an unusable file is an error before weights are downloaded
         features_1CHW = image_features(source, self.backbone, self.dtype, self.device)
         network = self.predictor.baseline or self.predictor.engine
         check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
         return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device)
+
+    def objects(self, image: Path | str | Image.Image) -> list[dict[str, Any]]:
+        """Return the objects that the backbone finds in an image.
+
+        Args:
+            image: a file, or an image of Pillow.
+
+        Returns:
+            the objects as in a scenes file of CLEVR: `size`, `color`, `material` and `shape`; `pixel_coords`, the
+            centre's column and row in the image and its distance; and `3d_coords`, as seen by CLEVR's camera. In
+            addition, `confidence` has the probability of each attribute's value.
+
+        Raises:
+            InputError: the image cannot be used, or the networks have another backbone, which finds no objects.
+        """
+        if not isinstance(self.backbone, Scenes):
+            raise InputError(f"{self.path}: only the backbone synth finds objects, which these networks do not have")
+        picture = open_image(_source(image))
+        pixels_CHW = torch.from_numpy(read_image(picture, self.backbone.input_size).copy())
+        with torch.inference_mode():
+            (found,) = find_objects(self.backbone.network(pixels_CHW[None]))
+        objects = scene_json(scene_of(found, picture.size), 0, "", *picture.size)["objects"]
+        for each, confidence_A in zip(objects, found.confidence_NA.tolist(), strict=True):
+            del each["rotation"]  # which is not found
+            each["confidence"] = dict(zip(ATTRIBUTES, confidence_A, strict=True))
+        return objects
 
     def ask(self, image: Path | str | Image.Image | None, question: str) -> Answer:
         """Return the answer to a question about an image. `print` shows it with its program and other answers.
@@ -135,6 +163,13 @@ class Model:
             address = hub.create_repo(name, private=private, exist_ok=True)
             hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload networks")
         return str(address)
+
+
+def _source(image: Path | str | Image.Image) -> Path | Image.Image:
+    """Return an image as `open_image` takes it."""
+    if not isinstance(image, str | PathLike | Image.Image):
+        raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
+    return Path(image) if isinstance(image, str) else image
 
 
 CARD = """---

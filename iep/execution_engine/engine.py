@@ -165,6 +165,24 @@ class ExecutionEngine(nn.Module):
         """True if some module returns attentions that the penalty on attentions counts."""
         return any(role is not None and role.is_penalized for role in self.roles)
 
+    @contextmanager
+    def greatest_attentions(self) -> Iterator[dict[str, float]]:
+        """Record the greatest attention that each function returns in the block, by its token.
+
+        Functions that do not run, or that kernels run, are not recorded.
+        """
+        greatest: dict[str, float] = {}
+
+        def record(token: str, result: torch.Tensor) -> None:
+            greatest[token] = max(greatest.get(token, 0.0), result.amax().item())
+
+        with ExitStack() as hooks:
+            for op, token in self._runs.items():
+                if self.roles[op].is_penalized:
+                    hook = getattr(self, token).register_forward_hook(lambda *call, token=token: record(token, call[2]))
+                    hooks.callback(hook.remove)
+            yield greatest
+
     @property
     def can_be_grouped(self) -> bool:
         """True if a plan of families runs all functions of at least one family at once."""
