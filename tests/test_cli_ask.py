@@ -120,7 +120,7 @@ REFUSED = [
     ("{run} --program {count} --saliency gradient", 2, "--saliency is for pictures: give --draw FILE too"),
     ("{run} --program {count} --beam-size 2", 2, "--beam-size does not apply"),
     ("{run} --program {count} --max-program-length 9", 2, "--max-program-length does not apply"),
-    ("{run} --program {count} --refine 2", 1, "how its features were made (by patches); --refine does not apply"),
+    ("{run} --program {count} --stage 2", 1, "how its features were made (by patches); --stage does not apply"),
     *(
         (f"--baseline x --image {{image}} {option}", 2, f"runs no program: {option.split()[0]} does not apply")
         for option in ("--pg y", "--ee y", "--program y", "--draw y.png", "--saliency norm", "--beam-size 1")

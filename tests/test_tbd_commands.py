@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_data import assert_one_error, newest, tiny
 from train_cases import iep_train, rows
 
@@ -40,6 +41,20 @@ def test_it_goes_on_with_the_modules_that_it_has(tbd: Path, tmp_path: Path):
     assert unpack(checkpoint, "engine", tmp_path).kwargs["modules"] == "tbd"
     other = iep_train("--resume", "--out", tmp_path / "run", "--modules", "iep", "iterations=8")
     assert_one_error(other, "was trained with engine.modules tbd, cannot resume with engine.modules iep")
+
+
+def test_validation_names_modules_without_attention_anywhere(data: Path, tbd: Path, tmp_path: Path):
+    content = torch.load(newest(tbd), weights_only=True)
+    for name, value in content["networks"]["engine"]["weights"].items():
+        if name.endswith("conv3.bias"):
+            value.fill_(-99.0 if "[red]" in name else 99.0)
+    torch.save(content, tmp_path / "start.pt")
+    given = ("--data", data, "--ee", tmp_path / "start.pt", "--freeze", "modules", *tiny("ee"))
+    result = iep_train(*given, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    (line,) = {line.partition("the attention of ")[2] for line in result.output.splitlines() if "never exceeds" in line}
+    assert "filter_color[red]" in line
+    assert "filter_color[green]" not in line
 
 
 def test_joint_training_runs_whatever_the_generator_samples(data: Path, tbd: Path, tmp_path: Path):

@@ -1,6 +1,7 @@
 """Networks in safetensors files, `iep.load`, and the Hugging Face Hub, which is replaced by a directory."""
 
 import json
+import math
 import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ask_cases import IMAGE, answers_of, iep_ask, sample_data, trained
+from ask_cases import IMAGE, SAMPLE, answers_of, iep_ask, sample_data, trained
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -207,6 +208,22 @@ def test_a_damaged_safetensors_file_is_refused(runs, tmp_path):
     path.write_bytes((runs["ee"] / "best.safetensors").read_bytes()[:-10])
     result = iep_ask("--ee", path, "--image", IMAGE, "--program", "count scene")
     assert_one_error(result, f"{path}: not a whole checkpoint file")
+
+
+def test_the_backbone_finds_the_objects_of_an_image(runs):
+    found = iep.load().objects(IMAGE)
+    scene = json.loads((SAMPLE / "scenes" / "CLEVR_val_scenes.json").read_text())["scenes"][2]
+    assert len(found) == len(scene["objects"])
+    for each in found:
+        distance = [math.dist(each["pixel_coords"][:2], thing["pixel_coords"][:2]) for thing in scene["objects"]]
+        thing = scene["objects"][distance.index(min(distance))]
+        assert min(distance) < 4
+        assert math.dist(each["3d_coords"], thing["3d_coords"]) < 0.5
+        for attribute in ("size", "color", "material", "shape"):
+            assert each[attribute] == thing[attribute], each
+            assert 0.5 < each["confidence"][attribute] <= 1
+    with pytest.raises(InputError, match="only the backbone synth finds objects"):
+        iep.load(runs["ee"], pg=runs["pg"]).objects(IMAGE)
 
 
 def test_the_networks_of_the_demo_come_with_the_package_and_answer_unless_others_are_given():
