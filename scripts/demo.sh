@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job on a generated data set: make images and questions, preprocess them, train the program generator and the
-# execution engine, then both jointly, beside two baselines, and print accuracies by question type.
+# execution engine, then both jointly, beside two baselines, and print accuracies by question type, also those of the
+# symbolic engine.
 #
 #   scripts/demo.sh [OUT] [KEY=VALUE]...        (OUT: runs/demo)
 #
@@ -22,6 +23,7 @@ train_on_data joint --pg "$OUT/pg" --ee "$OUT/tbd"
 say "evaluation"
 answer lstm --baseline "$OUT/lstm" >/dev/null
 answer cnn-lstm --baseline "$OUT/cnn-lstm" >/dev/null
+answer symbolic --pg "$OUT/pg" --ee symbolic --images "$OUT/clevr" >/dev/null
 answer true_programs --pg "$OUT/pg" --ee "$OUT/tbd" --programs ground-truth >/dev/null
 answer end_to_end --pg "$OUT/pg" --ee "$OUT/tbd" >/dev/null
 answer joint --pg "$OUT/joint" --ee "$OUT/joint" --report "$OUT/eval/joint" --images "$OUT/clevr"
