@@ -64,7 +64,7 @@ def test_the_digests_by_which_processes_compare_their_data_follow_objects_and_im
     copy = Path(shutil.copytree(clevr, tmp_path / "copy"))
 
     def digests(directory: Path) -> list[str]:
-        split = open_scenes(directory, "train", size=32)
+        split = open_scenes(directory, "train", (32, 32))
         return [split.questions.digest, split.features.digest()]
 
     assert digests(copy) == digests(clevr)

@@ -1,6 +1,5 @@
 """Programs executed on found objects: exact where sight is, and one line where it cannot look."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +53,11 @@ def test_pixels_are_located_where_they_were_projected_from(x: float, y: float, z
 
 def test_the_command_answers_from_images_alone(data: Path, tmp_path: Path):
     options = ("--ee", "symbolic", "--data", data, "--images", SAMPLE, "--workers", 0)
-    report, predictions, output = evaluate(tmp_path / "out", *options)
+    report, predictions, _ = evaluate(tmp_path / "out", *options)
     assert report["checkpoints"] == {"ee": "symbolic"}
-    right = sum(row["predicted_answer"] == row["answer"] for row in predictions)
-    assert report["accuracy"]["overall"] == pytest.approx(100 * right / len(predictions))
-    facts = json.loads((SAMPLE / "scenes" / "CLEVR_val_scenes.json").read_text())["scenes"]
-    assert len(facts) == 4
-    assert right > len(predictions) / 2, output
+    right = [row["predicted_answer"] == row["answer"] for row in predictions]
+    assert report["accuracy"]["overall"] == pytest.approx(np.mean(right))
+    assert np.mean(right) > 0.5
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,15 @@ def match(found_NF: Tensor, objects_MF: Tensor, image_size: tuple[int, int]) -> 
     return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
 
 
+def compare(found: Sequence[Found], objects_BMF: Tensor, image_size: tuple[int, int]) -> Tensor:
+    """Return (P, A) booleans: for each pair of a found and a true object of an image, which attributes are equal."""
+    are_equal = []
+    for each, objects_MF in zip(found, objects_BMF.cpu(), strict=True):
+        ours_P, theirs_P = match(each.objects_NF, objects_MF, image_size)
+        are_equal.append(each.objects_NF[ours_P, 2:] == objects_MF[theirs_P, 2:])
+    return torch.cat(are_equal)
+
+
 def label_cells(objects_BMF: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the network should say in each cell.
 
