@@ -1,7 +1,9 @@
 """The scene network: its labels, its loss, its changed images, its training, and the features that it makes."""
 
 import json
+import math
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +66,7 @@ def test_the_digests_by_which_processes_compare_their_data_follow_objects_and_im
     copy = Path(shutil.copytree(clevr, tmp_path / "copy"))
 
     def digests(directory: Path) -> list[str]:
-        split = open_scenes(directory, "train", size=32)
+        split = open_scenes(directory, "train", (32, 32))
         return [split.questions.digest, split.features.digest()]
 
     assert digests(copy) == digests(clevr)
@@ -96,16 +98,13 @@ def loss_of_each_cell(scores: torch.Tensor, objects: torch.Tensor) -> torch.Tens
                 if x < 0:
                     continue
                 column, row = x * width, y * height
-                for shift in (-0.5, 0.5) if around else (0.0,):
-                    for other in (-0.5, 0.5) if around else (0.0,):
-                        at = (
-                            np.clip(np.floor(row + shift), 0, height - 1),
-                            np.clip(np.floor(column + other), 0, width - 1),
-                        )
-                        cell = (image, int(at[0]), int(at[1]))
-                        near[cell] = [column - cell[2] - 0.5, row - cell[1] - 0.5, *map(int, values)]
-                        if not around:
-                            centres.add(cell)
+                for down, right in product((-0.5, 0.5) if around else (0.0,), repeat=2):
+                    cell_row = min(max(math.floor(row + down), 0), height - 1)
+                    cell_column = min(max(math.floor(column + right), 0), width - 1)
+                    cell = (image, cell_row, cell_column)
+                    near[cell] = [column - cell_column - 0.5, row - cell_row - 0.5, *map(int, values)]
+                    if not around:
+                        centres.add(cell)
     presence = scores.new_zeros(())
     for image in range(count):
         for row in range(height):

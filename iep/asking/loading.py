@@ -40,7 +40,6 @@ from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, ba
 from iep.preprocess.compute_features import image_features
 from iep.preprocess.images import open_image, read_image
 from iep.runtime.devices import resolve_device
-from iep.synth.scenes import scene_json
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import Vocab
 
@@ -108,9 +107,9 @@ class Model:
         pixels_CHW = torch.from_numpy(read_image(picture, self.backbone.input_size).copy())
         with torch.inference_mode():
             (found,) = find_objects(self.backbone.network(pixels_CHW[None]))
-        objects = scene_json(scene_of(found, picture.size), 0, "", *picture.size)["objects"]
+        objects = scene_of(found, picture.size)["objects"]
         for each, confidence_A in zip(objects, found.confidence_NA.tolist(), strict=True):
-            del each["rotation"]  # which is not found
+            del each["rotation"]  # the backbone does not find it
             each["confidence"] = dict(zip(ATTRIBUTES, confidence_A, strict=True))
         return objects
 
@@ -166,7 +165,11 @@ class Model:
 
 
 def _source(image: Path | str | Image.Image) -> Path | Image.Image:
-    """Return an image as `open_image` takes it."""
+    """Return the path or the image of Pillow that a user gave.
+
+    Raises:
+        InputError: it is neither.
+    """
     if not isinstance(image, str | PathLike | Image.Image):
         raise InputError(f"the image is of type {type(image).__name__}, expected a path or an image of Pillow")
     return Path(image) if isinstance(image, str) else image

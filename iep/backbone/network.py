@@ -1,13 +1,15 @@
 """Pixels -> features on a grid, and from them the objects of an image.
 
-The network is trained to name shape, size, material and colour of every object at the cell in which its centre lies.
-Program-conditioned networks then read its features, as Johnson et al. 2017 read those of a ResNet.
+The network is trained to classify shape, size, material and colour of every object at the cells around its centre.
+Program-conditioned networks then read its features in place of those of a ResNet (Johnson et al. 2017).
 
 Shapes: B images, C H W features, M objects of an image at most, N objects found in it, P pairs of these, K scores of a
-cell, F = 6 numbers of an object: x and y of its centre, from 0 to below 1, and the index of each attribute's value.
+cell, R cells near objects, A = 4 attributes, V values of one, F = 6 numbers of an object: x and y of its centre, from 0
+to below 1, and the index of each attribute's value.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -44,7 +46,7 @@ class SceneNetwork(nn.Module):
     Each stage is a convolution that halves the grid (the first one reads patches of 4x4 pixels) and 3x3 convolutions.
     The output of the last stage is resized to the grid of the second (Lin et al. 2017, Feature Pyramid Networks,
     section 3), and two 3x3 convolutions read both. Each convolution is followed by batch norm and ReLU. A linear head
-    names the object in every cell of this grid. The features are its maxima over 2x2 cells.
+    gives the scores of every cell of this grid. The features are the grid's maxima over 2x2 cells.
     """
 
     def __init__(self, widths: Sequence[int], depths: Sequence[int], image_size: Sequence[int]):
@@ -101,8 +103,7 @@ class Found(NamedTuple):
 
 
 def peaks(presence_BHW: Tensor) -> Tensor:
-    """Return the (B, H, W) cells in which an object is found: its presence has a logit above 0, and none of the eight
-    neighbours a greater one."""
+    """Return (B, H, W) booleans: the cell has a presence above 0, and none of its eight neighbours a greater one."""
     greatest_BHW = F.max_pool2d(presence_BHW[:, None], 3, 1, 1)[:, 0]
     return (presence_BHW > 0) & (presence_BHW == greatest_BHW)
 
@@ -142,8 +143,17 @@ def match(found_NF: Tensor, objects_MF: Tensor, image_size: tuple[int, int]) -> 
     return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
 
 
+def compare(found: Sequence[Found], objects_BMF: Tensor, image_size: tuple[int, int]) -> Tensor:
+    """Return (P, A) booleans: for each pair of a found and a true object of an image, which attributes are equal."""
+    are_equal = []
+    for each, objects_MF in zip(found, objects_BMF.cpu(), strict=True):
+        ours_P, theirs_P = match(each.objects_NF, objects_MF, image_size)
+        are_equal.append(each.objects_NF[ours_P, 2:] == objects_MF[theirs_P, 2:])
+    return torch.cat(are_equal)
+
+
 def label_cells(objects_BMF: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the network should say in each cell.
+    """Return the labels of each cell.
 
     Args:
         objects_BMF: the objects of each image, the farthest first: where two claim a cell, the nearer one gets it.
@@ -152,27 +162,20 @@ def label_cells(objects_BMF: Tensor, height: int, width: int) -> tuple[Tensor, T
         (B, H, W) booleans: the centre of an object lies in the cell.
         (B, H, W) booleans: the cell is one of the four whose middles are nearest to the centre of an object. The
             greatest presence may be in any of these.
-        (B, F, H, W) labels of these cells: the distance of the object's centre to the right and downwards in cells,
+        (B, F, H, W) numbers. In these cells: the distance of the object's centre to the right and downwards in cells,
             and the object's values.
     """
     labels_BFHW = objects_BMF.new_zeros(len(objects_BMF), objects_BMF.shape[2], height, width)
     is_near_BHW, is_centre_BHW = torch.zeros_like(labels_BFHW[:, :2], dtype=torch.bool).unbind(1)
-
-    def write(object_BF: Tensor, of_cell: Tensor, corner: tuple[float, float]) -> None:
-        """Label the cell that holds the object's centre, after a shift by `corner` cells up and left."""
-        rows = (object_BF[:, 0] >= 0).nonzero().squeeze(1)
-        x, y, values = object_BF[rows, 0] * width, object_BF[rows, 1] * height, object_BF[rows, 2:]
-        down = (y - corner[1]).floor().clamp(0, height - 1)
-        right = (x - corner[0]).floor().clamp(0, width - 1)
-        of_cell[rows, down.long(), right.long()] = True
-        distance = torch.stack([x - right - 0.5, y - down - 0.5], 1)
-        labels_BFHW[rows, :, down.long(), right.long()] = torch.cat([distance, values], 1)
-
-    for object_BF in objects_BMF.unbind(1):
-        for corner in ((0.5, 0.5), (-0.5, 0.5), (0.5, -0.5), (-0.5, -0.5)):
-            write(object_BF, is_near_BHW, corner)
-    for object_BF in objects_BMF.unbind(1):
-        write(object_BF, is_centre_BHW, (0.0, 0.0))
+    around = ((0.5, 0.5), (-0.5, 0.5), (0.5, -0.5), (-0.5, -0.5))
+    for of_cell_BHW, shifts in ((is_near_BHW, around), (is_centre_BHW, ((0.0, 0.0),))):
+        for object_BF, (left, up) in product(objects_BMF.unbind(1), shifts):  # later writes replace earlier ones
+            images = (object_BF[:, 0] >= 0).nonzero().squeeze(1)
+            x, y, values = object_BF[images, 0] * width, object_BF[images, 1] * height, object_BF[images, 2:]
+            row, column = (y - up).floor().clamp(0, height - 1), (x - left).floor().clamp(0, width - 1)
+            of_cell_BHW[images, row.long(), column.long()] = True
+            distance = torch.stack([x - column - 0.5, y - row - 0.5], 1)
+            labels_BFHW[images, :, row.long(), column.long()] = torch.cat([distance, values], 1)
     return is_centre_BHW, is_near_BHW | is_centre_BHW, labels_BFHW
 
 

@@ -22,7 +22,7 @@ from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, SYMBOLIC, Eval
 from iep.runtime.locks import alone_in
 
 OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
-"""The options that are no settings of the evaluation."""
+"""The options of what is written and shown."""
 
 
 @click.command(cls=Command)
@@ -42,6 +42,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 )
 @click.option(
     "--backbone",
+    callback=lambda context, parameter, value: "default" if value == "synth" else value,
     metavar="synth|FILE",
     help="Backbone to evaluate alone, on --scenes, or to find the objects of --ee symbolic: the one that comes with "
     "this package, a .safetensors file, or a checkpoint or run directory of iep-train --model backbone.",
@@ -91,7 +92,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     "--images",
     type=PATH,
     metavar="CLEVR_DIR",
-    help="Directory in CLEVR's layout with the images of the split, which the report shows and --ee symbolic sees.",
+    help="Directory in CLEVR's layout with the images of the split, which the report shows and --ee symbolic reads.",
 )
 @click.option(
     "--report-questions",
@@ -130,8 +131,6 @@ def main(
     if scenes is not None or (options["backbone"] is not None and not is_symbolic):
         _evaluate_backbone(options["backbone"], scenes, options)
         return
-    if options["backbone"] == "synth":
-        options["backbone"] = None
     if options["answers"] is not None:
         _only("--answers", SCORED | OF_OUTPUTS)
     elif options["questions"] is not None:
@@ -216,7 +215,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
     """
     _only("--backbone", {"backbone", "scenes", "split", "num_samples", "device"})
     if backbone is None or scenes is None:
-        raise click.UsageError("--backbone and --scenes go together")
+        raise click.UsageError("--backbone and --scenes go together, or --backbone and --ee symbolic")
     from iep.evaluation.objects import evaluate_backbone
     from iep.preprocess.backbones import Scenes
     from iep.runtime.devices import resolve_device
@@ -224,8 +223,7 @@ def _evaluate_backbone(backbone: str | None, scenes: Path | None, options: dict[
 
     def scores() -> str:
         split, device = options["split"] or Evaluation.split, resolve_device(options["device"] or Evaluation.device)
-        network = Scenes("default" if backbone == "synth" else backbone)
-        return evaluate_backbone(network, scenes, split, options["num_samples"], device)
+        return evaluate_backbone(Scenes(backbone), scenes, split, options["num_samples"], device)
 
     with joined():
         text = by_main(scores)

@@ -1,6 +1,6 @@
-"""A backbone on the images of a split whose scenes are known: how many objects it finds, and names right.
+"""A backbone and images whose scenes are known -> precision and recall of objects, and accuracy of their attributes.
 
-Shapes: B images, M objects of an image at most, P pairs of a found and a true object, F numbers of an object.
+Shapes: P pairs of a found and a true object, A attributes.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from iep.backbone.network import SceneNetwork, find_objects, match
+from iep.backbone.network import SceneNetwork, compare, find_objects
 from iep.data.datasets import Batch, ClevrDataset, sequential_batches
 from iep.data.loader import on_device
 from iep.preprocess.backbones import Scenes
@@ -39,16 +39,14 @@ def evaluate_backbone(
 def score_objects(network: SceneNetwork, batches: Iterable[Batch]) -> dict[str, float]:
     """Return the number of `objects`, the `precision` and `recall` with which they are found, and for each attribute
     the share of the found objects whose value is right, from 0 to 1."""
-    total = found = 0
-    is_right = []
+    total = count = 0
+    are_right = []
     for batch in batches:
-        objects_BMF = batch.answers.cpu()
-        total += int((objects_BMF[..., 0] >= 0).sum())
-        for each, objects_MF in zip(find_objects(network(batch.features[batch.image_rows])), objects_BMF, strict=True):
-            ours_P, theirs_P = match(each.objects_NF, objects_MF, network.image_size)
-            found += len(each.objects_NF)
-            is_right.append(each.objects_NF[ours_P, 2:] == objects_MF[theirs_P, 2:])
-    right_P4 = torch.cat(is_right)
-    pairs = len(right_P4)
-    shares = {"precision": pairs / max(1, found), "recall": pairs / max(1, total)}
-    return {"objects": total} | shares | dict(zip(ATTRIBUTES, (right_P4.sum(0) / max(1, pairs)).tolist(), strict=True))
+        found = find_objects(network(batch.features[batch.image_rows]))
+        total += int((batch.answers[..., 0] >= 0).sum())
+        count += sum(len(each.objects_NF) for each in found)
+        are_right.append(compare(found, batch.answers, network.image_size))
+    right_PA = torch.cat(are_right)
+    pairs = len(right_PA)
+    shares = {"precision": pairs / max(1, count), "recall": pairs / max(1, total)}
+    return {"objects": total} | shares | dict(zip(ATTRIBUTES, (right_PA.sum(0) / max(1, pairs)).tolist(), strict=True))

@@ -130,7 +130,7 @@ class Found(NamedTuple):
     peak_memory_gb: float | None = None
     notes: Sequence[str] = ()
     maps: Maps | None = None
-    """Where each function of a question's program looked; None unless an engine on one device answers."""
+    """The map of each function of a question's program; None unless an engine on one device answers."""
 
 
 def _predicted(settings: Evaluation) -> Found | None:
@@ -174,16 +174,17 @@ def _predicted(settings: Evaluation) -> Found | None:
 
 def _executed(settings: Evaluation) -> Found | None:
     """Return the answers of programs on the objects that a backbone finds; None in all processes but the first."""
-    vocab, device = load_vocab(settings.data), resolve_device(settings.device)
-    split = _open_split(settings, vocab, sees=False)
+    vocab, device = attempt(lambda: load_vocab(settings.data)), resolve_device(settings.device)
+    split = attempt(lambda: _open_split(settings, vocab, sees=False))
+    check_same_data(settings.data, vocab, [split])
     questions, loading = split.questions, Loading(settings.workers)
     predictions = Predictions(None, None, None, None)
-    if _programs_used(settings) == "predicted":
-        predictor = _load(replace(settings, ee=None), vocab, split, None)
+    if settings.pg is not None:
+        predictor = _load(replace(settings, ee=None, programs="predicted"), vocab, split, None)
         predictions = predict(predictor, ClevrDataset(questions, None), settings.batch_size, loading, device)
     if not is_main():
         return None
-    programs_QL = questions.programs if predictions.programs is None else predictions.programs
+    programs_QL = predictions.programs if _programs_used(settings) == "predicted" else questions.programs
     if programs_QL is None:
         raise InputError(f"{questions.path}: has no programs; evaluate with --pg CKPT and --programs predicted")
     images = questions.image_idxs.tolist()
@@ -192,7 +193,7 @@ def _executed(settings: Evaluation) -> Found | None:
     vocab = vocab.with_answers(answers)
     ranked_QK = np.array([[vocab.answer_index[each]] for each in answers])
     outcome = Outcome(vocab, questions, replace(predictions, ranked_answers=ranked_QK, seconds=None))
-    notes = [f"{ill} programs are ill-posed on what was found."] if (ill := answers.count(NO_ANSWER)) else []
+    notes = [f"{count} programs have no answer on the objects found."] if (count := answers.count(NO_ANSWER)) else []
     return Found(outcome, split, str(device), notes=notes)
 
 
@@ -237,7 +238,7 @@ def _describe_selection(settings: Evaluation) -> str:
 
 def _shown_settings(settings: Evaluation) -> dict[str, object]:
     """Return the settings that have had an effect."""
-    shown = vars(settings)
+    shown = {name: value for name, value in vars(settings).items() if name != "backbone" or is_symbolic(settings)}
     if settings.answers is not None:
         used = SCORED - ({"data", "split", "families"} if settings.questions is not None else {"questions"})
         shown = {name: value for name, value in shown.items() if name in used}
@@ -269,13 +270,17 @@ def _check_models(settings: Evaluation) -> None:
     if settings.ee is None and settings.programs == "ground-truth":
         raise InputError("--programs ground-truth needs an execution engine: give --ee CKPT")
     if is_symbolic(settings) and settings.images is None:
-        raise InputError("--ee symbolic looks at images: give --images CLEVR_DIR")
+        raise InputError("--ee symbolic needs images: give --images CLEVR_DIR")
     runs_modules = settings.ee is not None and not is_symbolic(settings)
     check_options(settings.placement, settings.devices, settings.device, runs_modules)
     of_engines = ("modules", "batching", "sharing", "execution", *(["precision"] if settings.baseline is None else []))
     for name in () if runs_modules else of_engines:
         if getattr(settings, name) != getattr(Evaluation, name):
             raise InputError(f"{name} is {getattr(settings, name)}, a setting of execution engines; give --ee CKPT")
+    of_networks = ("order_by_image", "features_in_memory", *(["batch_size"] if settings.pg is None else []))
+    for name in of_networks if is_symbolic(settings) else ():
+        if getattr(settings, name) != getattr(Evaluation, name):
+            raise InputError(f"{name} is {getattr(settings, name)}, a setting of networks that --ee symbolic ignores")
 
 
 def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module | None) -> Predictor:

@@ -1,7 +1,7 @@
 """Programs and images -> answers, by executing the programs on the objects that a backbone finds in the images.
 
 This is the engine of Yi et al. 2018 (Neural-Symbolic VQA, section 3): a scene parser, here the backbone, and an
-executor of the functions' meanings. It learns nothing, so that an error is one of sight or one of the program.
+executor of the functions' meanings. It learns nothing: an error comes from the objects found or from the program.
 Positions on the ground follow from the pixels of the centres by CLEVR's camera, whose jitter is unknown.
 
 Shapes: Q questions, L program tokens, N objects found in an image.
@@ -32,19 +32,18 @@ NO_ANSWER = "(no answer)"
 BATCH_SIZE = 64
 
 
-def scene_of(found: Found, image_size: Sequence[int]) -> Scene:
-    """Return the scene of the objects that a backbone found, seen by CLEVR's camera.
+def scene_of(found: Found, image_size: tuple[int, int]) -> dict:
+    """Return the objects that a backbone found, seen by CLEVR's camera, as an entry of a CLEVR scenes file.
 
     Args:
-        image_size: width and height of the image, in any unit.
+        image_size: width and height of the image in pixels.
     """
-    camera, things = camera_at(CAMERA), []
+    (width, height), camera, things = image_size, camera_at(CAMERA), []
     for x, y, *indices in found.objects_NF.tolist():
         values = {name: VALUES[name][int(index)] for name, index in zip(ATTRIBUTES, indices, strict=True)}
-        width, height = image_size
         center = camera.locate(x * width, y * height, width, height, RADIUS[values["size"]])
         things.append(Thing(**values, center=center, rotation=0.0))
-    return Scene(camera, tuple(things))
+    return scene_json(Scene(camera, tuple(things)), 0, "", width, height)
 
 
 @torch.inference_mode()
@@ -68,9 +67,7 @@ def find_facts(
         for pixels_BCHW in image_batches([paths[i] for i in images], network.image_size, BATCH_SIZE, workers):
             found += find_objects(network(pixels_BCHW.to(device)))
             bar.update(len(pixels_BCHW))
-    size = network.image_size
-    scenes = (scene_json(scene_of(each, size), i, split, *size) for i, each in zip(images, found, strict=True))
-    return {scene["image_index"]: facts_of(scene) for scene in scenes}
+    return {i: facts_of(scene_of(each, network.image_size)) for i, each in zip(images, found, strict=True)}
 
 
 def execute_programs(

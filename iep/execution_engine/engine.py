@@ -169,18 +169,17 @@ class ExecutionEngine(nn.Module):
     def greatest_attentions(self) -> Iterator[dict[str, float]]:
         """Record the greatest attention that each function returns in the block, by its token.
 
-        Functions that do not run, or that kernels run, are not recorded.
+        Only functions that `calls` executes are recorded: grouped calls do not call the functions' modules.
         """
         greatest: dict[str, float] = {}
 
-        def record(token: str, result: torch.Tensor) -> None:
+        def record(token: str, module: nn.Module, inputs: tuple, result: torch.Tensor) -> None:
             greatest[token] = max(greatest.get(token, 0.0), result.amax().item())
 
         with ExitStack() as hooks:
             for op, token in self._runs.items():
                 if self.roles[op].is_penalized:
-                    hook = getattr(self, token).register_forward_hook(lambda *call, token=token: record(token, call[2]))
-                    hooks.callback(hook.remove)
+                    hooks.enter_context(getattr(self, token).register_forward_hook(partial(record, token)))
             yield greatest
 
     @property

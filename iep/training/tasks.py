@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from iep.backbone.augment import augmented
-from iep.backbone.network import find_objects, match, scene_loss
+from iep.backbone.network import compare, find_objects, scene_loss
 from iep.config import BASELINES, Config
 from iep.data.datasets import Batch
 from iep.data.question_file import Questions
@@ -241,8 +241,7 @@ class JointTask(EngineTask):
 
 
 class BackboneTask(Task):
-    """A backbone that names the objects of drawn scenes; an object is right if it is found and all of its attributes
-    are named right."""
+    """A backbone that finds the objects of scenes. An object is right if it is found with all attributes right."""
 
     examples = "images"
 
@@ -259,15 +258,12 @@ class BackboneTask(Task):
         return loss, {"loss": loss.detach()}
 
     def correct(self, batch: Batch) -> Tensor:
-        """Return booleans, one for each object of the images."""
-        network, is_right = self.networks["backbone"], []
+        """Return (N,) booleans, one for each of the N objects of the images, in no order."""
+        network = self.networks["backbone"]
         found = find_objects(network(batch.features[batch.image_rows]))
-        for each, objects_MF in zip(found, batch.answers.cpu(), strict=True):
-            ours_P, theirs_P = match(each.objects_NF, objects_MF, network.image_size)
-            is_right_M = torch.zeros(len(objects_MF), dtype=torch.bool)
-            is_right_M[theirs_P] = (each.objects_NF[ours_P, 2:] == objects_MF[theirs_P, 2:]).all(1)
-            is_right.append(is_right_M[objects_MF[:, 0] >= 0])
-        return torch.cat(is_right).to(batch.answers.device)
+        right_P = compare(found, batch.answers, network.image_size).all(1)
+        objects = int((batch.answers[..., 0] >= 0).sum())
+        return F.pad(right_P, (0, objects - len(right_P)))  # the others are not found
 
 
 def _answer_loss(logits_BA: Tensor, answers_B: Tensor) -> tuple[Tensor, Metrics]:
