@@ -388,7 +388,8 @@ def asynchronous_engine(ctx: click.Context, **given: Any) -> None:
     The stem, every module and the classifier are ops. Of the settings, those of the engine, of its batching and of the
     splits are used. The score is the accuracy.
     """
-    train(ctx, **given, config=_trusted(find_config(given.pop("config")), given.pop("settings")))
+    config = _trusted(find_config(given.pop("config")), given.pop("settings"))
+    train(ctx, **given, config=config)
 
 
 def _trusted(file: Path | None, settings: Sequence[str]) -> Config:
