@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_data import assert_one_error
 
-from iep.backbone.network import Found
+from iep.backbone.network import FoundObjects
 from iep.cli.preprocess import main as preprocess_main
 from iep.data.question_file import load_vocab, open_split
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, scene_of
@@ -36,7 +36,7 @@ def test_programs_on_true_objects_have_the_true_answers(data: Path):
     questions = open_split(data, "val", vocab, False, None).questions
     facts = {}
     for image, objects_MF in enumerate(torch.from_numpy(open_scenes(SAMPLE, "val", SIZE).questions.answers)):
-        found = Found(objects_MF[objects_MF[:, 0] >= 0], torch.empty(0))
+        found = FoundObjects(objects_MF[objects_MF[:, 0] >= 0], torch.empty(0))
         facts[image] = facts_of(scene_of(found, SIZE))
     answers = execute_programs(questions.programs, vocab.program, questions.image_idxs, facts)
     assert answers == [vocab.answer[index] for index in questions.answers]

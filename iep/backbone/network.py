@@ -93,7 +93,7 @@ class SceneNetwork(nn.Module):
         return self.head(self.grid(pixels_BCHW))
 
 
-class Found(NamedTuple):
+class FoundObjects(NamedTuple):
     """The objects that a network finds in one image."""
 
     objects_NF: Tensor
@@ -108,7 +108,7 @@ def peaks(presence_BHW: Tensor) -> Tensor:
     return (presence_BHW > 0) & (presence_BHW == greatest_BHW)
 
 
-def find_objects(scores_BKHW: Tensor) -> list[Found]:
+def find_objects(scores_BKHW: Tensor) -> list[FoundObjects]:
     """Return the objects of each image, given the network's scores."""
     scores_BKHW = scores_BKHW.float().cpu()
     height, width = scores_BKHW.shape[2:]
@@ -120,7 +120,7 @@ def find_objects(scores_BKHW: Tensor) -> list[Found]:
         y_N = (rows_N + 0.5 + scores_NK[:, 2]) / height
         best = [part_NV.softmax(1).max(1) for part_NV in scores_NK[:, 3:].split(SIZES, dim=1)]
         confidence_NA, values_NA = (torch.stack(each, 1) for each in zip(*best, strict=True))
-        found.append(Found(torch.cat([x_N[:, None], y_N[:, None], values_NA], 1), confidence_NA))
+        found.append(FoundObjects(torch.cat([x_N[:, None], y_N[:, None], values_NA], 1), confidence_NA))
     return found
 
 
@@ -143,7 +143,7 @@ def match(found_NF: Tensor, objects_MF: Tensor, image_size: tuple[int, int]) -> 
     return torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1)
 
 
-def compare(found: Sequence[Found], objects_BMF: Tensor, image_size: tuple[int, int]) -> Tensor:
+def compare(found: Sequence[FoundObjects], objects_BMF: Tensor, image_size: tuple[int, int]) -> Tensor:
     """Return (P, A) booleans: for each pair of a found and a true object of an image, which attributes are equal."""
     are_equal = []
     for each, objects_MF in zip(found, objects_BMF.cpu(), strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from iep.backbone.network import Found, find_objects
+from iep.backbone.network import FoundObjects, find_objects
 from iep.errors import InputError
 from iep.evaluation.outcome import content_tokens
 from iep.preprocess.backbones import Scenes
@@ -32,7 +32,7 @@ NO_ANSWER = "(no answer)"
 BATCH_SIZE = 64
 
 
-def scene_of(found: Found, image_size: tuple[int, int]) -> dict:
+def scene_of(found: FoundObjects, image_size: tuple[int, int]) -> dict:
     """Return the objects that a backbone found, seen by CLEVR's camera, as an entry of a CLEVR scenes file.
 
     Args:
