@@ -86,7 +86,7 @@ class Features:
         """Return a digest of the shape and the checksums, or for a file without checksums, of some of the rows.
 
         Raises:
-            InputError: as `read`.
+            InputError: a row cannot be read.
         """
         rows = self._checksums_N
         if rows is None:
