@@ -113,7 +113,8 @@ def assert_same(
 ) -> None:
     """Assert that every result is within `relative` of the expected one's greatest element, or None like it.
 
-    In float32, a gradient whose terms nearly cancel may differ by `rounding` besides. With `none_is_zero`, a gradient of zeros equals None: a path that leads to no output may have either.
+    In float32, a gradient whose terms nearly cancel may differ by `rounding` besides. With
+    `none_is_zero`, a gradient of zeros equals None: a path that leads to no output may have either.
     """
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
