@@ -152,6 +152,15 @@ def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
     assert all(torch.equal(each, weight) for each in found.values())
 
 
+def test_half_precision_keeps_integers(tmp_path):
+    weights = {"norm.weight": torch.randn(3), "norm.num_batches_tracked": torch.tensor(100_001)}
+    content = {"networks": {"engine": {"kwargs": {}, "weights": weights}}, "features": {}, "vocab": {}}
+    save_weights(tmp_path, content, half=True)
+    found = load_checkpoint(tmp_path)["networks"]["engine"]["weights"]
+    assert torch.equal(found["norm.weight"], weights["norm.weight"].half())
+    assert torch.equal(found["norm.num_batches_tracked"], weights["norm.num_batches_tracked"])
+
+
 def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub):
     model = iep.load(runs["joint"])
     assert model.push_to_hub("someone/clevr") == "https://hub/someone/clevr"
