@@ -315,7 +315,7 @@ def _load_generator(
     generator = place(unpack(held, "generator", path), device).eval()
     own = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
     together = Vocab(own.question, engines.program, engines.answer)
-    check_vocab(own, together, "generator", path, source=engines_path)
+    check_vocab(own, together, "generator", path, engines_path)
     return generator, own.question
 
 
