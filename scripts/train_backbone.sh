@@ -14,5 +14,16 @@ read -ra SYNTH <<<"${SYNTH---train 30000 --val 500}"
 iep-synth "$OUT/clevr" --preset clevr --width 336 --height 224 --min-objects 2 --test 0 --questions-per-image 1 \
     --workers "$(getconf _NPROCESSORS_ONLN)" "${SYNTH[@]}"
 train "$OUT/run" --config "$CONFIGS/synth/backbone.yaml" --data "$OUT/clevr"
-cp "$OUT/run/best.safetensors" "$OUT/synth.safetensors"
+python - "$OUT" <<'END'
+import sys
+from pathlib import Path
+
+from iep.models.checkpoint import load_checkpoint
+from iep.models.weights import save_weights
+
+out = Path(sys.argv[1])
+save_weights(out, load_checkpoint(out / "run"), half=True)
+END
+mv "$OUT/best.safetensors" "$OUT/synth.safetensors"
+rm "$OUT/config.json"
 iep-eval --backbone "$OUT/synth.safetensors" --scenes "$OUT/clevr" --split val

@@ -277,17 +277,19 @@ def test_a_split_without_objects_is_one_line(clevr: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "words"),
+    ("kwargs", "words"),
     [
         (None, "holds the weights of something else, expected metadata of the format"),
-        ({"kwargs": "[1]"}, "networks.backbone.kwargs is of type list"),
-        ({"iep": "{"}, "not a whole checkpoint file"),
-        ({"kwargs": '{"image_size": 0}'}, "image_size is 0, expected the type"),
-        ({"kwargs": '{"image_size": [32, 32]}'}, "the weights do not fit"),
+        ("{", "not a whole checkpoint file"),
+        ([1], "networks.backbone.kwargs is of type list"),
+        ({"image_size": 0}, "image_size is 0, expected the type"),
+        ({"image_size": [32, 32]}, "the weights do not fit"),
     ],
 )
-def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, metadata: dict | None, words: str):
-    save_file({"weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
+def test_weights_that_are_not_those_of_a_backbone(clevr: Path, tmp_path: Path, kwargs: object, words: str):
+    config = {"format": "iep-model-1", "networks": {"backbone": kwargs}, "features": {}, "vocab": {}}
+    metadata = None if kwargs is None else {"iep": kwargs if isinstance(kwargs, str) else json.dumps(config)}
+    save_file({"backbone.weight": torch.zeros(3)}, path := tmp_path / "other.safetensors", metadata)
     assert_one_error(iep_eval("--backbone", path, "--scenes", clevr), f"{path}: ", words)
     options = [str(clevr), "--out", str(tmp_path / "out"), "--backbone", "synth", "--weights", str(path)]
     assert_one_error(CliRunner().invoke(preprocess_main, options), f"{path}: ", words)

@@ -106,7 +106,11 @@ def test_a_vocabulary_matters_to_the_networks_that_use_it(name: str, kind: str):
             continue
         with pytest.raises(InputError) as caught:
             check_vocab(old, new, name, "run")
-        assert f"run: trained with another vocabulary: {kind} token {difference}" in str(caught.value)
+        remedy = "preprocess them with --vocab run"
+        if kind == "question" and new != VOCAB:
+            remedy += " --encode-unk"
+        assert f"run: trained with another vocabulary: {kind} token {difference}; {remedy}" in str(caught.value)
+        assert ("--encode-unk" in str(caught.value)) == ("--encode-unk" in remedy)
 
 
 # New question words
@@ -179,13 +183,16 @@ def test_training_that_starts_from_a_network_that_reads_questions_learns_new_wor
     assert iep_eval(flag, learning, "--data", expanded).exit_code == 0
 
 
-HINT = "question token {n} is missing there and 'hello' in the data; training that starts from it learns the 3 new"
+HINT = (
+    "question token {n} is missing there and 'hello' in the data; preprocess them with --vocab {pg} --encode-unk, or "
+    "train from it to learn the 3 new question words"
+)
 
 
 def test_new_words_are_refused_where_nothing_learns_them(run: dict[str, Path], expanded: Path, tmp_path: Path):
     start = ("--out", tmp_path / "run", "--pg", run["pg"], "--data", expanded)
-    assert_one_error(iep_eval("--pg", run["pg"], "--data", expanded), str(run["pg"]), HINT.format(n=KNOWN))
+    assert_one_error(iep_eval("--pg", run["pg"], "--data", expanded), HINT.format(n=KNOWN, pg=run["pg"]))
     result = iep_train(*start, "--model", "ee", "--programs", "predicted", *tiny("ee"))
-    assert_one_error(result, HINT.format(n=KNOWN))
+    assert_one_error(result, HINT.format(n=KNOWN, pg=run["pg"]))
     result = iep_train(*start, "--model", "joint", "--ee", run["ee"], *tiny("joint"), "--freeze", "generator")
     assert_one_error(result, f"{run['pg']}: 3 question words are new to it, and a frozen part cannot learn them")

@@ -22,6 +22,7 @@ from recipe_cases import (
     write_cogent,
     write_humans,
 )
+from safetensors.torch import load_file
 from tiny_data import tiny
 
 from iep.config import Config, read_config
@@ -275,7 +276,11 @@ def test_a_backbone_is_made_from_nothing_and_exported(recipes: Recipes, tmp_path
     )
     recipe = recipes.run("train_backbone.sh", tmp_path, *settings, SYNTH="--train 4 --val 2")
     assert recipe.returncode == 0, recipe.output
-    assert Scenes(str(tmp_path / "synth.safetensors")).network.kwargs["widths"] == [4, 4, 8]
+    stored = load_file(tmp_path / "synth.safetensors").items()
+    network = Scenes(str(tmp_path / "synth.safetensors")).network
+    assert network.kwargs["widths"] == [4, 4, 8]
+    assert {each.dtype for name, each in stored if not name.endswith("num_batches_tracked")} == {torch.float16}
+    assert {each.dtype for each in network.parameters()} == {torch.float32}
     assert "2 images" in recipe.output
     assert "precision" in recipe.output
 

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ask_cases import IMAGE, SAMPLE, answers_of, iep_ask, sample_data, trained
+from ask_cases import IMAGE, SAMPLE, answers_of, done, iep_ask, sample_data, trained
+from clevr_files import question, write_clevr, write_questions
+from click.testing import CliRunner
+from evaluate_cases import iep_eval
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -19,9 +22,12 @@ from train_cases import iep_train
 
 import iep
 from iep.asking.loading import DEMO
+from iep.cli.preprocess import main as preprocess
+from iep.cli.synth import main as synth
 from iep.errors import InputError
 from iep.models.checkpoint import load_checkpoint
 from iep.models.weights import save_weights
+from iep.vocab import Vocab
 
 QUESTION = "How many small things are there?"
 
@@ -150,6 +156,68 @@ def test_weights_that_two_modules_share_are_saved_for_each(tmp_path):
     found = load_checkpoint(tmp_path)["networks"]["engine"]["weights"]
     assert found.keys() == networks["engine"]["weights"].keys()
     assert all(torch.equal(each, weight) for each in found.values())
+
+
+def test_half_precision_keeps_integers(tmp_path):
+    weights = {"norm.weight": torch.randn(3), "norm.num_batches_tracked": torch.tensor(100_001)}
+    content = {"networks": {"engine": {"kwargs": {}, "weights": weights}}, "features": {}, "vocab": {}}
+    save_weights(tmp_path, content, half=True)
+    found = load_checkpoint(tmp_path)["networks"]["engine"]["weights"]
+    assert torch.equal(found["norm.weight"], weights["norm.weight"].half())
+    assert torch.equal(found["norm.num_batches_tracked"], weights["norm.num_batches_tracked"])
+
+
+@pytest.mark.parametrize(("kind", "word"), [("", "zebras"), ("best.pt", "things"), ("best.safetensors", "things")])
+def test_data_that_a_checkpoint_does_not_fit_do_when_they_are_preprocessed_as_the_error_says(
+    runs, tmp_path, kind: str, word: str
+):
+    clevr, checkpoint = write_clevr(tmp_path / "CLEVR"), runs["joint"] / kind
+    asked = [question(0, 0, "train") | {"question": f"How many red {word} are there?"}]
+    write_questions(clevr, "train", asked)
+    made = ("--backbone", "patches", "--patch-size", 2, "--workers", 0, "--split", "train")
+    done(preprocess, clevr, "--out", tmp_path / "own", *made)
+    evaluated = ("--pg", checkpoint, "--ee", checkpoint, "--split", "train", "--workers", 0)
+    result = iep_eval(*evaluated, "--data", tmp_path / "own")
+    remedy = f"--vocab {checkpoint}" + (" --encode-unk" if word == "zebras" else "")
+    assert_one_error(result, f"{checkpoint}: trained with another vocabulary", f"; preprocess them with {remedy}")
+    done(preprocess, clevr, "--out", tmp_path / "fitting", *made, *remedy.split())
+    assert Vocab.load(tmp_path / "fitting/vocab.json") == iep.load(checkpoint).vocab
+    assert iep_eval(*evaluated, "--data", tmp_path / "fitting").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("data", "data: holds no checkpoint, expected best.pt, step-N.pt or best.safetensors"),
+        ("data/val_features.h5", "val_features.h5: not a whole checkpoint file"),
+        ("empty.safetensors", "empty.safetensors (vocabulary): not a vocabulary, 'question_token_to_idx' is missing"),
+        ("absent", "absent: no such file, expected a whole checkpoint file"),
+    ],
+)
+def test_what_holds_no_vocabulary_is_one_line(runs, tmp_path, name: str, message: str):
+    where = runs["ee"].parent / name
+    if name == "empty.safetensors":
+        save_weights(tmp_path, {"networks": {}, "features": {}, "vocab": {}})
+        where = (tmp_path / "best.safetensors").rename(tmp_path / name)
+    arguments = (SAMPLE, "--out", tmp_path / "out", "--only", "questions", "--vocab", where)
+    assert_one_error(CliRunner().invoke(preprocess, [str(each) for each in arguments]), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_networks_of_the_package_are_named_default_unless_a_run_is(runs, tmp_path, monkeypatch):
+    """Data that fit them are evaluated on, and training starts from them."""
+    monkeypatch.chdir(tmp_path)
+    done(synth, "clevr", "--preset", "mini", "--train", 2, "--val", 1, "--test", 0, "--questions-per-image", 2)
+    made = ("clevr", "--out", "data", "--backbone", "synth", "--dtype", "float16", "--workers", 0)
+    done(preprocess, *made, "--vocab", "default")
+    assert Vocab.load(tmp_path / "data/vocab.json") == iep.load().vocab
+    networks = ("--pg", "default", "--ee", "default", "--data", "data")
+    result = iep_eval(*networks, "--workers", 0)
+    assert result.exit_code == 0, result.output
+    result = iep_train("--model", "joint", *networks, "--out", "run", "iterations=1", "batch_size=2", "workers=0")
+    assert result.exit_code == 0, result.output
+    shutil.copytree(runs["ee"], "default")
+    assert_one_error(iep_eval(*networks), "default: holds an execution engine, expected a checkpoint with a program")
 
 
 def test_networks_are_pushed_to_the_hub_with_a_card_and_loaded_by_name(runs, hub):

@@ -138,9 +138,8 @@ class Model:
         if self.predictor.baseline is not None:
             networks = {self.predictor.baseline.name: self.predictor.baseline}
         recipe, packed = next(reversed(networks.values())).recipe, pack(networks)
-        for each in packed.values() if half else ():
-            each["weights"] = {name: value.half() for name, value in each["weights"].items()}
-        save_weights(Path(directory), {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()})
+        content = {"networks": packed, "features": recipe, "vocab": self.vocab.to_json()}
+        save_weights(Path(directory), content, half)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
         """Upload the networks to a repository on the Hugging Face Hub, created if necessary, and return its address.
@@ -316,7 +315,7 @@ def _load_generator(
     generator = place(unpack(held, "generator", path), device).eval()
     own = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
     together = Vocab(own.question, engines.program, engines.answer)
-    check_vocab(own, together, "generator", path, source=engines_path)
+    check_vocab(own, together, "generator", path, engines_path)
     return generator, own.question
 
 

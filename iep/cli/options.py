@@ -53,6 +53,21 @@ class DirectoryPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class NetworksPath(click.Path):
+    """A checkpoint or run; `default` means the networks that come with the package, unless there is such a run here."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        if str(path) != "default" or path.exists():
+            return path
+        from iep.asking.loading import DEMO  # late, so that `--help` does not wait for torch
+
+        return DEMO
+
+
 class UpdateFrequency(click.ParamType):
     """The number of calls after which asynchronous training updates an op; `auto` becomes 0."""
 
@@ -88,8 +103,8 @@ def all_of(*options: Callable) -> Callable:
 
 
 network_options = all_of(
-    click.option("--pg", type=PATH, help="Checkpoint or run directory of a program generator."),
-    click.option("--ee", type=PATH, help="Checkpoint or run directory of an execution engine."),
+    click.option("--pg", type=NetworksPath(), help="Checkpoint or run of a program generator; `default` is iep's own."),
+    click.option("--ee", type=NetworksPath(), help="Checkpoint or run of an execution engine; `default` is iep's own."),
     click.option("--baseline", type=PATH, help="Checkpoint or run directory of a baseline, a model without programs."),
 )
 modules_option = click.option(

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from iep.cli.command import Command
-from iep.cli.options import PATH, DirectoryPath, backbone_options, chosen_backbone
+from iep.cli.options import DirectoryPath, NetworksPath, backbone_options, chosen_backbone
 from iep.config import RESNET
 from iep.errors import InputError
 from iep.runtime.locks import alone_in
@@ -45,9 +45,10 @@ from iep.runtime.locks import alone_in
 )
 @click.option(
     "--vocab",
-    metavar="FILE|clevr",
-    type=PATH,  # `clevr` may also be a directory here
-    help="Use this vocab.json, or the vocabulary of CLEVR v1.0, instead of building one from the train split.",
+    metavar="FILE|CHECKPOINT|default|clevr",
+    type=NetworksPath(),  # `clevr` may also be a directory here
+    help="Use this vocab.json, or the vocabulary of this checkpoint or run, of the networks that come with iep, or of "
+    "CLEVR v1.0, instead of building one from the train split.",
 )
 @click.option("--expand-vocab", is_flag=True, help="Add new question tokens to --vocab, after its own tokens.")
 @click.option(

@@ -356,14 +356,14 @@ def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, shari
     engine.set_template(make_template([each.graph for each in plans], engine.families))
 
 
-def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, source: Path | str = "the data") -> None:
+def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:
     """Check that two vocabularies are equal in the tokens that the network `name` depends on.
 
     Args:
-        source: the source of the `given` vocabulary, for messages.
+        engine: the checkpoint of an engine that the `given` vocabulary is of; None if it is that of the data.
 
     Raises:
-        InputError: they differ (names the first index where they do).
+        InputError: they differ (names the first index where they do, and for data how to make them fit).
     """
     kinds = {"generator": ("question", "program"), "engine": ("program", "answer")}.get(name, ("question", "answer"))
     for kind in kinds:
@@ -373,9 +373,13 @@ def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, sourc
         pairs = enumerate(zip_longest(ours, theirs))
         index, tokens = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
         there, here = ("missing" if token is None else repr(token) for token in tokens)
-        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in {source}"
+        what = f"{path}: trained with another vocabulary: {kind} token {index} is {there} there and {here} in "
+        if engine is not None:
+            raise InputError(f"{what}{engine}")
+        unknown = " --encode-unk" if set(given.question) - set(trained.question) else ""
+        what += f"the data; preprocess them with --vocab {path}{unknown}"
         if kind == "question" and (count := count_new_words(trained, given)):
-            what += f"; training that starts from it learns the {count} new question words"
+            what += f", or train from it to learn the {count} new question words"
         raise InputError(what)
 
 

@@ -22,10 +22,13 @@ SAFETENSORS = ".safetensors"
 FORMAT = "iep-model-1"
 
 
-def save_weights(directory: Path, content: Mapping[str, Any]) -> None:
+def save_weights(directory: Path, content: Mapping[str, Any], half: bool = False) -> None:
     """Write the networks of a checkpoint's `content` to `best.safetensors` and `config.json` in a directory.
 
     A tensor has the name of its network before its own, such as `engine.stem.0.weight`.
+
+    Args:
+        half: store floating-point weights in float16, from which networks load them in float32.
 
     Raises:
         OSError: a file cannot be written; the previous file is unchanged.
@@ -36,6 +39,8 @@ def save_weights(directory: Path, content: Mapping[str, Any]) -> None:
         for name, packed in networks.items()
         for key, value in packed["weights"].items()
     }
+    if half:
+        weights = {name: value.half() if value.is_floating_point() else value for name, value in weights.items()}
     config = {
         "format": FORMAT,
         **{key: content[key] for key in ("model", "step", "best") if key in content},
@@ -50,8 +55,6 @@ def save_weights(directory: Path, content: Mapping[str, Any]) -> None:
 def read_weights(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint without the state of its run.
 
-    A file with the metadata `kwargs` holds a backbone, as the one that comes with the package does.
-
     Raises:
         InputError: the file holds the weights of something else.
         Exception: the file is missing or damaged; safetensors and JSON have several classes of errors for this.
@@ -59,9 +62,6 @@ def read_weights(path: Path) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    if "kwargs" in metadata:
-        packed = {"kwargs": json.loads(metadata["kwargs"]), "weights": weights}
-        return {"networks": {"backbone": packed}, "vocab": {}, "features": {}}
     config = json.loads(metadata.get("iep", "{}"))
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise InputError(f"holds the weights of something else, expected metadata of the format {FORMAT}")

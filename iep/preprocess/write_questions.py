@@ -19,6 +19,7 @@ from iep.data.hdf5 import open_hdf5, read_attributes
 from iep.data.question_file import CONTENT_DIGEST, split_files
 from iep.data.question_file import read_questions as read_questions_file
 from iep.errors import InputError
+from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.preprocess.encode_questions import (
     CLEVR,
     QuestionSet,
@@ -38,7 +39,8 @@ class QuestionOptions:
     """The options of encoding questions.
 
     Args:
-        vocab: a vocab.json to use instead of building a vocabulary, or `clevr` for that of CLEVR v1.0.
+        vocab: a vocab.json, or a checkpoint or run whose vocabulary to use, instead of building one; `clevr` is that of
+            CLEVR v1.0.
         expand_vocab: add new question tokens to `vocab`.
         unk_threshold: a question token enters the vocabulary if it occurs at least this many times.
         encode_unk: encode question tokens that are not in the vocabulary as <UNK>; otherwise they are an error.
@@ -129,18 +131,19 @@ def _vocabulary(
     """Return the vocabulary to encode with, the name of its source for messages, and its recipe for `vocab_from`."""
     train = next((split for split in files if split.startswith("train")), None)
     given = options.vocab or (None if train else out / "vocab.json")
-    if given is not None and not options.expand_vocab:
-        if options.vocab is None and not given.exists():
-            raise InputError(f"{given}: no such file, preprocess the train split first or give --vocab FILE")
-        return _loaded(given), str(given), f"file {_digest(given)}"
     split = train or next(iter(files))
     made_from = f"questions {digests[split]} unk_threshold {options.unk_threshold}"
     if given is not None:
-        made_from = f"file {_digest(given)} expanded by {made_from}"
+        if options.vocab is None and not given.exists():
+            raise InputError(f"{given}: no such file, preprocess the train split first or give --vocab FILE")
+        known = _loaded(given)
+        if not options.expand_vocab:
+            return known, str(given), f"vocabulary {known.digest}"
+        made_from = f"vocabulary {known.digest} expanded by {made_from}"
     if (vocab := _made_before(out, split, made_from)) is not None:
         return vocab, str(out / "vocab.json"), made_from
     if given is not None:
-        vocab = expand_vocab(_loaded(given), load(split), options.unk_threshold)
+        vocab = expand_vocab(known, load(split), options.unk_threshold)
         return vocab, f"{given} expanded by {files[split]}", made_from
     return build_vocab(load(split), options.unk_threshold, options.also), f"of {files[split]}", made_from
 
@@ -157,12 +160,13 @@ def _made_before(out: Path, split: str, made_from: str) -> Vocab | None:
     return vocab if found.get("vocab_digest") == vocab.digest else None
 
 
-def _loaded(vocab: Path) -> Vocab:
-    return Vocab.clevr() if str(vocab) == CLEVR else Vocab.load(vocab)
-
-
-def _digest(vocab: Path) -> str:
-    return CLEVR if str(vocab) == CLEVR else file_digest(vocab)
+def _loaded(given: Path) -> Vocab:
+    """Return the vocabulary that `QuestionOptions.vocab` names."""
+    if str(given) == CLEVR:
+        return Vocab.clevr()
+    if given.suffix == ".json":
+        return Vocab.load(given)
+    return Vocab.from_json(load_checkpoint(given, PARTS_OF_A_MODEL)["vocab"], f"{given} (vocabulary)")
 
 
 def _recorded(path: Path) -> dict[str, Any]:
