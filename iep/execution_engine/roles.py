@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from iep.programs import NOT_USED, SCENE, ProgramTree, program_tree, without
 
-MAP, ATTENTION = 0, 1
-"""The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output, and (1, H, W)."""
-KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
+MAP, ATTENTION, VECTOR = 0, 1, 2
+"""The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output; (1, H, W); (C, 1, 1)."""
+KINDS = {MAP: "an encoding", ATTENTION: "an attention", VECTOR: "a vector"}
 """The kinds in words; another one, of a set of another package, has only its number."""
 
 
@@ -102,7 +102,7 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
         for argument, expected in zip(node.arguments, role.arguments, strict=True):
             if kinds[argument] not in (None, expected):
                 misfits.append(Misfit(argument, number, kinds[argument], expected))
-        kinds[number] = role.result
+        kinds[number] = None if node.token == SCENE else role.result  # `scene` is of the kind that its reader expects
     expected = result_kind(modules.role(SCENE))
     if kinds[0] not in (None, expected):
         misfits.append(Misfit(0, None, kinds[0], expected))
