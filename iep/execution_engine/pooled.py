@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from iep.execution_engine import tbd
-from iep.execution_engine.roles import MAP, VECTOR, Role
+from iep.execution_engine.roles import KINDS, MAP, VECTOR, Role
 from iep.programs import SCENE
 
 NEAR_ZERO = 1e-3
@@ -115,15 +115,12 @@ class CompareModule(nn.Module):
         return functional.relu(self.conv2(x_GC11))
 
 
-class DescribeScene(nn.Module):
-    """Features (G, C, H, W) -> their maxima over all positions (G, C, 1, 1).
-
-    The classifier reads this vector if a program is `scene` alone, or returns an attention.
-    """
+class NoDescription(nn.Module):
+    """Features (G, C, H, W) -> zeros (G, C, 1, 1), which the classifier reads if a program queries nothing."""
 
     def forward(self, features_GCHW: Tensor) -> Tensor:
         """Return the vector."""
-        return features_GCHW.amax(dim=(2, 3), keepdim=True)
+        return features_GCHW.new_zeros(*features_GCHW.shape[:2], 1, 1)
 
 
 def attended(values_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -146,6 +143,8 @@ class PooledModules(tbd.AttentionModules):
         ValueError: a setting has a value that only the set `iep` supports.
     """
 
+    kinds = KINDS | {VECTOR: "a vector"}
+
     def role(self, token: str) -> Role | None:
         """Return the role of a token; None for `unique` and special tokens.
 
@@ -160,12 +159,12 @@ class PooledModules(tbd.AttentionModules):
     def make(self, token: str) -> nn.Module:
         """Return the module of a token."""
         if token == SCENE:
-            return DescribeScene()
+            return NoDescription()
         made = super().make(token)
         return MODULES[type(made)](self.dim) if type(made) in MODULES else made
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
-        """Return the stem's output, the attention of ones, and, where a vector is expected, one of zeros."""
+        """Return the stem's output, the attention of ones, and the vector of `NoDescription`."""
         return super().scene_values(stems_NCHW) | {VECTOR: stems_NCHW.new_zeros(1, self.dim, 1, 1)}
 
 
