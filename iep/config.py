@@ -117,8 +117,9 @@ class EngineConfig:
 
     modules: str = setting("iep", choices=MODULES)
     """The set of modules: `iep`, residual blocks (Johnson et al. 2017); `tbd`, attentions (Mascharka et al. 2018);
-    `vector`, vectors of a block that all functions share (Bahdanau et al. 2019); or `MODULE:CLASS`, a class of another
-    package. The sets `tbd` and `vector` do not have the settings `module_residual`, `module_norm` and `scene`."""
+    `pooled`, attentions and vectors pooled by them (after Hu et al. 2017); `vector`, vectors of a block that all
+    functions share (Bahdanau et al. 2019); or `MODULE:CLASS`, a class of another package. Only `iep` has the settings
+    `module_residual`, `module_norm` and `scene`."""
     module_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a set of modules of another package, which its class gets by name."""
     module_dim: int = setting(128, minimum=1)

@@ -74,6 +74,7 @@ ENGINES = {
     "iep": {},
     "iep with scene as the stem": {"scene": "stem"},
     "tbd": {"modules": "tbd"},
+    "pooled": {"modules": "pooled", "module_dim": 4},
     "vector": {"modules": "vector"},
     "ternary": {"modules": "engine_cases:TernaryModules", "program_tokens": [*TOKENS, *TERNARY]},
 }

@@ -355,7 +355,7 @@ PIXELS = {"stem": "pixels", "feature_dim": 192}
     ("kwargs", "message"),
     [
         ({"scene": "image"}, "scene is 'image', expected one of module, stem"),
-        ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, vector"),
+        ({"modules": "film"}, "modules is 'film', expected one of iep, tbd, pooled, vector"),
         ({"stem": "resnet"}, "stem is 'resnet', expected one of conv, pixels"),
         (PIXELS | {"feature_dim": 1024}, "1024 channels, expected 3 . P . P"),
         (PIXELS | {"feature_dim": 27}, "patches of 3 pixels and a stride of 1 are not a power of two"),

@@ -208,7 +208,7 @@ def test_values_of_a_kind_of_its_own_that_are_not_used_are_named_by_number():
         (["--modules", "absent:Modules"], "No module named 'absent'; is it installed, or on PYTHONPATH?"),
         (["--modules", "gated:Absent"], "has no attribute 'Absent'"),
         (["--modules", "gated:Gated"], "which has no method 'role' and is no set of modules"),
-        (["--modules", "gatd"], "engine.modules is 'gatd', expected one of iep, tbd, vector"),
+        (["--modules", "gatd"], "engine.modules is 'gatd', expected one of iep, tbd, pooled, vector"),
         (["--modules", "gated:GatedModules", "engine.module_settings.dept=2"], "unexpected keyword argument 'dept'"),
         (["--modules", "gated:GatedModules", "engine.module_settings.depth=0"], "depth is 0, expected 1 or greater"),
         (["--modules", "tbd", "engine.module_settings.depth=2"], "the settings of modules tbd: got an unexpected"),

@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 from batching_cases import assert_same, quick, results
-from engine_cases import FULL_SIZE, MANY_BL, TOKENS, any_programs, features, placed_copy, programs, small_engine
+from engine_cases import FULL_SIZE, INDEX, MANY_BL, TOKENS, any_programs, features, placed_copy, programs, small_engine
 from hypothesis import example, given, settings
 
 from iep.execution_engine.choices import make_module_set
-from iep.execution_engine.roles import ATTENTION, MAP, misfits, tree_run
+from iep.execution_engine.pooled import NEAR_ZERO
+from iep.execution_engine.roles import ATTENTION, MAP, VECTOR, misfits, tree_run
 from iep.execution_engine.tbd import SameModule
 from iep.execution_engine.trace import run_tree
 from iep.models.build import build
 from iep.programs import program_tree, tokens_run, without
 from iep.vocab import Vocab
 
-IEP, TBD = (make_module_set(name, dim=3, residual=True, norm="none", scene="module") for name in ("iep", "tbd"))
+IEP, TBD, POOLED = (
+    make_module_set(name, dim=4, residual=True, norm="none", scene="module") for name in ("iep", "tbd", "pooled")
+)
 
 
 def default_engine(tokens, **kwargs):
@@ -86,19 +89,21 @@ def test_every_function_of_clevr_has_its_module_and_scene_unique_and_special_tok
     assert {token: kinds[token] for token in named} == {token: f"{kind}Module" for token, kind in named.items()}
 
 
+@pytest.mark.parametrize(("modules", "own"), [("tbd", TBD), ("pooled", POOLED)])
 @given(programs_BL=any_programs)
 @example(programs_BL=MANY_BL)
 @settings(quick, max_examples=25)
-def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(programs_BL):
-    engine = small_engine(modules="tbd")
+def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leaves_none(modules, own, programs_BL):
+    engine = small_engine(modules=modules, module_dim=4)
     for program_L in programs_BL:
         tree = program_tree([TOKENS[token] for token in program_L])
-        fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, TBD)}))
-        assert misfits(program_tree(fitting), TBD) == []
+        fitting = tokens_run(without(tree, {misfit.node: "not used" for misfit in misfits(tree, own)}))
+        assert misfits(program_tree(fitting), own) == []
         fitting_BL = programs(" ".join(fitting))
         assert torch.equal(*(engine.reference(features(1), each) for each in (program_L[None], fitting_BL)))
-        ours, theirs = (engine.plan(each).graph for each in (program_L[None], fitting_BL))
-        assert ours.op.tolist() == theirs.op.tolist(), "what leads to nothing does not run"
+        ours, theirs = (engine.plan(each).graph.op for each in (program_L[None], fitting_BL))
+        ours, theirs = (op[op != INDEX["scene"]].tolist() for op in (ours, theirs))
+        assert ours == theirs, "what leads to nothing does not run"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +120,8 @@ def test_scene_in_the_place_of_values_of_the_wrong_kind_changes_nothing_and_leav
 )
 def test_values_of_the_wrong_kind_are_found_with_what_reads_them(program, expected):
     assert misfits(program_tree(program.split()), TBD) == expected
+    pooled = [(node, reader, *(VECTOR if kind == MAP else kind for kind in kinds)) for node, reader, *kinds in expected]
+    assert misfits(program_tree(program.split()), POOLED) == pooled
     assert misfits(program_tree(program.split()), IEP) == []
 
 
@@ -145,6 +152,55 @@ def test_same_begins_as_an_attention_to_what_is_similar_and_not_attended(initial
     assert alike > 0.5 > max(attended, other, empty)
 
 
+def test_a_pooled_filter_can_only_narrow_an_attention():
+    torch.manual_seed(0)
+    features_GCHW, attention_G1HW = torch.randn(2, 4, 3, 5), torch.rand(2, 1, 3, 5)
+    module = POOLED.make("filter_color[red]")
+    ours = module(features_GCHW, attention_G1HW)
+    assert ((ours > 0) & (ours < attention_G1HW)).all()
+    gate = module(features_GCHW, torch.ones(2, 1, 3, 5))  # which reads the features alone
+    torch.testing.assert_close(ours, attention_G1HW * gate)
+
+
+def test_a_pooled_description_is_the_same_wherever_the_object_is():
+    torch.manual_seed(0)
+    features_GCHW, attention_G1HW = torch.rand(2, 4, 9, 9), torch.zeros(2, 1, 9, 9)
+    features_GCHW[1] = features_GCHW[0].roll((2, -1), (1, 2))
+    attention_G1HW[0, 0, 4, 4] = attention_G1HW[1, 0, 6, 3] = 1
+    one, other = POOLED.make("query_size")(features_GCHW, attention_G1HW)
+    torch.testing.assert_close(one, other)
+    assert one.shape == (4, 1, 1)
+
+
+def test_a_pooled_relation_depends_on_the_attended_position():
+    torch.manual_seed(0)
+    module, features_GCHW, attention_G1HW = (
+        POOLED.make("relate[left]"),
+        torch.zeros(2, 4, 5, 5),
+        torch.zeros(2, 1, 5, 5),
+    )
+    attention_G1HW[0, 0, 2, 0] = attention_G1HW[1, 0, 2, 4] = 1
+    with torch.no_grad():  # keep the horizontal offset alone
+        for conv in (module.conv1, module.conv2, module.conv3):
+            conv.weight.zero_()
+            conv.bias.zero_()
+        module.conv1.weight[0, 5], module.conv2.weight[0, 0], module.conv3.weight[0, 0] = -1, 1, 1
+    left, right = module(features_GCHW, attention_G1HW)[:, 0, 2]
+    assert (left < 0.51).all(), "nothing is left of the leftmost position"
+    assert (right[:-1] > 0.8).all()
+
+
+def test_a_pooled_sameness_compares_with_the_mean_of_the_attended_features():
+    torch.manual_seed(0)
+    module, features_GCHW, attention_G1HW = POOLED.make("same_shape"), torch.randn(1, 4, 2, 3), torch.zeros(1, 1, 2, 3)
+    attention_G1HW[0, 0, 0, :2] = 0.5
+    other_GC11 = module.embedding(features_GCHW[..., :1, :2].mean((2, 3), keepdim=True)) * (1 / (1 + NEAR_ZERO))
+    own_GCHW = module.embedding(features_GCHW)
+    compared = torch.cat([own_GCHW * other_GC11, (own_GCHW - other_GC11).abs(), own_GCHW, attention_G1HW], dim=1)
+    by_hand = torch.sigmoid(module.conv2(torch.relu(module.conv1(compared))))
+    torch.testing.assert_close(module(features_GCHW, attention_G1HW), by_hand)
+
+
 def test_attentions_begin_small_at_every_position():
     engine = default_engine(TOKENS, modules="tbd")
     for token in ("filter_color[red]", "relate[left]"):
@@ -152,11 +208,13 @@ def test_attentions_begin_small_at_every_position():
         assert empty.max() < 0.2
 
 
+@pytest.mark.parametrize("modules", ["tbd", "pooled"])
 @given(programs_BL=any_programs)
 @example(programs_BL=MANY_BL)
 @settings(quick, max_examples=10)
-def test_the_sum_of_attentions_and_its_gradients_are_the_references_with_sharing_and_on_several_devices(programs_BL):
-    engine, rows_B = small_engine(modules="tbd"), np.arange(len(programs_BL)) // 2
+def test_the_sum_of_attentions_and_its_gradients_are_the_references(modules, programs_BL):
+    """Also with sharing and on several devices."""
+    engine, rows_B = small_engine(modules=modules, module_dim=4), np.arange(len(programs_BL)) // 2
     penalized = {token for token, role in zip(TOKENS, engine.roles, strict=True) if role and role.is_penalized}
 
     def reference(x):

@@ -124,7 +124,7 @@ def read_program(text: str, vocab: Vocab, own: ModuleSet) -> tuple[int, ...]:
             )
     prefix_to_json(tokens)
     for misfit in misfits(program_tree(tokens), own):
-        found, expected = misfit.words
+        found, expected = misfit.words(own)
         argument, reader = (
             "the classifier" if node is None else f"program token {node} ({tokens[node]})" for node in misfit[:2]
         )

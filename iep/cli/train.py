@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     "--modules",
     metavar="|".join(MODULES),
     help="Set of modules of a new engine (engine.modules): the residual blocks of iep, the attention modules of "
-    "Transparency by Design (tbd), Vector-NMN (vector), or a class of another package, which has to be named for each "
-    "command that uses the engine, with --resume too.  "
+    "Transparency by Design (tbd), those with vectors in place of maps (pooled), Vector-NMN (vector), or a class of "
+    "another package, which has to be named for each command that uses the engine, with --resume too.  "
     f"[default: {Config.engine.modules}]",
 )
 @execution_options

@@ -29,6 +29,7 @@ def is_outside(name: object) -> bool:
 _PACKAGES_OWN = {
     "iep": "iep.execution_engine.modules:ResidualModules",
     "tbd": "iep.execution_engine.tbd:AttentionModules",
+    "pooled": "iep.execution_engine.pooled:PooledModules",
     "vector": "iep.execution_engine.vector:VectorModules",
 }
 """The class of each set of modules, imported when it is first needed."""

@@ -24,7 +24,8 @@ from iep.batching.placement import OpPlacement
 from iep.batching.plan import Call, Plan
 from iep.errors import InputError, nearest
 from iep.execution_engine.program_graph import module_graph
-from iep.execution_engine.roles import MAP
+from iep.execution_engine.roles import MAP, result_kind
+from iep.programs import SCENE
 from iep.runtime.devices import resolve_device
 from iep.runtime.distributed import world_size
 from iep.runtime.reading import read_yaml
@@ -256,7 +257,7 @@ def _flops_of_parts(engine: nn.Module) -> tuple[dict[str, float], tuple[int, ...
     scene = engine.module_set.scene_values(map_1CHW)
     for token in engine.parts[1:-1]:
         run(token, *(scene[kind] for kind in engine.module_set.role(token).reads))
-    run(CLASSIFIER, map_1CHW)
+    run(CLASSIFIER, scene[result_kind(engine.module_set.role(SCENE))])
     return flops, tuple(value.numel() for value in scene.values())
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from iep.programs import NOT_USED, SCENE, ProgramTree, program_tree, without
 
-MAP, ATTENTION = 0, 1
-"""The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output, and (1, H, W)."""
+MAP, ATTENTION, VECTOR = 0, 1, 2
+"""The kinds of values, which are the columns of a plan: (C, H, W), such as the stem's output; (1, H, W); (C, 1, 1)."""
 KINDS = {MAP: "an encoding", ATTENTION: "an attention"}
-"""The kinds in words; another one, of a set of another package, has only its number."""
+"""The kinds in words, unless a set of modules has other `kinds`; one that is not among them has only its number."""
 
 
 class Role(NamedTuple):
@@ -84,10 +84,10 @@ class Misfit(NamedTuple):
     found: int
     expected: int
 
-    @property
-    def words(self) -> tuple[str, str]:
-        """The two kinds in words."""
-        return tuple(KINDS.get(kind, f"a value of kind {kind}") for kind in (self.found, self.expected))
+    def words(self, modules: ModuleSet) -> tuple[str, str]:
+        """Return the two kinds in the words of a set of modules."""
+        words = getattr(modules, "kinds", KINDS)
+        return tuple(words.get(kind, f"a value of kind {kind}") for kind in (self.found, self.expected))
 
 
 def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
@@ -102,7 +102,7 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
         for argument, expected in zip(node.arguments, role.arguments, strict=True):
             if kinds[argument] not in (None, expected):
                 misfits.append(Misfit(argument, number, kinds[argument], expected))
-        kinds[number] = role.result
+        kinds[number] = None if node.token == SCENE else role.result  # `scene` is of the kind that its reader expects
     expected = result_kind(modules.role(SCENE))
     if kinds[0] not in (None, expected):
         misfits.append(Misfit(0, None, kinds[0], expected))
@@ -112,5 +112,5 @@ def misfits(tree: ProgramTree, modules: ModuleSet) -> list[Misfit]:
 def tree_run(tokens: Sequence[str], modules: ModuleSet) -> ProgramTree:
     """Return the tree of prefix tokens, in which the nodes that a set of modules does not use are marked."""
     tree = program_tree(tokens)
-    words = {misfit.node: misfit.words for misfit in misfits(tree, modules)}
+    words = {misfit.node: misfit.words(modules) for misfit in misfits(tree, modules)}
     return without(tree, {node: f"{NOT_USED}: {found}, not {expected}" for node, (found, expected) in words.items()})

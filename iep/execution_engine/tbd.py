@@ -25,7 +25,8 @@ ATTENTION_BIAS = -2.0
 section 3.3)."""
 
 
-def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
+def conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
+    """Return a convolution that keeps the channels and the grid."""
     return nn.Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
 
 
@@ -34,7 +35,7 @@ class QueryModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv1, self.conv2 = _conv3x3(dim), _conv3x3(dim)
+        self.conv1, self.conv2 = conv3x3(dim), conv3x3(dim)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
         """Return the encoding."""
@@ -63,7 +64,7 @@ class RelateModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (_conv3x3(dim, each) for each in DILATIONS)
+        self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (conv3x3(dim, each) for each in DILATIONS)
         self.conv6 = nn.Conv2d(dim, 1, kernel_size=1)
         nn.init.constant_(self.conv6.bias, ATTENTION_BIAS)
 
@@ -110,7 +111,7 @@ class ComparisonModule(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.projection = nn.Conv2d(2 * dim, dim, kernel_size=1)
-        self.conv1, self.conv2 = _conv3x3(dim), _conv3x3(dim)
+        self.conv1, self.conv2 = conv3x3(dim), conv3x3(dim)
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:
         """Return the encoding."""

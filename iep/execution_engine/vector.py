@@ -22,7 +22,8 @@ from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
 
 VECTOR = 1
-"""The kind of the functions' values, (C, 1, 1). A set numbers its kinds from 0; no set has vectors and attentions."""
+"""The kind of the functions' values, (C, 1, 1). A set numbers its kinds from 0 without gaps, and this set has no
+attentions, which come before the vectors of other sets."""
 MOST_ARGUMENTS = 2
 
 

@@ -1,0 +1,183 @@
+"""Attention modules whose encodings are vectors: the set `pooled`.
+
+The functions are those of the set `tbd`, and attentions are the same: one channel of numbers from 0 to 1. What a query
+or a comparison returns is a vector, which is pooled from the attended features, as in the networks of Hu et al. 2017
+(Learning to Reason: End-to-End Module Networks for Visual Question Answering, table 1). There, functions share
+weights and receive text; here, each function has weights of its own, as everywhere in CLEVR's programs.
+
+Three things make these modules learn from a tenth of the questions that `tbd` needs (docs/results.md):
+a filter *multiplies* the attention by a gate that reads the features alone, so that no filter can output zero
+everywhere and stay there because the functions before it have; a vector says the same wherever its object is; and a
+relation reads where positions lie relative to the attended one.
+
+Shapes: G rows of a call, N images, C H W feature maps.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from iep.execution_engine import tbd
+from iep.execution_engine.roles import KINDS, MAP, VECTOR, Role
+from iep.programs import SCENE
+
+NEAR_ZERO = 1e-3
+"""An attention whose sum is far below this has no position and no features."""
+CELLS = 8.0
+"""The number of grid cells of an object, roughly, by which sums are divided, so that one object counts about 1."""
+
+
+class FilterModule(nn.Module):
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> the part of the attention that the features let pass."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv1, self.conv2 = tbd.conv3x3(dim), tbd.conv3x3(dim)
+        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        nn.init.zeros_(self.conv3.bias)  # half of the attention passes at first
+
+    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+        """Return the new attention."""
+        x_GCHW = functional.relu(self.conv2(functional.relu(self.conv1(features_GCHW))))
+        return attention_G1HW * torch.sigmoid(self.conv3(x_GCHW))
+
+
+class RelateModule(nn.Module):
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention, for example to the region left of it.
+
+    Every position reads its own features and its coordinates, those of the attention's centre, and their difference.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(dim + 6, dim, kernel_size=1), nn.Conv2d(dim, dim, kernel_size=1)
+        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        nn.init.zeros_(self.conv3.bias)
+
+    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+        """Return the new attention."""
+        at_G2HW = coordinates(features_GCHW)
+        centre_G2HW = attended(at_G2HW, attention_G1HW).expand_as(at_G2HW)
+        offset_G2HW = 4 * (at_G2HW - centre_G2HW)  # neighbouring positions differ by about as much as features do
+        x_GCHW = torch.cat([features_GCHW, offset_G2HW, at_G2HW, centre_G2HW], dim=1)
+        return torch.sigmoid(self.conv3(functional.relu(self.conv2(functional.relu(self.conv1(x_GCHW))))))
+
+
+class SameModule(nn.Module):
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> an attention to what is like the attended object.
+
+    Every position compares an embedding of its features with that of the attended ones, by products and differences.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.embedding = nn.Conv2d(dim, dim, kernel_size=1)
+        self.conv1 = nn.Conv2d(3 * dim + 1, dim, kernel_size=1)
+        self.conv2 = nn.Conv2d(dim, 1, kernel_size=1)
+        nn.init.zeros_(self.conv2.bias)
+
+    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+        """Return the new attention."""
+        own_GCHW = self.embedding(features_GCHW)
+        other_GC11 = attended(own_GCHW, attention_G1HW)
+        compared = [own_GCHW * other_GC11, (own_GCHW - other_GC11).abs(), own_GCHW, attention_G1HW]
+        return torch.sigmoid(self.conv2(functional.relu(self.conv1(torch.cat(compared, dim=1)))))
+
+
+class DescribeModule(nn.Module):
+    """Features (G, C, H, W) and an attention (G, 1, H, W) -> a vector (G, C, 1, 1) of the attended part.
+
+    Half of its numbers are maxima over all positions, and half are sums, which can count.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv1, self.conv2 = tbd.conv3x3(dim), tbd.conv3x3(dim)
+
+    def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+        """Return the vector."""
+        x_GCHW = functional.relu(self.conv1(features_GCHW * attention_G1HW))
+        first_GCHW, second_GCHW = functional.relu(self.conv2(x_GCHW)).tensor_split(2, dim=1)
+        sums_GC11 = second_GCHW.sum(dim=(2, 3), keepdim=True) / CELLS
+        return torch.cat([first_GCHW.amax(dim=(2, 3), keepdim=True), sums_GC11], dim=1)
+
+
+class CompareModule(nn.Module):
+    """Two vectors (G, C, 1, 1), in order -> a vector of their comparison, for example whether they are equal."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(2 * dim, width, kernel_size=1) for width in (2 * dim, dim))
+
+    def forward(self, first_GC11: Tensor, second_GC11: Tensor) -> Tensor:
+        """Return the vector."""
+        x_GC11 = functional.relu(self.conv1(torch.cat([first_GC11, second_GC11], dim=1)))
+        return functional.relu(self.conv2(x_GC11))
+
+
+class NoDescription(nn.Module):
+    """Features (G, C, H, W) -> zeros (G, C, 1, 1), which the classifier reads if a program queries nothing."""
+
+    def forward(self, features_GCHW: Tensor) -> Tensor:
+        """Return the vector."""
+        return features_GCHW.new_zeros(*features_GCHW.shape[:2], 1, 1)
+
+
+def attended(values_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
+    """Return the mean of values (G or 1, C, H, W) over all positions, weighted by attentions, (G, C, 1, 1)."""
+    total_G111 = attention_G1HW.sum(dim=(2, 3), keepdim=True) + NEAR_ZERO
+    return (values_GCHW * (attention_G1HW / total_G111)).sum(dim=(2, 3), keepdim=True)
+
+
+def coordinates(maps_GCHW: Tensor) -> Tensor:
+    """Return the coordinates of every position from -1 to 1, (G, 2, H, W), vertical and horizontal."""
+    rows, height, width = len(maps_GCHW), *maps_GCHW.shape[2:]
+    sides = (torch.linspace(-1, 1, side, device=maps_GCHW.device, dtype=maps_GCHW.dtype) for side in (height, width))
+    return torch.stack(torch.meshgrid(*sides, indexing="ij")).expand(rows, 2, height, width)
+
+
+class PooledModules(tbd.AttentionModules):
+    """The set `pooled`. The classifier reads vectors. The penalty counts the attentions that networks return.
+
+    Raises:
+        ValueError: a setting has a value that only the set `iep` supports.
+    """
+
+    kinds = KINDS | {VECTOR: "a vector"}
+
+    def role(self, token: str) -> Role | None:
+        """Return the role of a token; None for `unique` and special tokens.
+
+        Raises:
+            ValueError: the set has no module for the token.
+        """
+        if token == SCENE:
+            return Role((), VECTOR, reads_stem=True)
+        role = super().role(token)
+        return role and role._replace(arguments=tuple(map(_pooled, role.arguments)), result=_pooled(role.result))
+
+    def make(self, token: str) -> nn.Module:
+        """Return the module of a token."""
+        if token == SCENE:
+            return NoDescription()
+        made = super().make(token)
+        return MODULES[type(made)](self.dim) if type(made) in MODULES else made
+
+    def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
+        """Return the stem's output, the attention of ones, and the vector of `NoDescription`."""
+        return super().scene_values(stems_NCHW) | {VECTOR: stems_NCHW.new_zeros(1, self.dim, 1, 1)}
+
+
+MODULES = {
+    tbd.AttentionModule: FilterModule,
+    tbd.RelateModule: RelateModule,
+    tbd.SameModule: SameModule,
+    tbd.QueryModule: DescribeModule,
+    tbd.ComparisonModule: CompareModule,
+}
+"""The module that replaces each of the set `tbd`."""
+
+
+def _pooled(kind: int) -> int:
+    """Return the kind of this set for a kind of the set `tbd`, whose encodings are maps."""
+    return VECTOR if kind == MAP else kind
