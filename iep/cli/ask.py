@@ -108,20 +108,17 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import DEMO, holds_generator, load_model
+    from iep.asking.loading import DEMO, load_model
 
     if not (ee or baseline):  # then --pg is not given either
         click.echo("The networks of the demo answer, which know scenes of two or three objects (see --ee).", err=True)
-        ee, pg = DEMO, None if programs else DEMO
-    elif ee and not pg and not programs:
-        if not holds_generator(ee):
-            raise InputError(f"{ee}: holds no program generator; give --pg CKPT, or --program TOKENS")
-        pg = ee
+        ee = DEMO
     given = {name: value for name, value in of_backbone.items() if value is not None}
     model = load_model(
-        ee=ee,
+        ee or baseline,
+        kind="engine" if ee else "baseline",
         pg=pg,
-        baseline=baseline,
+        predicts=not programs,
         modules=modules,
         backbone=partial(chosen_backbone, given) if given else None,
         weights=given.get("weights"),
