@@ -65,8 +65,8 @@ PORT, TOP = 7860, 3
 @click.option(
     "--saliency",
     type=click.Choice(list(SALIENCY)),
-    help="Saliency map of a function that --draw shows: the norm of its output, or of the gradient of the answer's "
-    f"score with respect to its output.  [default: {DEFAULT_SALIENCY}]",
+    help="Map of a function that --draw shows: its attention, or the norm of its output (norm); or the norm of the "
+    f"gradient of the answer's score with respect to its output (gradient).  [default: {DEFAULT_SALIENCY}]",
 )
 @click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
 @click.option("--port", type=click.IntRange(1, 65535), help=f"Port of --serve.  [default: {PORT}]")
