@@ -18,7 +18,6 @@ from PIL import Image
 from torch import nn
 
 from iep.asking.answers import Answer, Asker
-from iep.backbone.network import find_objects
 from iep.config import Evaluation
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
@@ -37,7 +36,7 @@ from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
 from iep.models.weights import WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
-from iep.preprocess.images import open_image, read_image
+from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import Vocab
@@ -81,10 +80,10 @@ class Model:
             raise InputError(f"{self.path}: needs an image, and there is none")
         source = _source(image)
         open_image(source)  # an unusable file is an error before weights are downloaded
-        features_1CHW = image_features(source, self.backbone, self.dtype, self.device)
+        features_1CHW, found = image_features(source, self.backbone, self.dtype, self.device)
         network = self.predictor.baseline or self.predictor.engine
         check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
-        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device)
+        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device, found)
 
     def objects(self, image: Path | str | Image.Image) -> list[dict[str, Any]]:
         """Return the objects that the backbone finds in an image.
@@ -102,11 +101,8 @@ class Model:
         """
         if not isinstance(self.backbone, Scenes):
             raise InputError(f"{self.path}: only the backbone synth finds objects, which these networks do not have")
-        picture = open_image(_source(image))
-        pixels_CHW = torch.from_numpy(read_image(picture, self.backbone.input_size).copy())
-        with torch.inference_mode():
-            (found,) = find_objects(self.backbone.network(pixels_CHW[None]))
-        objects = scene_of(found, picture.size)["objects"]
+        found = self.about(image).found
+        objects = scene_of(found, open_image(_source(image)).size)["objects"]
         for each, confidence_A in zip(objects, found.confidence_NA.tolist(), strict=True):
             del each["rotation"]  # the backbone does not find it
             each["confidence"] = dict(zip(ATTRIBUTES, confidence_A, strict=True))

@@ -190,6 +190,8 @@ def _shown(asker: Asker, answer: Answer, image: Path) -> tuple[Any, ...]:
     """Return the values of the page's results: probabilities, the program's tree, its tokens, and maps."""
     for word, near in answer.question.unknown if answer.question else ():
         gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
+    if answer.warning:
+        gr.Warning(answer.warning)
     engine = asker.predictor.engine
     picture, maps = open_image(image), []
     picture.thumbnail(SIZE)

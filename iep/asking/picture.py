@@ -293,6 +293,7 @@ def _notes(answer: Answer, saliency: str) -> list[tuple[str, str]]:
     unknown = [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
     warned = [
+        ("", [answer.warning] * bool(answer.warning), ""),
         (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
         ("", reasons, "; "),
         ("ignored after the program's tree: ", answer.tree.ignored, " "),

@@ -138,6 +138,8 @@ def main(
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
     asker = model.about(image)
+    if asker.warning:
+        click.echo(f"{image}: {asker.warning}", err=True)
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
     saliency = saliency or DEFAULT_SALIENCY
