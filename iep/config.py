@@ -52,10 +52,12 @@ RESNET, RESNET_STAGE, RESNET_IMAGE_SIZE = "resnet101", 3, 224
 PATCH_SIZE = 8
 """The side, in pixels, of features that are patches of the image."""
 SALIENCY = {
-    "norm": "norm over channels of each module's output",
-    "gradient": "norm over channels of the gradient of the answer's score by each module's output",
+    "norm": "each function's attention, or the one that it reads, from 0 to 1; if it has neither, the norm over the "
+    "channels of its output, scaled from its minimum to its maximum; no colour where it is 0 or the same everywhere",
+    "gradient": "the norm over the channels of the gradient of the answer's score by each function's output, scaled "
+    "from its minimum to its maximum; no colour where it is 0 or the same everywhere",
 }
-"""The saliency maps that the picture of an answer can show, by their names for `--saliency`."""
+"""What the maps of a program's functions show, by the names for `--saliency`."""
 DEFAULT_SALIENCY = "norm"
 CONFIG = "config.yaml"
 """The file in a run directory that holds its settings."""

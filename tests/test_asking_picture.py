@@ -5,7 +5,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+import torch
 from ask_cases import IMAGE, answered, iep_ask, sample_data, trained
 from batching_cases import quick
 from clevr_files import write_images
@@ -13,7 +15,7 @@ from hypothesis import example, given, settings
 from PIL import Image
 from tiny_data import assert_one_error, files_no_larger_than
 
-from iep.asking.picture import USUAL, arrange, fonts_for, tree_columns, wrapped
+from iep.asking.picture import USUAL, arrange, fonts_for, lit, tree_columns, wrapped
 from iep.programs import program_tree
 
 WIDE = (
@@ -40,7 +42,7 @@ def test_a_picture_holds_the_image_and_one_panel_a_function_with_its_name(asked,
     assert f"Wrote {path}" in output
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 2 + len(WIDE.split())  # and the scale of colours
     found = texts(path)
-    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'Why', '$x$', '<'", "Colours: norm over")
+    names = ("Why $x$ < y, then?", "greater_than", "intersect", "[small]", "'Why', '$x$', '<'", "Colours: each")
     assert [name for name in names if name not in found] == []
     assert found.count("scene") == 4
     assert found.count("%") == 4
@@ -110,15 +112,22 @@ def test_a_picture_that_is_not_written_whole_leaves_the_earlier_one(asked, tmp_p
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "before"}
 
 
-def test_attentions_are_drawn_as_they_are_and_the_picture_says_so(asked, tmp_path):
+def test_a_map_is_drawn_in_its_own_cells():
+    map_HW = torch.tensor([[0.0, 1.0, 0.5], [0.25, 0.0, 0.75]])
+    pixels_HW3 = lit(Image.new("RGB", (60, 30), "gray"), map_HW)
+    for (row, column), value in np.ndenumerate(map_HW.numpy()):
+        cell = pixels_HW3[15 * row : 15 * row + 15, 20 * column : 20 * column + 20].reshape(-1, 3)
+        assert (cell == cell[0]).all()
+        assert (value == 0) == np.allclose(cell[0], 128 / 255)
+
+
+def test_attentions_are_drawn_and_the_picture_says_so(asked, tmp_path):
     data = sample_data(tmp_path / "data")
     ee = trained(data, "ee", tmp_path / "ee", 3, "--modules", "tbd")
     path = tmp_path / "a.svg"
     answered("--ee", ee, *asked[2:], "--program", "count filter_color[red] scene", "--draw", path)
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 5
-    assert "attentions as they are" in texts(path)
-    answered(*asked, "--program", "count scene", "--draw", tmp_path / "b.svg")
-    assert "attentions as" not in texts(tmp_path / "b.svg")
+    assert "each function's attention, or the one that it reads" in texts(path)
 
 
 # Arrangement

@@ -24,6 +24,7 @@ from iep.backbone.network import (
     NEAR,
     NUM_SCORES,
     SIZES,
+    FoundObjects,
     SceneNetwork,
     find_objects,
     label_cells,
@@ -171,8 +172,10 @@ def test_features_are_maxima_of_the_grid_on_which_objects_are_found():
     network = SceneNetwork((4, 8, 8), (1, 0, 2), (96, 64)).eval()
     pixels = torch.randint(256, (2, 3, 64, 96))
     assert network(pixels).shape == (2, NUM_SCORES, 8, 12)
-    assert network.features(pixels).shape == (2, 8, 4, 6)
-    assert torch.equal(network.features(pixels), F.max_pool2d(network.grid(pixels), 2))
+    features, scores = network.view(pixels)
+    assert features.shape == (2, 8, 4, 6)
+    assert torch.equal(features, F.max_pool2d(network.grid(pixels), 2))
+    assert torch.equal(scores, network(pixels))
 
 
 @settings(max_examples=20, deadline=None)
@@ -229,9 +232,27 @@ def test_training_in_bfloat16_finds_nearly_the_same_loss(clevr: Path, tmp_path: 
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("confidences", "warning"),
+    [
+        ([], "0 objects found, and CLEVR's images have 3 to 10; "),
+        ([1.0], "1 object found, and CLEVR's images have 3 to 10; "),
+        ([1.0] * 11, "11 objects found, and CLEVR's images have 3 to 10; "),
+        ([0.6, 0.7, 1.0], "3 objects found, 2 of them with doubtful attributes; "),
+        ([0.6, 1.0], ""),
+        ([1.0] * 10, ""),
+    ],
+)
+def test_an_image_unlike_those_of_training_has_a_warning(confidences: list[float], warning: str):
+    confidence_NA = torch.ones(len(confidences), 4)
+    confidence_NA[:, 2] = torch.tensor(confidences)
+    found = FoundObjects(torch.zeros(len(confidences), 6), confidence_NA)
+    assert found.warning == (warning and f"{warning}the answer means little")
+
+
 def test_a_trained_backbone_makes_features(clevr: Path, run: Path):
     image = next((clevr / "images" / "val").iterdir())
-    assert image_features(image, Scenes(str(run))).shape == (1, 4, 2, 3)
+    assert image_features(image, Scenes(str(run)))[0].shape == (1, 4, 2, 3)
 
 
 def scenes_of(clevr: Path, split: str) -> list[dict]:

@@ -113,7 +113,7 @@ def test_the_rest_of_a_predicted_program_whose_tree_is_complete_is_named(parts, 
 REFUSED = [
     # Options that do not go together.
     ("--image {image} --pg {pg}", 2, "give --ee CKPT, or --baseline CKPT"),
-    ("--ee {ee} --image {image}", 1, "holds no program generator; give --pg CKPT, or --program TOKENS"),
+    ("--ee {ee} --image {image}", 1, "holds no program generator; give that of another run as pg (--pg CKPT)"),
     ("--ee {ee} --program {count}", 2, "there is no image: give --image FILE"),
     ("{run} --program {count} --pg x", 2, "give one of them"),
     ("{run} --program {count} --question a --question b", 2, "2 --question for 1 --program"),

@@ -233,7 +233,7 @@ def test_iep_ask_answers_with_a_file(tmp_path: Path):
     words = ["<START>", "Are", "there", "any", "red", "cubes", "<END>"]
     program = decode(file, [VOCAB.question_index[word] for word in words])
     assert said["program"] == words_of(program)
-    probability_A = engine_logits(file, image_features(IMAGE, Patches(2)), [program])[0].softmax(0)
+    probability_A = engine_logits(file, image_features(IMAGE, Patches(2))[0], [program])[0].softmax(0)
     assert said["answers"][0]["answer"] == VOCAB.answer[int(probability_A.argmax())]
     assert said["answers"][0]["probability"] == pytest.approx(float(probability_A.max()), abs=1e-4)
 

@@ -7,7 +7,7 @@ from batching_cases import quick
 from engine_cases import ENGINES, MANY_BL, features, programs, programs_for, small_engine, tokens_of
 from hypothesis import given, settings
 
-from iep.execution_engine.trace import saliency_maps, to_unit, trace
+from iep.execution_engine.trace import saliency_maps, to_unit, trace, unit_maps
 
 pytestmark = pytest.mark.usefixtures("ternary_functions")
 
@@ -61,6 +61,20 @@ def test_a_map_fills_zero_to_one_and_an_attention_stays_as_it_is():
     assert torch.equal(to_unit(torch.tensor([[1.0, 3.0], [2.0, 1.0]]), False), torch.tensor([[0.0, 1.0], [0.5, 0.0]]))
     assert torch.equal(to_unit(torch.full((2, 2), 4.0), False), torch.zeros(2, 2))
     assert torch.equal(to_unit(torch.tensor([[0.25, 0.5]]), True), torch.tensor([[0.25, 0.5]]))
+    assert torch.equal(to_unit(torch.ones(2, 2), True), torch.zeros(2, 2))
+
+
+def test_a_function_without_attention_shows_the_one_that_it_reads_and_the_scene_nothing():
+    engine = small_engine(modules="tbd")
+    (program_L,) = programs("greater_than count unique filter_color[red] scene count scene")
+    traced = trace(engine, FEATURES, program_L.tolist())
+    greater, count, unique, red, scene, other_count, other_scene = unit_maps(traced)
+    attention = traced.outputs[3][0, 0].float()
+    assert all(torch.equal(each, attention) for each in (count, unique, red))
+    assert not any(each.any() for each in (scene, other_count, other_scene))
+    assert torch.equal(greater, to_unit(traced.outputs[0][0].float().norm(dim=0), False))
+    (gradient,) = torch.autograd.grad(traced.logits.max(), traced.outputs[1], retain_graph=True)
+    assert torch.allclose(unit_maps(traced, "gradient")[1], to_unit(gradient[0].norm(dim=0), False).float())
 
 
 def test_a_function_without_module_shows_what_it_hands_on_and_the_scene_is_ones():

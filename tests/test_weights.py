@@ -294,6 +294,21 @@ def test_the_backbone_finds_the_objects_of_an_image(runs):
         iep.load(runs["ee"], pg=runs["pg"]).objects(IMAGE)
 
 
+def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_without(tmp_path):
+    Image.new("RGB", (480, 320), "gray").save(tmp_path / "flat.png")
+    ten = SAMPLE / "images" / "val" / "CLEVR_val_000003.png"
+    warning = "0 objects found, and CLEVR's images have 3 to 10; the answer means little"
+    model = iep.load()
+    for path, expected in ((tmp_path / "flat.png", warning), (ten, "")):
+        result = iep_ask("--ee", DEMO, "--image", path, "--question", QUESTION, "--question", QUESTION, "--json")
+        assert result.stderr == (f"{path}: {expected}\n" if expected else "")
+        assert [json.loads(line).get("warning", "") for line in result.stdout.splitlines()] == [expected] * 2
+        answer = model.ask(path, QUESTION)
+        assert answer.warning == expected
+        assert ("objects found" in str(answer)) == bool(expected)
+    assert (len(model.objects(tmp_path / "flat.png")), len(model.objects(ten))) == (0, 10)
+
+
 def test_the_networks_of_the_demo_come_with_the_package_and_answer_unless_others_are_given():
     asked = ("--image", IMAGE, "--question", "Is there a sphere?")
     result = iep_ask(*asked)

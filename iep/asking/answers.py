@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from iep.backbone.network import FoundObjects
 from iep.data.datasets import Batch
 from iep.errors import SIMILARITY, InputError, nearest
 from iep.evaluation.outcome import content_tokens
@@ -141,16 +142,19 @@ class Answer:
         program: (L,) indices of the program's tokens; empty for a baseline.
         tree: the program's tree, with the nodes marked that the engine does not use; None for a baseline.
         ranked: all answers and their probabilities, the likeliest first.
+        warning: what the objects of the image say against answers about it, such as that there are none; empty for a
+            familiar image, and for networks whose backbone does not find objects.
     """
 
     question: Words | None
     program: tuple[int, ...]
     tree: ProgramTree | None
     ranked: tuple[tuple[str, float], ...]
+    warning: str = ""
 
     def __str__(self) -> str:
-        """Return the question, the likeliest answers and the program as a tree."""
-        return describe(self, top=3)
+        """Return the question, the likeliest answers, the program as a tree and the warning."""
+        return describe(self, top=3) + f"\n  {self.warning}" * bool(self.warning)
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,13 @@ class Asker:
     features: Tensor | None
     """(1, C, H, W) of the image; None for a baseline that reads no image."""
     device: torch.device
+    found: FoundObjects | None = None
+    """The objects of the image; None if the backbone does not find objects."""
+
+    @property
+    def warning(self) -> str:
+        """The warning of each answer about the image."""
+        return "" if self.found is None else self.found.warning
 
     def ask(self, questions: Sequence[str]) -> list[Answer]:
         """Answer questions by the programs that the generator predicts, or by a baseline.
@@ -210,7 +221,7 @@ class Asker:
             likeliest = tuple((self.vocab.answer[index], value) for index, value in pairs)
             tokens = [self.vocab.program[token] for token in program_L]
             tree = tree_run(tokens, self.predictor.engine.module_set) if tokens else None
-            answers.append(Answer(question, tuple(program_L), tree, likeliest))
+            answers.append(Answer(question, tuple(program_L), tree, likeliest, self.warning))
         return answers
 
     def _batch(self, questions_BT: Tensor) -> Batch:
@@ -257,6 +268,8 @@ def to_json(answer: Answer, top: int, program_tokens: Sequence[str], picture: Pa
     content["answers"] = [{"answer": name, "probability": round(value, 6)} for name, value in answer.ranked[:top]]
     if answer.tree is not None:
         content |= {"program": content_tokens(answer.program, program_tokens), "run": tokens_run(answer.tree)}
+    if answer.warning:
+        content["warning"] = answer.warning
     if picture is not None:
         content["picture"] = str(picture)
     return content

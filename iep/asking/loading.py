@@ -18,7 +18,6 @@ from PIL import Image
 from torch import nn
 
 from iep.asking.answers import Answer, Asker
-from iep.backbone.network import find_objects
 from iep.config import Evaluation
 from iep.errors import InputError
 from iep.evaluation.predict import Predictor
@@ -29,7 +28,6 @@ from iep.models.build import (
     check_features,
     check_vocab,
     features_shape,
-    load_network,
     pack,
     place,
     unpack,
@@ -38,7 +36,7 @@ from iep.models.checkpoint import PARTS_OF_A_MODEL, checkpoints, load_checkpoint
 from iep.models.weights import WEIGHTS, save_weights
 from iep.preprocess.backbones import GRID, Backbone, Patches, ResNet, Scenes, backbone_of
 from iep.preprocess.compute_features import image_features
-from iep.preprocess.images import open_image, read_image
+from iep.preprocess.images import open_image
 from iep.runtime.devices import resolve_device
 from iep.synth.world import ATTRIBUTES
 from iep.vocab import Vocab
@@ -82,10 +80,10 @@ class Model:
             raise InputError(f"{self.path}: needs an image, and there is none")
         source = _source(image)
         open_image(source)  # an unusable file is an error before weights are downloaded
-        features_1CHW = image_features(source, self.backbone, self.dtype, self.device)
+        features_1CHW, found = image_features(source, self.backbone, self.dtype, self.device)
         network = self.predictor.baseline or self.predictor.engine
         check_features(network, features_1CHW.shape[1:], f"{image}, by {_describe(self.backbone)}")
-        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device)
+        return Asker(self.predictor, self.vocab, features_1CHW.to(self.device), self.device, found)
 
     def objects(self, image: Path | str | Image.Image) -> list[dict[str, Any]]:
         """Return the objects that the backbone finds in an image.
@@ -103,11 +101,8 @@ class Model:
         """
         if not isinstance(self.backbone, Scenes):
             raise InputError(f"{self.path}: only the backbone synth finds objects, which these networks do not have")
-        picture = open_image(_source(image))
-        pixels_CHW = torch.from_numpy(read_image(picture, self.backbone.input_size).copy())
-        with torch.inference_mode():
-            (found,) = find_objects(self.backbone.network(pixels_CHW[None]))
-        objects = scene_of(found, picture.size)["objects"]
+        found = self.about(image).found
+        objects = scene_of(found, open_image(_source(image)).size)["objects"]
         for each, confidence_A in zip(objects, found.confidence_NA.tolist(), strict=True):
             del each["rotation"]  # the backbone does not find it
             each["confidence"] = dict(zip(ATTRIBUTES, confidence_A, strict=True))
@@ -207,25 +202,7 @@ def load(
         InputError: a checkpoint cannot be used, two of them do not fit together, there is no generator, `pg` or
             `modules` is given for a baseline, or `modules` differs from the checkpoint's.
     """
-    path = _local(name)
-    held = load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
-    if "engine" not in held and held.keys() & BASELINES.keys():
-        if pg is not None or modules is not None:
-            given = "modules" if pg is None else "pg"
-            raise InputError(f"{path}: a baseline runs no program; {given} does not apply")
-        return load_model(baseline=path, device=device)
-    if pg is None and "generator" not in held:
-        raise InputError(f"{path}: holds no program generator; give that of another run as pg")
-    return load_model(ee=path, pg=path if pg is None else _local(pg), device=device, modules=modules)
-
-
-def holds_generator(path: Path) -> bool:
-    """Return whether a checkpoint or run holds a program generator.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    return "generator" in load_checkpoint(path, PARTS_OF_A_MODEL)["networks"]
+    return load_model(_local(name), pg=None if pg is None else _local(pg), device=device, modules=modules)
 
 
 def _local(name: Path | str) -> Path:
@@ -252,14 +229,15 @@ def _hub(before: str) -> Any:
 
 
 def load_model(
+    path: Path,
     *,
     device: str,
+    kind: str | None = None,
+    pg: Path | None = None,
+    predicts: bool = True,
     beam_size: int = Evaluation.beam_size,
     max_program_length: int = Evaluation.max_program_length,
     say: Callable[[str], None] = lambda _: None,
-    ee: Path | None = None,
-    pg: Path | None = None,
-    baseline: Path | None = None,
     modules: str | None = None,
     backbone: Callable[[], Backbone] | None = None,
     weights: str | None = None,
@@ -268,10 +246,11 @@ def load_model(
     """Load the networks, an engine or a baseline, and choose the backbone of images.
 
     Args:
+        path: the checkpoint or run of an execution engine or a baseline.
+        kind: `engine` or `baseline`, if it must be one of them.
+        pg: the checkpoint or run of a program generator; None for the one that `path` holds.
+        predicts: whether programs are predicted. Without it, no generator is needed.
         say: a function that receives a line for each assumption.
-        ee: the checkpoint or run of an execution engine; None for a baseline.
-        pg: the checkpoint or run of a program generator; None to run only given programs.
-        baseline: the checkpoint or run of a baseline.
         modules: the class of another package that the engine's set of modules is, as for `load`.
         backbone: returns the backbone to use if the checkpoint does not record one; None for the likeliest one.
         weights: a file with the weights of the recorded backbone, if it needs one.
@@ -281,42 +260,35 @@ def load_model(
         InputError: a checkpoint or an option cannot be used, or two of them do not fit together.
     """
     on = resolve_device(device)
-    path = ee if baseline is None else baseline
     held = load_checkpoint(path, PARTS_OF_A_MODEL)
     vocab = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
-    if baseline is None:
-        answering = place(unpack(held, "engine", path, modules), on).eval()
-        networks = {"engine": answering}
-    else:
-        answering = load_network(path, "baseline", vocab, on)
-        networks = {"baseline": answering}
-    reads_image = baseline is None or held["networks"].keys() & FEATURE_SIDES.keys()
+    baseline = next((name for name in held["networks"] if name in BASELINES), None)
+    kind = kind or ("engine" if "engine" in held["networks"] or baseline is None else "baseline")
+    if kind == "baseline" and (pg is not None or modules is not None):
+        raise InputError(f"{path}: a baseline runs no program; {'modules' if pg is None else 'pg'} does not apply")
+    name = "engine" if kind == "engine" else baseline or kind
+    answering = place(unpack(held, name, path, modules), on).eval()
+    networks = {kind: answering}
+    reads_image = name in FEATURE_SIDES
     if not reads_image and (given := [*options, *(["--weights"] if weights else [])]):
         raise InputError(f"{path}: reads no image; {given[0]} does not apply")
-    if pg is not None:
-        networks["generator"], words = _load_generator(pg, vocab, path, on)
-        vocab = Vocab(words, vocab.program, vocab.answer)
+    if kind == "engine" and predicts:
+        if pg is None and "generator" not in held["networks"]:
+            raise InputError(f"{path}: holds no program generator; give that of another run as pg (--pg CKPT)")
+        of_generator = held if pg in (None, path) else load_checkpoint(pg, PARTS_OF_A_MODEL)
+        networks["generator"] = place(unpack(of_generator, "generator", pg or path), on).eval()
+        own = Vocab.from_json(of_generator["vocab"], f"{pg or path} (vocabulary)")
+        vocab = Vocab(own.question, vocab.program, vocab.answer)
+        check_vocab(own, vocab, "generator", pg or path, engine=path)
     chosen, dtype = None, "float32"
     if reads_image and answering.recipe:
         chosen, dtype = _recorded_backbone(answering.recipe, path, weights, options, say)
     elif reads_image:
         chosen = backbone() if backbone else _likely_backbone(answering, path, say)
     predictor = Predictor(
-        **networks, run_predicted=baseline is None, beam_size=beam_size, max_program_length=max_program_length
+        **networks, run_predicted=kind == "engine", beam_size=beam_size, max_program_length=max_program_length
     )
     return Model(path, predictor, vocab, chosen, dtype, on)
-
-
-def _load_generator(
-    path: Path, engines: Vocab, engines_path: Path, device: torch.device
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a program generator that fits the vocabulary of an engine, and its question tokens."""
-    held = load_checkpoint(path, PARTS_OF_A_MODEL)
-    generator = place(unpack(held, "generator", path), device).eval()
-    own = Vocab.from_json(held["vocab"], f"{path} (vocabulary)")
-    together = Vocab(own.question, engines.program, engines.answer)
-    check_vocab(own, together, "generator", path, engines_path)
-    return generator, own.question
 
 
 def _describe(backbone: Backbone) -> str:

@@ -26,6 +26,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from iep.asking.answers import Answer, Asker
 from iep.asking.loading import DEMO, Model
 from iep.asking.picture import lit
+from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.errors import InputError
 from iep.evaluation.page_questions import data_uri
 from iep.execution_engine.trace import trace, unit_maps
@@ -48,9 +49,9 @@ FONTS = ("system-ui", "sans-serif")
 MOST_EXAMPLES = 12
 """The most images of a directory that can be chosen by a click."""
 SCALE = ", ".join(to_hex(HEAT(step / 8)) for step in range(9))
-MAPS = """<h3>Where each function looked</h3>
-<p class="scale">0, or its smallest value <span></span> 1, or its greatest value</p>
-<div class="maps">{}</div>"""
+MAPS = f"""<h3>Where each function looked</h3>
+<p class="scale">0 <span></span> 1: {SALIENCY[DEFAULT_SALIENCY]}</p>
+<div class="maps">{{}}</div>"""
 CSS = f"""
 .maps {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 240px), 1fr)); gap: 12px }}
 .maps figure {{ margin: 0 }}
@@ -189,10 +190,15 @@ def _shown(asker: Asker, answer: Answer, image: Path) -> tuple[Any, ...]:
     """Return the values of the page's results: probabilities, the program's tree, its tokens, and maps."""
     for word, near in answer.question.unknown if answer.question else ():
         gr.Warning(f"{word!r} is not a known word" + (f"; the nearest one is {near!r}" if near else ""))
+    if answer.warning:
+        gr.Warning(answer.warning)
     engine = asker.predictor.engine
     picture, maps = open_image(image), []
     picture.thumbnail(SIZE)
-    for node, map_HW in unit_maps(engine, trace(engine, asker.features, answer.program)):
+    traced = trace(engine, asker.features, answer.program)
+    for node, map_HW in zip(traced.tree.nodes, unit_maps(traced), strict=True):
+        if engine.module_set.role(node.token) is None:
+            continue
         uri = data_uri(Image.fromarray((255 * lit(picture, map_HW)).astype(np.uint8)))
         maps.append(f'<figure><img src="{uri}" alt=""><figcaption>{escape(named(node))}</figcaption></figure>')
     tree = "\n".join(tree_lines(answer.tree, named))

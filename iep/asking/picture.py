@@ -29,7 +29,7 @@ from torch.nn import functional
 from iep.asking.answers import MOST_WORDS, Answer, Asker, some
 from iep.config import SALIENCY
 from iep.errors import InputError
-from iep.execution_engine.trace import saliency_maps, to_unit, trace
+from iep.execution_engine.trace import trace, unit_maps
 from iep.preprocess.images import open_image
 from iep.programs import NOT_USED, Node, ProgramTree
 from iep.runtime.pictures import DPI, HEAT, save
@@ -232,14 +232,9 @@ def draw_answer(path: Path, image: Path, asker: Asker, answer: Answer, saliency:
     if len(nodes) > MOST_NODES:
         raise InputError(f"a program of {len(nodes)} functions is not drawn, expected {MOST_NODES} at most")
     traced = trace(asker.predictor.engine, asker.features, answer.program)
-    attentions = [saliency == "norm" and output.shape[1] == 1 for output in traced.outputs]
     # The answer does not depend on unused nodes.
-    maps = [
-        to_unit(map_HW, is_attention) * (not node.unused)
-        for map_HW, is_attention, node in zip(saliency_maps(traced, saliency), attentions, nodes, strict=True)
-    ]
-    is_dark = any(not map_HW.any() for node, map_HW in zip(nodes, maps, strict=True) if not node.unused)
-    notes = _notes(answer, saliency, any(attentions), is_dark)
+    maps = [map_HW * (not node.unused) for map_HW, node in zip(unit_maps(traced, saliency), nodes, strict=True)]
+    notes = _notes(answer, saliency)
     names = (name for name, _ in answer.ranked[:top])
     fonts, missing = fonts_for("".join([answer.question.text if answer.question else "", *names, *dict(notes)]))
     with rc_context({"font.family": fonts}), warnings.catch_warnings():
@@ -277,13 +272,13 @@ def _draw(
 
 
 def lit(image: Image.Image, map_HW: Tensor) -> np.ndarray:
-    """Return the image (H, W, 3) from 0 to 1 with the map, of numbers from 0 to 1, in colours over it."""
+    """Return the image (H, W, 3) from 0 to 1 with the cells of a map, from 0 to 1, in colours over it."""
     image_HW3 = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
     size = (image.height, image.width)
-    heat_11HW = functional.interpolate(map_HW[None, None].float(), size, mode="bicubic", align_corners=False)
-    heat_HW = heat_11HW[0, 0].clamp(0, 1).numpy()
+    heat_HW = functional.interpolate(map_HW[None, None].float(), size, mode="nearest-exact")[0, 0].numpy()
     strength_HW1 = 0.65 * heat_HW[:, :, None]
-    return (1 - strength_HW1) * image_HW3 + strength_HW1 * HEAT(heat_HW)[:, :, :3]
+    lit_HW3 = (1 - strength_HW1) * image_HW3 + strength_HW1 * HEAT(heat_HW)[:, :, :3]
+    return lit_HW3.clip(0, 1)  # rounding may exceed 1, about which matplotlib warns
 
 
 def _label(node: Node) -> list[str]:
@@ -293,20 +288,18 @@ def _label(node: Node) -> list[str]:
     return [line for line in lines if line]
 
 
-def _notes(answer: Answer, saliency: str, has_attentions: bool, is_dark: bool) -> list[tuple[str, str]]:
+def _notes(answer: Answer, saliency: str) -> list[tuple[str, str]]:
     """Return the notes below the answers, with their colours."""
     unknown = [f"'{word}'" for word, _ in answer.question.unknown] if answer.question else []
     reasons = [f"{node.token}: {node.unused}" for node in answer.tree.nodes if node.unused not in ("", NOT_USED)]
     warned = [
+        ("", [answer.warning] * bool(answer.warning), ""),
         (f"unknown word{'s' * (len(unknown) > 1)}: ", unknown, ", "),
         ("", reasons, "; "),
         ("ignored after the program's tree: ", answer.tree.ignored, " "),
     ]
     notes = [(before + some(texts, MOST_WORDS, between), WARNING) for before, texts, between in warned if texts]
-    scale = "each scaled from its minimum to its maximum"
-    scale += ", attentions as they are from 0 to 1" if has_attentions else ""
-    scale += "; no colour where it is 0 or constant" if is_dark else ""
-    return [*notes, (f"Colours: {SALIENCY[saliency]}, {scale}.", GREY)]
+    return [*notes, (f"Colours: {SALIENCY[saliency]}.", GREY)]
 
 
 def _measure(size: float, weight: str = "normal") -> Measure:

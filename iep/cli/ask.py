@@ -65,8 +65,8 @@ PORT, TOP = 7860, 3
 @click.option(
     "--saliency",
     type=click.Choice(list(SALIENCY)),
-    help="Saliency map of a function that --draw shows: the norm of its output, or of the gradient of the answer's "
-    f"score with respect to its output.  [default: {DEFAULT_SALIENCY}]",
+    help="Map of a function that --draw shows: its attention, or the norm of its output (norm); or the norm of the "
+    f"gradient of the answer's score with respect to its output (gradient).  [default: {DEFAULT_SALIENCY}]",
 )
 @click.option("--serve", is_flag=True, help="Show a page to ask in, in the browser (pip install 'iep[web]').")
 @click.option("--port", type=click.IntRange(1, 65535), help=f"Port of --serve.  [default: {PORT}]")
@@ -108,20 +108,17 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import DEMO, holds_generator, load_model
+    from iep.asking.loading import DEMO, load_model
 
     if not (ee or baseline):  # then --pg is not given either
         click.echo("The networks of the demo answer, which know scenes of two or three objects (see --ee).", err=True)
-        ee, pg = DEMO, None if programs else DEMO
-    elif ee and not pg and not programs:
-        if not holds_generator(ee):
-            raise InputError(f"{ee}: holds no program generator; give --pg CKPT, or --program TOKENS")
-        pg = ee
+        ee = DEMO
     given = {name: value for name, value in of_backbone.items() if value is not None}
     model = load_model(
-        ee=ee,
+        ee or baseline,
+        kind="engine" if ee else "baseline",
         pg=pg,
-        baseline=baseline,
+        predicts=not programs,
         modules=modules,
         backbone=partial(chosen_backbone, given) if given else None,
         weights=given.get("weights"),
@@ -141,6 +138,8 @@ def main(
     if model.backbone is None and image is not None:
         click.echo(f"{model.path}: does not read the image", err=True)
     asker = model.about(image)
+    if asker.warning:
+        click.echo(f"{image}: {asker.warning}", err=True)
     is_typed = not questions and not programs and sys.stdin.isatty()
     is_echoed = is_typed and sys.stdout.isatty()  # by the terminal, above its answer
     saliency = saliency or DEFAULT_SALIENCY

@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from iep import __version__
-from iep.config import REPORT_QUESTIONS
+from iep.config import DEFAULT_SALIENCY, REPORT_QUESTIONS, SALIENCY
 from iep.evaluation import training_curves
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
@@ -130,6 +130,7 @@ def render(**values: Any) -> str:
         script_digest=f"sha256-{digest}",
         size=training_curves,
         remarks=REMARKS,
+        maps_show=SALIENCY[DEFAULT_SALIENCY],
         **values,
     )
 

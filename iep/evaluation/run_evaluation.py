@@ -166,8 +166,10 @@ def _predicted(settings: Evaluation) -> Found | None:
         @torch.inference_mode()
         def maps(row: int) -> list[tuple[str, np.ndarray]]:
             features_1CHW = split.features.read(split.questions.image_idxs[row : row + 1]).to(device, torch.float32)
-            found = unit_maps(engine, trace(engine, features_1CHW, programs_NL[row]))
-            return [(node.token, map_HW.numpy()) for node, map_HW in found]
+            traced = trace(engine, features_1CHW, programs_NL[row])
+            tokens = [node.token for node in traced.tree.nodes]
+            pairs = zip(tokens, unit_maps(traced), strict=True)
+            return [(token, map_HW.numpy()) for token, map_HW in pairs if engine.module_set.role(token) is not None]
 
     return Found(outcome, split, ",".join(settings.devices) or str(device), max(memory) / 1e9, maps=maps)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from iep.config import DEFAULT_SALIENCY
 from iep.execution_engine.roles import result_kind
-from iep.programs import SCENE, Node, ProgramTree, program_tree
+from iep.programs import SCENE, ProgramTree, program_tree
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,22 @@ def saliency_maps(trace: Trace, saliency: str) -> list[Tensor]:
 
 def to_unit(map_HW: Tensor, is_attention: bool) -> Tensor:
     """Scale a map to 0 to 1: an attention stays as it is, another map is scaled from its minimum to its maximum, and a
-    constant one becomes 0."""
-    if is_attention:
-        return map_HW.clamp(0, 1)
+    constant one, such as the attention of `scene`, becomes 0."""
     low, high = map_HW.aminmax()
-    return (map_HW - low) / (high - low) if high > low else torch.zeros_like(map_HW)
+    if low == high:
+        return torch.zeros_like(map_HW)
+    return map_HW.clamp(0, 1) if is_attention else (map_HW - low) / (high - low)
 
 
-def unit_maps(engine: nn.Module, traced: Trace) -> list[tuple[Node, Tensor]]:
-    """Return the attention of every node that a module computes, or the scaled norm of its map: (H, W) from 0 to 1.
+def unit_maps(traced: Trace, saliency: str = DEFAULT_SALIENCY) -> list[Tensor]:
+    """Return what is drawn for every node of the tree, in its order: a map (H, W) from 0 to 1.
 
-    Args:
-        engine: the engine of the trace.
-        traced: what it computed.
+    For `norm`, it is the attention that the function returns, or else the one that it reads: what `count` counts. All
+    other maps are those of `saliency_maps`, scaled.
     """
-    found = zip(traced.tree.nodes, saliency_maps(traced, "norm"), traced.outputs, strict=True)
-    return [
-        (node, to_unit(map_HW, output.shape[1] == 1))
-        for node, map_HW, output in found
-        if engine.module_set.role(node.token) is not None
-    ]
+    maps = saliency_maps(traced, saliency)
+    are_attentions = [saliency == "norm" and output.shape[1] == 1 for output in traced.outputs]
+    shown = []
+    for number, node in enumerate(traced.tree.nodes):
+        shown.append(next((each for each in (number, *node.arguments) if are_attentions[each]), number))
+    return [to_unit(maps[each], are_attentions[each]) for each in shown]

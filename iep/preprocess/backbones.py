@@ -123,13 +123,23 @@ class Scenes:
         Raises:
             InputError: as `network`.
         """
+        view = self.viewer(device)
+        return lambda pixels_BCHW: view(pixels_BCHW)[0]
+
+    def viewer(self, device: torch.device) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return a function of pixels, as `extractor` does, that returns the scores of `SceneNetwork` besides features.
+
+        Raises:
+            InputError: as `network`.
+        """
         network = deepcopy(self.network).to(device, memory_format=torch.channels_last)
 
-        def extract(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+        def view(pixels_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-                return network.features(pixels_BCHW.to(device)).contiguous()
+                features_BCHW, scores_BKHW = network.view(pixels_BCHW.to(device))
+                return features_BCHW.contiguous(), scores_BKHW
 
-        return extract
+        return view
 
     @property
     def _path(self) -> Path:

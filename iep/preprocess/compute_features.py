@@ -6,15 +6,17 @@ The memory needed does not depend on the number of images. `images.py` decodes, 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from tqdm import tqdm
 
+from iep.backbone.network import FoundObjects, find_objects
 from iep.data.question_file import split_files
 from iep.errors import InputError
-from iep.preprocess.backbones import Backbone
+from iep.preprocess.backbones import Backbone, Scenes
 from iep.preprocess.images import image_batches, read_image
 from iep.preprocess.recipe import Recipe, listing
 from iep.preprocess.write_features import FeatureRows, FeaturesSpec, clear_up, feature_rows, is_done
@@ -68,7 +70,7 @@ def preprocess_features(
             say(f"{path}: already done{', and undamaged' if verify else ''}")
     if not todo:
         return
-    extract, size = main_first(lambda: _extractor(backbone, torch.device(device))), backbone.input_size
+    extract, size = main_first(lambda: _checked(backbone.extractor, torch.device(device))), backbone.input_size
     chw = main_first(lambda: extract(torch.zeros(1, 3, *size[::-1], dtype=torch.uint8)).shape[1:])
     for path, names in todo.items():
         spec = FeaturesSpec((len(names), *chw), np.dtype(dtype), names, recipe)
@@ -84,8 +86,9 @@ def preprocess_features(
 
 def image_features(
     path: Path | Image.Image, backbone: Backbone, dtype: str = "float32", device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Return the (1, C, H, W) float32 features of one image, rounded to `dtype` as stored features are.
+) -> tuple[torch.Tensor, FoundObjects | None]:
+    """Return the (1, C, H, W) float32 features of one image, rounded to `dtype` as stored features are, and the objects
+    that the backbone finds in it; None unless it is a scene network.
 
     Args:
         path: a file, or an image of Pillow.
@@ -95,15 +98,22 @@ def image_features(
             features are not finite numbers in `dtype`.
     """
     pixels_1CHW = torch.from_numpy(read_image(path, backbone.input_size).copy()).unsqueeze(0)
-    features_1CHW = _extractor(backbone, torch.device(device))(pixels_1CHW)
-    return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float()
+    device, found = torch.device(device), None
+    if isinstance(backbone, Scenes):
+        features_1CHW, scores_1KHW = _checked(backbone.viewer, device)(pixels_1CHW)
+        (found,) = find_objects(scores_1KHW)
+    else:
+        features_1CHW = _checked(backbone.extractor, device)(pixels_1CHW)
+    return torch.from_numpy(_stored(features_1CHW, getattr(torch, dtype), path)).float(), found
 
 
-def _extractor(backbone: Backbone, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function of pixels of `backbone`, which reports in one line that memory ran out."""
-    extract = backbone.extractor(device)
+def _checked(
+    make: Callable[[torch.device], Callable[[torch.Tensor], Any]], device: torch.device
+) -> Callable[[torch.Tensor], Any]:
+    """Return the function of pixels that `make` returns, but it reports in one line that memory ran out."""
+    extract = make(device)
 
-    def run(pixels_BCHW: torch.Tensor) -> torch.Tensor:
+    def run(pixels_BCHW: torch.Tensor) -> Any:
         with torch.inference_mode(), enough_memory(device, f"a batch of {len(pixels_BCHW)} images", "--batch-size"):
             return extract(pixels_BCHW)
 
