@@ -21,7 +21,7 @@ httpx = pytest.importorskip("httpx")
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> Iterator[str]:
-    """The address of a page with the networks of the demo, in a process of its own that a signal ends at last.
+    """The address of a page with the networks of the package, in a process of its own that a signal ends at last.
 
     No test may cause a traceback in the terminal, and no file may be left in the temporary directory.
     """

@@ -25,6 +25,7 @@ from recipe_cases import (
 from safetensors.torch import load_file
 from tiny_data import tiny
 
+import iep
 from iep.config import Config, read_config
 from iep.evaluation.json_report import Report, read_report
 from iep.models.checkpoint import BEST, load_checkpoint
@@ -243,17 +244,18 @@ def test_engines_of_synthetic_data_answer_its_questions_and_those_about_other_im
     made = "--train 12 --val 4 --max-objects 4 --width 96 --height 64 --questions-per-image 5"
     recipe = recipes.run("train_synth.sh", tmp_path, "--small", *SMALL, SYNTH=made, REAL=clevr)
     assert recipe.returncode == 0, recipe.output
-    assert [config(tmp_path / name).model for name in ("pg", "ee", "tbd")] == ["pg", "ee", "ee"]
+    assert [config(tmp_path / name).model for name in ("pg", "ee", "pooled")] == ["pg", "ee", "ee"]
     for data, count in (("synth", 4 * 5), ("real-train", SIZES["train"] * 20), ("real-val", SIZES["val"] * 20)):
-        for name in ("ee", "tbd"):
+        for name in ("ee", "pooled"):
             true, predicted = (report(tmp_path / "eval" / data / each) for each in (name, f"{name}-predicted"))
             assert (true.questions, true.programs, predicted.programs) == (count, "ground-truth", "predicted")
             assert true.checkpoints["ee"] == predicted.checkpoints["ee"] == f"{tmp_path / name}"
-    batch_size = config(tmp_path / "tbd").batch_size
+    assert iep.load(tmp_path / "networks").ask(next(clevr.rglob("*.png")), "How big is it?").ranked
+    batch_size = config(tmp_path / "pooled").batch_size
     assert re.search(
-        rf"tbd: validation accuracy .*\n +{batch_size} +[\d.]+\n +{2 * batch_size} +[\d.]+\n", recipe.output
+        rf"pooled: validation accuracy .*\n +{batch_size} +[\d.]+\n +{2 * batch_size} +[\d.]+\n", recipe.output
     )
-    assert re.search(r"ee +ee-predicted +tbd +tbd-predicted", recipe.output)
+    assert re.search(r"ee +ee-predicted +pooled +pooled-predicted", recipe.output)
     assert "precision" in recipe.output, "of the backbone on the other images"
     assert len(re.findall("^overall", recipe.output, re.MULTILINE)) == 3, "one table for each split"
 

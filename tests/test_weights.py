@@ -21,7 +21,7 @@ from tiny_data import assert_one_error
 from train_cases import iep_train
 
 import iep
-from iep.asking.loading import DEMO
+from iep.asking.loading import DEFAULT
 from iep.cli.preprocess import main as preprocess
 from iep.cli.synth import main as synth
 from iep.errors import InputError
@@ -300,7 +300,7 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
     warning = "0 objects found, and CLEVR's images have 3 to 10; the answer means little"
     model = iep.load()
     for path, expected in ((tmp_path / "flat.png", warning), (ten, "")):
-        result = iep_ask("--ee", DEMO, "--image", path, "--question", QUESTION, "--question", QUESTION, "--json")
+        result = iep_ask("--ee", DEFAULT, "--image", path, "--question", QUESTION, "--question", QUESTION, "--json")
         assert result.stderr == (f"{path}: {expected}\n" if expected else "")
         assert [json.loads(line).get("warning", "") for line in result.stdout.splitlines()] == [expected] * 2
         answer = model.ask(path, QUESTION)
@@ -309,12 +309,12 @@ def test_images_without_objects_are_answered_with_a_warning_and_those_of_ten_wit
     assert (len(model.objects(tmp_path / "flat.png")), len(model.objects(ten))) == (0, 10)
 
 
-def test_the_networks_of_the_demo_come_with_the_package_and_answer_unless_others_are_given():
+def test_networks_come_with_the_package_and_answer_unless_others_are_given():
     asked = ("--image", IMAGE, "--question", "Is there a sphere?")
     result = iep_ask(*asked)
     assert result.exit_code == 0, result.output
-    assert "The networks of the demo answer" in result.stderr
+    assert "The networks that come with the package answer" in result.stderr
     assert result.stdout == str(iep.load().ask(IMAGE, "Is there a sphere?")) + "\n\n"
-    assert DEMO.stat().st_size < 4 * 2**20
+    assert DEFAULT.stat().st_size < 3 * 2**20
     program = iep_ask("--image", IMAGE, "--program", "exist filter_shape[sphere] scene").stdout
     assert "exist" in program

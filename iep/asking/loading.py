@@ -42,8 +42,8 @@ from iep.synth.world import ATTRIBUTES
 from iep.vocab import Vocab
 
 DTYPES = ("float32", "float16")
-DEMO = Path(__file__).with_name("demo.safetensors")
-"""The jointly trained networks of the demo (scripts/demo.sh), in float16."""
+DEFAULT = Path(__file__).with_name("default.safetensors")
+"""The networks that come with the package: the engine and the generator of `scripts/train_synth.sh --small`."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,14 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load(
-    name: Path | str = DEMO, pg: Path | str | None = None, device: str = "auto", modules: str | None = None
+    name: Path | str = DEFAULT, pg: Path | str | None = None, device: str = "auto", modules: str | None = None
 ) -> Model:
     """Load networks that answer questions about images: `iep.load("runs/joint").ask("image.png", "What color ...?")`.
 
     Args:
         name: a run directory, a checkpoint, or the name `user/name` of a repository on the Hugging Face Hub. It holds a
-            baseline or an execution engine, and with it perhaps a program generator. The default are the networks of
-            the demo, which come with the package and know scenes of two or three objects.
+            baseline or an execution engine, and with it perhaps a program generator. The default are the networks
+            that come with the package, which were trained on generated images of CLEVR's difficulty.
         pg: the same for the program generator, if `name` does not hold one.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
         modules: the class of another package, such as `mypackage.modules:Gated`, that the engine's set of modules is.

@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from iep.asking.answers import Answer, Asker
-from iep.asking.loading import DEMO, Model
+from iep.asking.loading import Model
 from iep.asking.picture import lit
 from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.errors import InputError
@@ -101,13 +101,11 @@ def make_page(model: Model, image: Path | None, directory: Path) -> gr.Blocks:
 
     with gr.Blocks(title="iep") as page:
         gr.Markdown("# Ask about an image of CLEVR's world")
-        if model.path == DEMO:
-            gr.Markdown("The networks of the demo answer, which know scenes of two or three objects.")
         with gr.Row():
             with gr.Column(min_width=300):
-                shown = gr.Image(generate(3) if image is None else str(image), type="filepath", label="Image")
+                shown = gr.Image(generate(6) if image is None else str(image), type="filepath", label="Image")
                 with gr.Row():
-                    objects = gr.Slider(1, 10, 3, step=1, label="Objects", min_width=140)
+                    objects = gr.Slider(3, 10, 6, step=1, label="Objects", min_width=140)
                     button = gr.Button("Generate an image", min_width=140)
                 question = gr.Textbox(QUESTION, label="Question", submit_btn="Ask")
                 if image is not None:

@@ -92,7 +92,7 @@ def main(
     as_json: bool,
     **of_backbone: Any,
 ) -> None:
-    """Answer questions about one image, by the networks of the demo unless others are given.
+    """Answer questions about one image, by the networks that come with the package unless others are given.
 
     The image's features are computed as they were for the training of the network. Checkpoints record how. --backbone
     and the options after it, except --weights, are only for checkpoints that do not, such as the original toolkit's.
@@ -108,11 +108,11 @@ def main(
             _check_not_read(picture, inputs)
         check_writable([draw])
     # Imported late: `--help` should not wait for torch.
-    from iep.asking.loading import DEMO, load_model
+    from iep.asking.loading import DEFAULT, load_model
 
     if not (ee or baseline):  # then --pg is not given either
-        click.echo("The networks of the demo answer, which know scenes of two or three objects (see --ee).", err=True)
-        ee = DEMO
+        click.echo("The networks that come with the package answer (see --ee).", err=True)
+        ee = DEFAULT
     given = {name: value for name, value in of_backbone.items() if value is not None}
     model = load_model(
         ee or baseline,

@@ -63,9 +63,9 @@ class NetworksPath(click.Path):
         path = super().convert(value, param, ctx)
         if str(path) != "default" or path.exists():
             return path
-        from iep.asking.loading import DEMO  # late, so that `--help` does not wait for torch
+        from iep.asking.loading import DEFAULT  # late, so that `--help` does not wait for torch
 
-        return DEMO
+        return DEFAULT
 
 
 class UpdateFrequency(click.ParamType):
