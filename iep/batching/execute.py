@@ -11,7 +11,7 @@ Shapes: G rows of a call, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.grouped import run_segments
+from iep.batching.layers import computed_by
 from iep.batching.plan import Argument, Call, Plan, Result
 
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
@@ -66,7 +67,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
     """Run the calls in order, after a first call that writes the inputs, and before a last one that reads the roots."""
     before, last, nothing = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ()), Call(0, 0, (), ())
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
-    context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
+    context = partial(computed_by, DeferredWeightGrads()) if defer and is_recorded else nullcontext
     # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
@@ -83,7 +84,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
         else:
             arguments = buffers.exchange(before, call, results)
         if call is not last:
-            with context if module is None else nullcontext():  # a family's callable defers by itself
+            with context():
                 results, before = run_call(plan, modules, call, arguments), call
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from iep.batching.grouped import is_one_kernel, product, weight_product
 from iep.batching.plan import Family, Functions, Plan
-
-
-class ConvStep(NamedTuple):
-    """A convolution and a ReLU, one of several that compute the result of a module.
-
-    Values are numbered: first the module's arguments, then the results of its steps.
-    """
-
-    conv: str
-    """The name of the convolution in the module."""
-    reads: tuple[int, ...]
-    """The value that is read, or the two that are concatenated."""
-    residual: int | None = None
-    """The value that is added before the ReLU."""
 
 
 def family_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:

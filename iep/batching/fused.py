@@ -17,7 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.families import ConvStep, Layer, family_module, groupable
+from iep.batching.families import Layer, family_module, groupable
+from iep.batching.layers import ConvStep
 from iep.batching.plan import Call, Family, Functions, Plan
 from iep.batching.triton_conv import Maps
 

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.layers import computed_by
 from iep.batching.schedulers import lower_bound
 from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, seconds
 from iep.bench.strategy import BEST, Strategy
@@ -110,7 +111,10 @@ class Step:
         ]
 
         def run() -> None:
-            with self._mode(), DeferredWeightGrads() if training and self.strategy.defer else nullcontext():
+            with (
+                self._mode(),
+                computed_by(DeferredWeightGrads()) if training and self.strategy.defer else nullcontext(),
+            ):
                 found = [module(*given) for module, given in zip(modules, arguments, strict=True)]
             pairs = [pair for pair in zip(found, results, strict=True) if pair[0].requires_grad]
             if pairs:

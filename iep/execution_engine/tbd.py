@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import Conv2d
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.programs import SCENE
 from iep.vocab import SPECIAL_TOKENS
@@ -25,8 +26,8 @@ ATTENTION_BIAS = -2.0
 section 3.3)."""
 
 
-def _conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
+def _conv3x3(dim: int, dilation: int = 1) -> Conv2d:
+    return Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
 
 
 class QueryModule(nn.Module):
@@ -47,7 +48,7 @@ class AttentionModule(QueryModule):
 
     def __init__(self, dim: int):
         super().__init__(dim)
-        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv3 = Conv2d(dim, 1, kernel_size=1)
         nn.init.constant_(self.conv3.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class RelateModule(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (_conv3x3(dim, each) for each in DILATIONS)
-        self.conv6 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv6 = Conv2d(dim, 1, kernel_size=1)
         nn.init.constant_(self.conv6.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class SameModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv = nn.Conv2d(dim + 1, 1, kernel_size=1)
+        self.conv = Conv2d(dim + 1, 1, kernel_size=1)
 
     @torch.no_grad()
     def adjust_initial_weights(self) -> None:
@@ -109,7 +110,7 @@ class ComparisonModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.projection = nn.Conv2d(2 * dim, dim, kernel_size=1)
+        self.projection = Conv2d(2 * dim, dim, kernel_size=1)
         self.conv1, self.conv2 = _conv3x3(dim), _conv3x3(dim)
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import Conv2d, Linear
 from iep.batching.plan import Functions
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
@@ -35,9 +36,9 @@ class SharedBlock(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.modulation = nn.Sequential(nn.Linear((1 + MOST_ARGUMENTS) * dim, dim), nn.ReLU(), nn.Linear(dim, 4 * dim))
-        self.conv1 = nn.Conv2d(dim + 2, dim, kernel_size=3, padding=1)
-        self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.modulation = nn.Sequential(Linear((1 + MOST_ARGUMENTS) * dim, dim), nn.ReLU(), Linear(dim, 4 * dim))
+        self.conv1 = Conv2d(dim + 2, dim, kernel_size=3, padding=1)
+        self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.pool = nn.AdaptiveMaxPool2d(1)
 
     def forward(self, features_GCHW: Tensor, embedding_GC: Tensor, *vectors_GC11: Tensor) -> Tensor:
