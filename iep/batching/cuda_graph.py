@@ -28,9 +28,9 @@ class CapturedExecution:
 
     Args:
         plan: a plan of the template, on the GPU.
-        modules: by op, the modules of all functions of the template's families. Later changes of their parameters must
+        modules: by op, the modules of all functions of the template's op groups. Later changes of their parameters must
             be made in place. Those that are frozen at the capture have no gradients afterwards either.
-        inputs: the inputs of the plan, without the spare one.
+        inputs: the inputs of the plan, or fewer.
     """
 
     def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], inputs: Tensor):
@@ -81,7 +81,7 @@ class CapturedExecution:
         return self._result.detach()
 
     def end(self, of_result: Tensor) -> tuple[Tensor | None, ...]:
-        """Replay the backward pass, and return the gradients of the inputs, of the spare one too, and parameters."""
+        """Replay the backward pass, and return the gradients of all inputs and of the parameters."""
         self._check_gradients()
         self._of_result.copy_(of_result)
         self._replay_backward()
@@ -99,6 +99,8 @@ class CapturedExecution:
         if not wanted:
             return
         found = torch.autograd.grad(self._result, wanted, self._of_result, allow_unused=True)
+        # The graph would keep the parameters' nodes alive, for which each later backward pass would wait.
+        self._result = self._result.detach()
         self._gradients = found if self._inputs.requires_grad else (None, *found)
 
 

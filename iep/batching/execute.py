@@ -20,9 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.grouped import run_segments
 from iep.batching.layers import computed_by
 from iep.batching.plan import Argument, Call, Plan, Result
+from iep.batching.schedulers import Segment
 
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 
@@ -37,9 +37,9 @@ def execute(
         modules: by op, a callable that maps the arguments of a call, (G, ...) each in order, to its results (G, ...): a
             tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
-            A family's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call; without
-            one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)` reads and
-            writes the buffers itself (`fused.py`).
+            An op group's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call;
+            without one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)`
+            reads and writes the buffers itself (`fused.py`).
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
@@ -105,13 +105,25 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     elif call.op in modules:
         returned = modules[call.op](plan.functions(call), *arguments)
     else:
-        returned = run_segments(modules, call.segments, *arguments)
+        returned = _run_segments(modules, call.segments, arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
         raise ValueError(f"op {call.op} returned {type(returned).__name__}, expected a tensor or a tuple of tensors")
     if len(results) != len(call.results):
         raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
     return results
+
+
+def _run_segments(
+    modules: Modules, segments: Sequence[Segment], arguments: Sequence[Tensor]
+) -> Tensor | tuple[Tensor, ...]:
+    """Run the module of each segment on its rows of the arguments, and return their results, concatenated."""
+    sizes = [segment.rows.stop - segment.rows.start for segment in segments]
+    parts = zip(*(argument.split(sizes) for argument in arguments), strict=True)
+    results = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 class _Kind:
