@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.layers import Conv2d, Linear, computed_by, linear
+from iep.dynamic import scope
 
 
 class CountWeightGrads(TorchDispatchMode):
@@ -135,6 +136,16 @@ def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
     output = (deferred(recurrent) if defer else recurrent)(layer, torch.randn(shape), 7)
     with CountWeightGrads(layer.weight) as counted:
         output.sum().backward()
+    assert counted.count == (1 if defer else 7)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_scope_defers_the_gradients_of_layers_of_pytorch_that_it_runs_directly(defer):
+    layer = nn.Linear(4, 4)
+    with scope(layer, defer_weight_grads=defer):
+        output = recurrent(layer, torch.randn(4), 7)
+    with CountWeightGrads(layer.weight) as counted:
+        output.value.sum().backward()
     assert counted.count == (1 if defer else 7)
 
 

@@ -64,18 +64,12 @@ class VectorModule(nn.Module):
 
     Args:
         shared: the block, which is not a part of the module; the engine has it once.
-        num_arguments: the number of the function's arguments.
     """
 
-    def __init__(self, shared: SharedBlock, num_arguments: int):
+    def __init__(self, shared: SharedBlock):
         super().__init__()
         self.embedding = nn.Parameter(torch.randn(shared.conv2.in_channels))
-        self.num_arguments = num_arguments
         self._shared = (shared,)
-
-    def extra_repr(self) -> str:
-        """Name the number of arguments, by which functions are grouped."""
-        return f"num_arguments={self.num_arguments}"
 
     def forward(self, features_GCHW: Tensor, *vectors_GC11: Tensor) -> Tensor:
         """Return the vectors, (G, C, 1, 1)."""
@@ -123,7 +117,7 @@ class VectorModules:
 
     def make(self, token: str) -> nn.Module:
         """Return the module of a token."""
-        return VectorModule(self.shared, arity(token))
+        return VectorModule(self.shared)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output; as a vector, `scene` is the result of its module, so that the zeros are unused."""
