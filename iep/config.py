@@ -93,13 +93,14 @@ def setting(
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
     models: tuple[str, ...] = MODELS,
+    former: Mapping[str, str] | None = None,
 ) -> Any:
     """Return a dataclass field with a default and, to be checked when a config is read, bounds or a list of choices.
 
     The bounds of a tuple apply to each of its items. `models` are the models that use the setting; for other models it
-    is an error to give it.
+    is an error to give it. `former` has values of earlier versions, and those that replace them.
     """
-    limits = {"minimum": minimum, "maximum": maximum, "choices": choices, "models": models}
+    limits = {"minimum": minimum, "maximum": maximum, "choices": choices, "models": models, "former": former or {}}
     return field(default=default, metadata=limits)
 
 
@@ -203,8 +204,10 @@ class Config:
     sharing: bool | None = setting(None, models=WITH_ENGINE)
     """Run each image's stem, and equal subtrees over one image, once. If unset, training shares only where this is
     exact, that is without batch norm and dropout, and validation always does."""
-    execution: str = setting("auto", choices=("auto", *choices.EXECUTIONS), models=WITH_ENGINE)
-    """How module calls run: one function in each call (calls), or all of one architecture (the others)."""
+    execution: str = setting(
+        "auto", choices=("auto", *choices.EXECUTIONS), models=WITH_ENGINE, former={"grouped": "calls"}
+    )
+    """How module calls run: one function in each call (calls, which `auto` is), or all of one architecture."""
     defer_weight_grads: bool = setting(False, models=WITH_ENGINE)
     """Compute the gradient of each module's weights once a step, over all its calls."""
     train_split: str = "train"
@@ -516,6 +519,8 @@ def to_yaml(config: Config) -> str:
 
 def _checked(value: Any, kind: Any, limits: Mapping[str, Any], name: str) -> Any:
     value = _converted(value, kind, name)
+    if isinstance(value, str):
+        value = limits.get("former", {}).get(value, value)
     minimum, maximum, choices = (limits.get(key) for key in ("minimum", "maximum", "choices"))
     for item in value if isinstance(value, tuple) else () if value is None else (value,):
         if minimum is not None and not item >= minimum:

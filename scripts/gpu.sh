@@ -45,9 +45,9 @@ bench() { # PART COMMAND OPTION...: its tables are OUT/PART.txt
     python -m iep.cli.bench "${@:2}" --device "$DEVICE" --out "$OUT/$1" >"$OUT/$1.part"
 }
 
-engine() { # PART SUFFIX: the engine in one precision
+engine() { # PART SUFFIX STRATEGY...: the engine in one precision
     local each strategies=vanilla$2
-    for each in lookahead lookahead+sharing lookahead+sharing+defer lookahead+sharing+grouped $TRITON; do
+    for each in lookahead lookahead+sharing lookahead+sharing+defer "${@:3}"; do
         strategies+=,$each$2
     done
     bench "$1" engine --batch-sizes "$SIZES" --batching "$strategies" "${EFFORT[@]}" "${ENGINE[@]}"
@@ -57,7 +57,7 @@ run() {
     case $1 in
     tests) python -m pytest -m gpu -n 4 --continue-on-collection-errors >"$OUT/tests.part" || true ;; # the report shows failures
     float32) engine float32 "" ;;
-    bfloat16) engine bfloat16 +bfloat16 ;;
+    bfloat16) engine bfloat16 +bfloat16 $TRITON ;; # whose kernels compute in bfloat16
     experts) bench experts moe "${EXPERTS[@]}" ;;
     profile)
         python scripts/profile_step.py --batch-sizes "$PROFILED" --device "$DEVICE" "${ENGINE[@]}" >"$OUT/profile.part"

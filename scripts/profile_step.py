@@ -20,7 +20,8 @@ from iep.models.build import build, fit_template, network_kwargs, place
 
 PEAKS = {"H100": (494.7e12, 989.4e12), "H200": (494.7e12, 989.4e12), "A100": (156e12, 312e12)}
 """Dense TF32 and bfloat16 FLOP/s of the SXM variants, from NVIDIA's data sheets."""
-STRATEGIES = "lookahead+sharing,lookahead+sharing+grouped"
+STRATEGIES = "lookahead+sharing+float32,lookahead+sharing+bfloat16"
+KERNELS = ",lookahead+sharing+triton+bfloat16,lookahead+sharing+cuda_graph+bfloat16"
 SHOWN = 12
 
 
@@ -34,12 +35,7 @@ def main() -> None:
     device = torch.device(given.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
     peaks = next((peaks for part, peaks in PEAKS.items() if part in name), None)
-    more = ",lookahead+sharing+triton,lookahead+sharing+cuda_graph" if device.type == "cuda" else ""
-    strategies = [
-        strategy
-        for precision in ("float32", "bfloat16")
-        for strategy in parse_strategies(",".join(f"{each}+{precision}" for each in (STRATEGIES + more).split(",")))
-    ]
+    strategies = parse_strategies(STRATEGIES + (KERNELS if device.type == "cuda" else ""))
     print(f"A training step on {name}, with random features; torch {torch.__version__}")
     for size in map(int, given.batch_sizes.split(",")):
         workload = generated(size, 1, tuple(given.feature_shape), size, 0)

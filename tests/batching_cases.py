@@ -13,6 +13,7 @@ from hypothesis import settings
 from torch import nn
 
 from iep.batching.graph import Graph, graph_from_prefix
+from iep.batching.layers import Linear
 
 PAD, SKIP, UNARY_END, UNARY_UNK, LEAF, OTHER_LEAF, UNARY_A, UNARY_B, BINARY_A, BINARY_B, TERNARY = range(11)
 ARITY_V = np.array([1, 1, 1, 1, 0, 0, 1, 1, 2, 2, 3])
@@ -72,7 +73,7 @@ class ToyModule(nn.Module):
 
     def __init__(self, arity: int, dim: int):
         super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(dim, dim, bias=place == 0) for place in range(max(1, arity)))
+        self.maps = nn.ModuleList(Linear(dim, dim, bias=place == 0) for place in range(max(1, arity)))
         self.scale = nn.Parameter(torch.rand(dim) + 0.5)
 
     def forward(self, *args_GD: torch.Tensor) -> torch.Tensor:

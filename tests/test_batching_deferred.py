@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.layers import Conv2d, Linear, computed_by, linear
+from iep.dynamic import scope
 
 
 class CountWeightGrads(TorchDispatchMode):
@@ -33,7 +35,7 @@ def recurrent(layer, x, times=4):
 
 def deferred(run):
     def run_deferred(*arguments):
-        with DeferredWeightGrads():
+        with computed_by(DeferredWeightGrads()):
             return run(*arguments)
 
     return run_deferred
@@ -78,7 +80,7 @@ def with_a_shared_weight(layers, x):
 def with_a_weight_computed_for_each_call(layers, x):
     with torch.autocast("cpu", torch.bfloat16):  # whose copies are what the tape keeps, not the weights made
         for call in range(6):
-            x = torch.tanh(nn.functional.linear(x, layers[0].weight * (call + 1), layers[0].bias))
+            x = torch.tanh(linear(x, layers[0].weight * (call + 1), layers[0].bias))
         return x.float()
 
 
@@ -88,21 +90,22 @@ CONVOLUTION = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding":
 @pytest.mark.parametrize(
     ("run", "layer", "shape"),
     [
-        (recurrent, lambda: nn.Linear(4, 4), (5, 4)),
-        (recurrent, lambda: nn.Linear(4, 4), (4,)),
-        (recurrent, lambda: nn.Linear(4, 4, bias=False), (2, 3, 4)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION), (4, 5, 3)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION, bias=False, groups=2), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION | {"padding": "same"}), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION, padding_mode="circular"), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Conv2d(**CONVOLUTION | {"padding": (2, 1), "dilation": (2, 1)}), (2, 4, 5, 3)),
-        (recurrent, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4)), (5, 4)),
-        (under_autocast, lambda: nn.Conv2d(**CONVOLUTION), (3, 4, 5, 5)),
-        (of_several_sizes, lambda: nn.Conv2d(**CONVOLUTION), (2, 4, 6, 6)),
-        (of_a_frozen_weight, lambda: nn.Linear(4, 4), (2, 4)),
+        (recurrent, lambda: Linear(4, 4), (5, 4)),
+        (recurrent, lambda: Linear(4, 4), (4,)),
+        (recurrent, lambda: nn.Sequential(nn.Linear(4, 4), Linear(4, 4)), (5, 4)),  # whose first layer is PyTorch's
+        (recurrent, lambda: Linear(4, 4, bias=False), (2, 3, 4)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION), (2, 4, 5, 3)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION), (4, 5, 3)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION, bias=False, groups=2), (2, 4, 5, 3)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION | {"padding": "same"}), (2, 4, 5, 3)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION, padding_mode="circular"), (2, 4, 5, 3)),
+        (recurrent, lambda: Conv2d(**CONVOLUTION | {"padding": (2, 1), "dilation": (2, 1)}), (2, 4, 5, 3)),
+        (recurrent, lambda: nn.Sequential(Linear(4, 3), Linear(3, 4)), (5, 4)),
+        (under_autocast, lambda: Conv2d(**CONVOLUTION), (3, 4, 5, 5)),
+        (of_several_sizes, lambda: Conv2d(**CONVOLUTION), (2, 4, 6, 6)),
+        (of_a_frozen_weight, lambda: Linear(4, 4), (2, 4)),
         *(
-            (run, lambda: nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), (4, 3))
+            (run, lambda: nn.ModuleList([Linear(3, 3), Linear(3, 3)]), (4, 3))
             for run in (
                 partly_without_gradients,
                 partly_under_autocast,
@@ -125,7 +128,7 @@ def test_deferred_gradients_equal_ordinary_ones(run, layer, shape, dtype, relati
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"), [(lambda: nn.Conv2d(**CONVOLUTION), (2, 4, 5, 5)), (lambda: nn.Linear(4, 4), (2, 4))]
+    ("layer", "shape"), [(lambda: Conv2d(**CONVOLUTION), (2, 4, 5, 5)), (lambda: Linear(4, 4), (2, 4))]
 )
 @pytest.mark.parametrize("defer", [False, True])
 def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
@@ -136,8 +139,18 @@ def test_each_weight_gradient_is_computed_once_a_step(layer, shape, defer):
     assert counted.count == (1 if defer else 7)
 
 
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_scope_defers_the_gradients_of_layers_of_pytorch_that_it_runs_directly(defer):
+    layer = nn.Linear(4, 4)
+    with scope(layer, defer_weight_grads=defer):
+        output = recurrent(layer, torch.randn(4), 7)
+    with CountWeightGrads(layer.weight) as counted:
+        output.value.sum().backward()
+    assert counted.count == (1 if defer else 7)
+
+
 def test_several_backward_passes_and_one_of_the_inputs_alone_leave_nothing_for_later_ones():
-    layer, inputs = nn.Linear(3, 3).double(), torch.randn(2, 3, requires_grad=True, dtype=torch.float64)
+    layer, inputs = Linear(3, 3).double(), torch.randn(2, 3, requires_grad=True, dtype=torch.float64)
     expected = torch.autograd.grad(recurrent(layer, inputs).sum(), [inputs, layer.weight])
     loss = deferred(recurrent)(layer, inputs).sum()
     (of_inputs,) = torch.autograd.grad(loss, inputs, retain_graph=True)

@@ -1,4 +1,4 @@
-"""Whatever the schedule, sharing, deferral, families and placement, a run equals a walk node by node."""
+"""Whatever the schedule, sharing, deferral, op groups and placement, a run equals a walk node by node."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ from iep.batching.sharing import share
 from iep.execution_engine.placement import least_time, rows_copied
 
 CPUS = (torch.device("cpu"), torch.device("cpu"))
-FAMILY = 100
-"""Families have numbers beyond the ops'."""
+OP_GROUP = 100
+"""Op groups have numbers beyond the ops'."""
 
 
 def images_graph(rows):
@@ -42,12 +42,12 @@ def images_graph(rows):
     return tree_graph(rows, leaf_is_input=True)
 
 
-def plan_of(graph, scheduler="lookahead", families=False, seed=None):
+def plan_of(graph, scheduler="lookahead", op_groups=False, seed=None):
     """The plan of a graph of toy programs; with a seed, its ops are placed on two devices at random."""
     position = [0] * len(ARITY_V) if seed is None else np.random.default_rng(seed).integers(0, 2, len(ARITY_V)).tolist()
-    # Functions of one arity are a family, on each device.
-    family = {op: FAMILY + 2 * int(ARITY_V[op]) + position[op] for op in range(len(ARITY_V))} if families else None
-    schedule = make_schedule(graph, scheduler, family)
+    # Functions of one arity are an op group, on each device.
+    op_group = {op: OP_GROUP + 2 * int(ARITY_V[op]) + position[op] for op in range(len(ARITY_V))} if op_groups else None
+    schedule = make_schedule(graph, scheduler, op_group)
     if seed is None:
         return make_plan(graph, schedule)
     return make_placed_plan(graph, schedule, OpPlacement(CPUS, dict(enumerate(position)), seed % 2, seed // 2 % 2))
@@ -76,12 +76,12 @@ def one_by_one(tokens_BL, modules, inputs, leaf_is_input=False, input_B=None):
     examples_an_input=st.integers(1, 4),
     sharing=st.booleans(),
     defer=st.booleans(),
-    families=st.booleans(),
+    op_groups=st.booleans(),
     seed=st.one_of(st.none(), st.integers(0, 2**16)),
 )
 @settings(quick, max_examples=80)
 def test_every_run_equals_the_reference_on_outputs_and_all_gradients(
-    tokens_BL, precision, leaf_is_input, examples_an_input, sharing, defer, families, seed
+    tokens_BL, precision, leaf_is_input, examples_an_input, sharing, defer, op_groups, seed
 ):
     dtype, relative = precision
     modules = toy_modules(dtype=dtype)
@@ -91,7 +91,7 @@ def test_every_run_equals_the_reference_on_outputs_and_all_gradients(
     graph = tree_graph(tokens_BL, leaf_is_input, input_B)
     by_op = dict(enumerate(modules))
     for name in SCHEDULERS:
-        plan = plan_of(share(graph) if sharing else graph, name, families, seed)
+        plan = plan_of(share(graph) if sharing else graph, name, op_groups, seed)
         assert_same(results(lambda x, p=plan: execute(p, by_op, x, defer), modules, inputs), expected, relative)
         with torch.inference_mode():
             assert execute(plan, by_op, inputs).sub(expected["output"]).abs().max() <= relative
@@ -191,7 +191,7 @@ def test_checkpointing_inside_a_module_is_an_error_where_weight_gradients_are_de
         results(lambda x: execute(plan, dict(enumerate(modules)), x, defer_weight_grads=True), modules, inputs)
 
 
-def test_a_family_of_functions_runs_in_one_call_with_its_rows_sorted_by_function():
+def test_an_op_group_of_functions_runs_in_one_call_with_its_rows_sorted_by_function():
     seen = []
 
     def grouped(functions, x):
@@ -199,11 +199,11 @@ def test_a_family_of_functions_runs_in_one_call_with_its_rows_sorted_by_function
         return x + torch.tensor([[100.0], [200.0], [200.0]])
 
     graph = images_graph([[UNARY_B, LEAF], [UNARY_A, LEAF], [UNARY_B, LEAF]])
-    plan = make_plan(graph, make_schedule(graph, "lookahead", {UNARY_A: FAMILY, UNARY_B: FAMILY}))
-    out = execute(plan, {FAMILY: grouped}, torch.tensor([[1.0], [2.0], [3.0]]))
+    plan = make_plan(graph, make_schedule(graph, "lookahead", {UNARY_A: OP_GROUP, UNARY_B: OP_GROUP}))
+    out = execute(plan, {OP_GROUP: grouped}, torch.tensor([[1.0], [2.0], [3.0]]))
     assert seen == [([0, 1, 1], [1, 3], [2.0, 1.0, 3.0])]
     assert out.tolist() == [[201.0], [102.0], [203.0]]
-    assert "family 100 (op 6 on 1, op 7 on 2) on 3 nodes" in str(plan)
+    assert "op group 100 (op 6 on 1, op 7 on 2) on 3 nodes" in str(plan)
 
 
 def test_a_placed_plan_copies_a_value_once_and_only_where_it_is_needed():
@@ -283,10 +283,10 @@ def test_an_invalid_schedule_is_an_error(groups, message):
         make_plan(GRAPH, tuple(Group(UNARY_A, np.array(nodes)) for nodes in groups))
 
 
-def planned_over(family, places=None, columns=(0, 0)):
-    """Plan A and B as one family, placed or with columns of their own."""
+def planned_over(op_group, places=None, columns=(0, 0)):
+    """Plan A and B as one op group, placed or with columns of their own."""
     graph = images_graph([[UNARY_A, LEAF], [UNARY_B, LEAF]])
-    schedule = make_schedule(graph, "lookahead", {UNARY_A: family, UNARY_B: family})
+    schedule = make_schedule(graph, "lookahead", {UNARY_A: op_group, UNARY_B: op_group})
     if places is not None:
         return make_placed_plan(graph, schedule, OpPlacement(CPUS, places, 0, 0))
     signatures = {op: Signature((Read(0),), (column,)) for op, column in zip((UNARY_A, UNARY_B), columns, strict=True)}
@@ -296,13 +296,13 @@ def planned_over(family, places=None, columns=(0, 0)):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((UNARY_A,), "family 6 has the number of an op"),
-        ((FAMILY, {UNARY_A: 0, UNARY_B: 1}), "functions of family 100 are on several devices"),
-        ((FAMILY, {UNARY_A: 0}), "op 7 runs, but is not placed on a device"),
-        ((FAMILY, None, (0, 1)), "functions of family 100 have different signatures"),
+        ((UNARY_A,), "op group 6 has the number of an op"),
+        ((OP_GROUP, {UNARY_A: 0, UNARY_B: 1}), "functions of op group 100 are on several devices"),
+        ((OP_GROUP, {UNARY_A: 0}), "op 7 runs, but is not placed on a device"),
+        ((OP_GROUP, None, (0, 1)), "functions of op group 100 have different signatures"),
     ],
 )
-def test_families_and_placements_that_do_not_fit_are_errors(arguments, message):
+def test_op_groups_and_placements_that_do_not_fit_are_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         planned_over(*arguments)
 

@@ -64,8 +64,8 @@ def clevr_graph(questions: int, seed: int, scene_is_input: bool = False) -> Grap
     return graph_from_prefix(matrix(rows, leaf), arity_V, leaf=leaf, leaf_is_input=scene_is_input)
 
 
-def families_of(graph: Graph) -> dict[int, int]:
-    """Return families of all ops of one number of arguments."""
+def op_groups_of(graph: Graph) -> dict[int, int]:
+    """Return op groups of all ops of one number of arguments."""
     arity_N = (graph.args >= 0).sum(axis=1)
     return {int(op): 100 + int(many) for op, many in zip(graph.op, arity_N, strict=True)}
 
@@ -78,7 +78,7 @@ def as_lists(schedule: Schedule) -> list[tuple[int, list[int]]]:
 
 
 def assert_valid(graph: Graph, schedule: Schedule) -> None:
-    """Assert that every node runs once, after its arguments, and that a group has one op, or a family's in order."""
+    """Assert that every node runs once, after its arguments, and that a group has one op, or an op group's in order."""
     done = set(range(graph.num_inputs))
     for op, nodes, segments in schedule:
         functions = graph.op[nodes].tolist()
@@ -197,10 +197,10 @@ def fewest_calls(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@given(graph=graphs, families=st.booleans())
+@given(graph=graphs, op_groups=st.booleans())
 @settings(quick, max_examples=60)
-def test_every_schedule_runs_each_node_once_after_its_arguments(name, graph, families):
-    assert_valid(graph, make_schedule(graph, name, families_of(graph) if families else None))
+def test_every_schedule_runs_each_node_once_after_its_arguments(name, graph, op_groups):
+    assert_valid(graph, make_schedule(graph, name, op_groups_of(graph) if op_groups else None))
 
 
 @given(graph=graphs)
@@ -286,9 +286,9 @@ def test_lookahead_needs_few_calls_for_clevr_programs(questions, most, seed):
 
 
 @pytest.mark.parametrize(("questions", "most"), [(64, 23), (256, 25)])
-def test_lookahead_over_families_needs_about_one_call_for_each_level(questions, most):
+def test_lookahead_over_op_groups_needs_about_one_call_for_each_level(questions, most):
     graph = clevr_graph(questions, 0, scene_is_input=True)
-    calls = len(make_schedule(graph, "lookahead", families_of(graph)))
+    calls = len(make_schedule(graph, "lookahead", op_groups_of(graph)))
     assert int(graph.height.max()) + 1 <= calls <= most
 
 

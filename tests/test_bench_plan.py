@@ -91,8 +91,8 @@ def test_a_plan_says_which_call_runs_where_and_what_is_copied() -> None:
     assert re.search(r"\nops: \d+ is count, \d+ is filter_color\[red\], \d+ is scene\n", result.stdout)
 
 
-def test_a_call_of_a_family_has_several_functions() -> None:
-    given = ("--program", COUNT, "--program", "exist filter_shape[cube] scene", "--batching", "lookahead+grouped")
+def test_a_call_of_an_op_group_has_several_functions() -> None:
+    given = ("--program", COUNT, "--program", "exist filter_shape[cube] scene", "--batching", "lookahead+triton")
     result = iep_bench("plan", *given)
     assert result.exit_code == 0, result.output
     assert "3 calls for 6 nodes" in result.stdout

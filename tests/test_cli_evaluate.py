@@ -459,7 +459,7 @@ def test_two_processes_whose_data_differ_evaluate_nothing_and_name_the_file(data
         ("--data {data} --baseline {lstm} --programs ground-truth", "--baseline answers alone", 1),
         ("--data {data} --ee {ee} --programs predicted", "predicted needs a program generator: give --pg CKPT", 1),
         ("--data {data} --pg {pg} --programs ground-truth", "needs an execution engine: give --ee CKPT", 1),
-        ("--data {data} --pg {pg} --execution grouped", "grouped, a setting of execution engines; give --ee", 1),
+        ("--data {data} --pg {pg} --execution calls", "calls, a setting of execution engines; give --ee", 1),
         ("--data {data} --pg {pg} --no-sharing", "sharing is False, a setting of execution engines", 1),
         ("--data {data} --pg {ee}", "{ee}: holds an execution engine, expected a checkpoint with a program", 1),
         ("--data {data} --baseline {joint}", "{joint}: holds a program generator, an execution engine, expected", 1),

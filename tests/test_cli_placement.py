@@ -8,14 +8,19 @@ import torch
 import yaml
 from batching_cases import assert_same
 from click.testing import CliRunner, Result
-from device_cases import ONE_GPU, TWO_GPUS
+from device_cases import HAS_TRITON, ONE_GPU, TWO_GPUS
+from engine_cases import small_engine
 from tiny_data import VOCAB, assert_one_error, newest, tiny
 from train_cases import iep_train, rows, weights
 
 from iep.cli.evaluate import main as evaluate_main
 from iep.config import read_config
+from iep.errors import InputError
+from iep.execution_engine.choices import EXECUTIONS as NAMES
+from iep.models.build import set_execution
 from iep.models.checkpoint import load_checkpoint
 
+EXECUTIONS = tuple(NAMES)
 PLACED = ("--placement", "balanced", "--devices", "cpu,cpu")
 SETTINGS = [each for each in tiny("ee") if each != "device=cpu"]
 
@@ -129,49 +134,67 @@ def test_what_cannot_be_placed_is_an_error_before_a_run_begins(given, words, dat
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("execution", "device"),
-    [("grouped", "cpu"), *(pytest.param(each, "cuda", marks=ONE_GPU) for each in ("grouped", "triton"))],
-)
-def test_grouped_training_and_evaluation_is_that_of_calls(data, alone, execution, device, tmp_path) -> None:
-    how = ("--data", data, "--execution", execution, "--device", device)
-    train(tmp_path / "run", "--model", "ee", *how)
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["execution"] == execution
-    assert_same_run(tmp_path / "run", alone)
-    for given in (how, ("--data", data, "--execution", "calls", "--device", "cpu")):
-        result = iep_eval("--ee", alone, "--out", tmp_path / given[3], *given)
+@HAS_TRITON
+def test_training_and_evaluation_by_kernels_are_those_of_calls(data, tmp_path) -> None:
+    how = ("--data", data, "--device", "cpu", "iterations=1", "batch_size=4", "num_val_samples=4")
+    for execution in ("calls", "triton"):
+        train(tmp_path / execution, "--model", "ee", *how, "--execution", execution)
+        given = ("--data", data, "--device", "cpu", "--execution", execution, "--num-samples", 4)
+        result = iep_eval("--ee", tmp_path / "calls", "--out", tmp_path / f"{execution}-eval", *given)
         assert result.exit_code == 0, result.output
-    found, expected = (json.loads((tmp_path / each / "report.json").read_text()) for each in (execution, "calls"))
+    assert yaml.safe_load((tmp_path / "triton" / "config.yaml").read_text())["execution"] == "triton"
+    assert_same_run(tmp_path / "triton", tmp_path / "calls")
+    found, expected = (json.loads((tmp_path / f"{each}-eval" / "report.json").read_text()) for each in EXECUTIONS[:2])
     assert found["accuracy"] == expected["accuracy"]
+
+
+@ONE_GPU
+@pytest.mark.parametrize("execution", EXECUTIONS[1:])
+def test_training_by_kernels_on_a_gpu_is_that_of_calls_and_is_resumed(data, execution, tmp_path) -> None:
+    how = ("--device", "cuda", "--precision", "bfloat16")
+    train(tmp_path / "calls", "--model", "ee", "--data", data, *how)
+    train(tmp_path / "run", "--model", "ee", "--data", data, *how, "--execution", execution, "iterations=2")
+    train(tmp_path / "run", "--resume", *how, "--execution", execution)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calls"), rel=0.05)
+
+
+def test_grouped_execution_of_earlier_versions_is_read_as_calls(data, alone, tmp_path) -> None:
+    config = (alone / "config.yaml").read_text()
+    assert "execution: auto" in config
+    (tmp_path / "old.yaml").write_text(config.replace("execution: auto", "execution: grouped"))
+    train(tmp_path / "run", "--config", tmp_path / "old.yaml", "--data", data, "--device", "cpu")
+    assert "execution: calls" in (tmp_path / "run" / "config.yaml").read_text()
+    assert_same_run(tmp_path / "run", alone)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (PLACED, "execution is grouped, but the engine is placed on several devices; expected calls"),
-        (["--defer-weight-grads"], "execution is grouped, but defer_weight_grads is for calls, and other"),
-        (["engine.module_norm=batch"], "functions run together only if their modules have a method 'grouped', or no"),
+        (PLACED, "execution is triton, but the engine is placed on several devices; expected calls"),
+        (["--defer-weight-grads"], "execution is triton, but defer_weight_grads is for calls, and other"),
+        (["engine.module_norm=batch"], "kernels run only modules whose parameters are all those of convolutions"),
+        (["--modules", "vector"], "Triton's kernels are for modules with weights of their own"),
         (["--asynchronous", "--workers", 2, "instance_size=4"], "execution"),
     ],
 )
-def test_grouped_execution_that_is_not_possible_is_an_error(data, given, message, tmp_path) -> None:
-    result = iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", "--data", data, "--execution", "grouped", *given)
+def test_kernels_that_are_not_possible_are_an_error(data, given, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    result = iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", "--data", data, "--execution", "triton", *given)
     assert_one_error(result, message, code=result.exit_code)
     assert result.exit_code != 0
 
 
-@ONE_GPU
-@pytest.mark.parametrize("how", [(), ("--workers", 2)])
-def test_training_with_cuda_graphs_is_that_of_calls_and_is_resumed(data, alone, how, tmp_path) -> None:
-    given = ("--execution", "cuda_graph", "--device", "cuda", *how)
-    train(tmp_path / "run", "--model", "ee", "--data", data, *given, "iterations=2")
-    train(tmp_path / "run", "--resume", *given)
-    assert_same_run(tmp_path / "run", alone)
+def test_kernels_on_a_gpu_compute_in_bfloat16() -> None:
+    engine = small_engine()
+    with pytest.raises(InputError, match="kernels compute in bfloat16, and precision is float32; expected bfloat16"):
+        set_execution(engine, "triton", torch.device("cuda"), "float32")
+    set_execution(engine, "triton", torch.device("cuda"), "bfloat16")
+    assert engine.execution == "triton"
 
 
 def test_cuda_graphs_are_for_training_on_a_gpu(data, alone, tmp_path) -> None:
     given = ("--data", data, "--execution", "cuda_graph", "--device", "cpu")
-    message = "execution is cuda_graph, but CUDA graphs are for training on a GPU; expected calls or grouped"
+    message = "execution is cuda_graph, but CUDA graphs are for training on a GPU; expected calls"
     assert_one_error(iep_train("--out", tmp_path, *SETTINGS, "--model", "ee", *given), message)
     assert_one_error(iep_eval("--ee", alone, "--out", tmp_path / "eval", *given), message)
 

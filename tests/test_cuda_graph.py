@@ -13,6 +13,7 @@ from batching_cases import assert_same, quick, results
 from device_cases import DEVICES, HAS_TRITON
 from engine_cases import BINARY, PROGRAMS_BL, UNARY, any_programs, features, programs, small_engine
 from hypothesis import given
+from torch.autograd.graph import get_gradient_edge
 
 from iep.batching.template import make_template
 from iep.execution_engine.engine import ExecutionEngine
@@ -91,6 +92,19 @@ def test_what_would_make_gradients_wrong_is_an_error(device, replays):
         logits_BA[:, 1].sum().backward()
 
 
+@HAS_TRITON
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_graph_keeps_no_nodes_of_parameters_alive(device, replays):
+    """A later backward pass would wait for each of them."""
+    engine = captured_engine(device)
+    weight = engine.get_submodule("count").conv1.weight
+    loss = engine(features(1, torch.float32).to(device), engine.plan(PROGRAMS_BL[:1])).sum()
+    get_gradient_edge(weight).node.metadata["alive"] = True
+    loss.backward()
+    del loss
+    assert "alive" not in get_gradient_edge(weight).node.metadata
+
+
 def test_a_plan_needs_a_template_and_no_other_scheduler():
     engine = small_engine()
     with pytest.raises(ValueError, match="needs a template"):
@@ -118,26 +132,28 @@ def test_frozen_parts_have_no_gradients(frozen, device, replays):
 @given(programs_BL=any_programs, sharing=st.booleans())
 @quick
 def test_a_plan_in_the_calls_of_a_template_runs_every_node_of_its_graph(programs_BL, sharing):
-    """The rows of each function are followed one by one; padding belongs to none."""
+    """The rows of each function are followed one by one; padding belongs to none, and each row of it reads itself."""
     planner = small_engine().planner(sharing=sharing, training=True, execution="triton")
     graph = planner(programs_BL, image_rows_B=np.arange(len(programs_BL)) // 2).graph
-    families = small_engine().families
-    plan = make_template([graph], families).plan_of(graph)
-    values, rows = {}, {family: [] for family in plan.families}
+    op_groups = small_engine().op_groups(by_kernels=True)
+    plan = make_template([graph], op_groups).plan_of(graph)
+    values, rows = {}, {op_group: [] for op_group in plan.op_groups}
     for call in plan.calls:
         ends_F = plan.functions(call).ends.tolist()
-        for op, first, end in zip(plan.families[call.op].ops, [0, *ends_F], ends_F, strict=False):
+        padding = range(call.results[0].rows.start + ends_F[-1], call.results[0].rows.stop)
+        assert all(plan.rows(each)[ends_F[-1] :].tolist() == [*padding] for each in call.arguments)
+        for op, first, end in zip(plan.op_groups[call.op].ops, [0, *ends_F], ends_F, strict=False):
             for row in range(first, end):
                 reads = [int(plan.rows(each)[row]) for each in call.arguments]
                 values[call.results[0].rows.start + row] = (op, *(values.get(each, each) for each in reads))
-                rows[call.op].append((op, call.in_family[1] + row))
+                rows[call.op].append((op, call.in_op_group[1] + row))
     expected = [*range(graph.num_inputs)]
     for op, args in zip(graph.op.tolist(), graph.args.tolist(), strict=True):
         expected.append((op, *(expected[each] for each in args if each >= 0)))
     roots = plan.rows(plan.roots[0])[: len(graph.roots)].tolist()
     assert [values.get(row, row) for row in roots] == [expected[root] for root in graph.roots]
     assert len(values) == graph.num_nodes
-    for number, family in plan.families.items():
+    for number, op_group in plan.op_groups.items():
         order = [row for _, row in sorted(rows[number])]
-        assert family.order[: len(order)].tolist() == order
-        assert family.total_ends.tolist() == [sum(op <= each for op, _ in rows[number]) for each in family.ops]
+        assert op_group.order[: len(order)].tolist() == order
+        assert op_group.total_ends.tolist() == [sum(op <= each for op, _ in rows[number]) for each in op_group.ops]

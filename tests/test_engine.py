@@ -43,7 +43,7 @@ from iep.vocab import END, NULL, START, UNK, index_tokens
 
 pytestmark = pytest.mark.usefixtures("ternary_functions")
 
-EXECUTIONS = ["calls", "grouped", pytest.param("triton", marks=HAS_TRITON)]
+EXECUTIONS = ["calls", pytest.param("triton", marks=HAS_TRITON)]
 ENDS_BL = np.array([[END, UNK, START, END, INDEX["union"], NULL, START]])
 
 
@@ -60,14 +60,13 @@ def test_every_schedule_placement_and_deferral_matches_the_reference_on_logits_a
 ):
     some = st.sampled_from([PROGRAMS_BL, MANY_BL, np.full((2, 3), NULL), ENDS_BL])
     programs_BL = data.draw(some | programs_for(tokens_of(name)))
-    execution = data.draw(st.sampled_from(["calls", "grouped"]))
     in_float32 = (torch.float32, 1e-4, torch.finfo(torch.float32).eps)
     dtype, relative, rounding = data.draw(st.sampled_from([(torch.float64, 1e-9, 0.0), in_float32]))
     engine, rows_B = small_engine(dtype, **ENGINES[name]), np.arange(len(programs_BL)) // 2
     placed, features_NCHW = placed_copy(engine, devices, seed), features(rows_B[-1] + 1, dtype)
     expected = results(lambda x: engine.reference(x[rows_B], programs_BL), engine, features_NCHW)
     for batching, sharing, defer in itertools.product(SCHEDULERS, (False, True), (False, True)):
-        plan = placed.plan(programs_BL, rows_B, batching, sharing, execution=execution)
+        plan = placed.plan(programs_BL, rows_B, batching, sharing)
 
         def run(x, plan=plan, defer=defer):
             return placed(x.to(devices[0]), plan, defer).cpu()
@@ -94,18 +93,15 @@ def test_tritons_kernels_match_the_reference_on_logits_and_all_gradients(name, d
 FROZEN = [("stem",), ("classifier",), ("count", "greater_than"), (*UNARY, *BINARY, "scene")]
 
 
-@pytest.mark.parametrize(
-    ("name", "execution"),
-    [*((name, "grouped") for name in ENGINES), pytest.param("iep", "triton", marks=HAS_TRITON)],
-)
+@pytest.mark.parametrize(("name", "execution"), [("vector", "calls"), pytest.param("iep", "triton", marks=HAS_TRITON)])
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen_parts_have_no_gradients_and_the_others_those_of_calls(name, execution, frozen):
-    found = []
-    for each in ("calls", execution):
-        engine = small_engine(torch.float32, **ENGINES[name])
-        for part, parameter in engine.named_parameters():
-            parameter.requires_grad_(part.split(".")[0] not in frozen)
-        logits_BA = engine(features(2, torch.float32), engine.plan(PROGRAMS_BL[:2], execution=each))
+def test_frozen_parts_have_no_gradients_and_the_others_those_of_the_reference(name, execution, frozen):
+    engine, features_BCHW, found = small_engine(torch.float32, **ENGINES[name]), features(2, torch.float32), []
+    for part, parameter in engine.named_parameters():
+        parameter.requires_grad_(part.split(".")[0] not in frozen)
+    plan = engine.plan(PROGRAMS_BL[:2], execution=execution)
+    for logits_BA in (engine.reference(features_BCHW, PROGRAMS_BL[:2]), engine(features_BCHW, plan)):
+        engine.zero_grad(set_to_none=True)
         logits_BA.square().sum().backward()
         found.append({part: parameter.grad for part, parameter in engine.named_parameters()})
     assert_same(found[1], found[0], 1e-3)
@@ -314,16 +310,18 @@ def test_the_backward_pass_frees_values_and_gradients_even_where_the_loss_is_kep
     assert loss.grad_fn is not None
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(
+    ("name", "execution"), [("iep", "calls"), ("vector", "calls"), pytest.param("iep", "triton", marks=HAS_TRITON)]
+)
 @pytest.mark.parametrize("part", ["relate[left]", "count", "filter_color[red].conv1"])
-def test_hooks_run_for_the_rows_of_their_own_function(part, execution):
-    engine, seen = small_engine(torch.float32), []
+def test_hooks_run_for_the_rows_of_their_own_function(part, name, execution):
+    engine, seen = small_engine(torch.float32, **ENGINES[name]), []
 
     def double(module, arguments, result):
         seen.append(len(result))
         return 2 * result
 
-    engine.get_submodule(part).register_forward_hook(double)
+    engine.get_submodule(part.partition(".")[0] if name == "vector" else part).register_forward_hook(double)
     features_BCHW = features(len(PROGRAMS_BL), torch.float32)
     expected_BA = engine.reference(features_BCHW, PROGRAMS_BL)
     rows = sum(seen)
@@ -344,8 +342,8 @@ def test_weights_begin_kaiming_normal():
 
 
 def test_a_plan_for_an_unknown_execution_is_an_error():
-    with pytest.raises(ValueError, match="execution is 'group', expected one of calls, grouped"):
-        small_engine().plan(PROGRAMS_BL, execution="group")
+    with pytest.raises(ValueError, match="execution is 'grouped', expected one of calls, triton, cuda_graph"):
+        small_engine().plan(PROGRAMS_BL, execution="grouped")
 
 
 PIXELS = {"stem": "pixels", "feature_dim": 192}

@@ -13,7 +13,8 @@ import pytest
 import torch
 from ask_cases import IMAGE, iep_ask
 from bench_cases import iep_bench
-from engine_cases import PROGRAMS_BL, features, small_engine
+from device_cases import HAS_TRITON
+from engine_cases import INDEX, features, programs, small_engine
 from evaluate_cases import iep_eval
 from tiny_data import VOCAB, assert_one_error, newest, tiny
 from train_cases import iep_train
@@ -58,97 +59,35 @@ def test_a_set_that_derives_from_another_has_its_functions_and_a_new_one():
     torch.testing.assert_close(engine(features_BCHW, engine.plan(programs_BL)), expected_1A)
 
 
-SHIFTED = """
-from gated import GatedModules
-from torch import nn
-
-class Shifted(nn.Module):
-    def __init__(self, dim, step):
-        super().__init__()
-        self.conv, self.step = nn.Conv2d(dim, dim, 1), step
-
-    def forward(self, *arguments):
-        return self.conv(sum(arguments)).roll(self.step, 3)
-
-class ShiftedModules(GatedModules):
-    def make(self, token):
-        return Shifted(self.dim, len(token))
-"""
-
-
-def test_functions_that_differ_in_more_than_weights_are_not_of_one_family(tmp_path: Path):
-    (tmp_path / "shifted.py").write_text(SHIFTED)
-    engine, features_NCHW = small_engine(modules="shifted:ShiftedModules"), features(len(PROGRAMS_BL))
-    found = engine(features_NCHW, engine.plan(PROGRAMS_BL, execution="grouped"))
-    torch.testing.assert_close(found, engine.reference(features_NCHW, PROGRAMS_BL))
-
-
 ODD = """
-from gated import MAP, AttentionModules, GatedModules, Role, arity
+from gated import MAP, Conv2d, GatedModules, Role, arity
 import torch
 from torch import nn
-from torch.nn import functional
 
-class Scaled(nn.Module):
+class Chosen(nn.Module):
     def __init__(self, dim, token):
         super().__init__()
-        self.conv = nn.Conv2d(arity(token) * dim, dim, 3, padding="same")
-        self._scale = len(token)
+        layer = nn.Conv2d if token == "exist" else Conv2d
+        self.conv = layer(arity(token) * dim, dim, 3, padding=1)
 
     def forward(self, *maps):
-        return self._scale * self.conv(torch.cat(maps, 1)).tanh()
+        return self.conv(torch.cat(maps, 1)).tanh()
 
-class Normalized(Scaled):
+class Fails(nn.Linear):
     def __init__(self, dim, token):
-        super().__init__(dim, token)
-        self.after = nn.Sequential(nn.ReLU(inplace=True), nn.GroupNorm(dim, dim, affine=False))
+        super().__init__(dim, dim)
 
-    def forward(self, *maps):
-        return self.after(self.conv(torch.cat(maps, 1)))
-
-class ReadsItsBias(Scaled):
-    def forward(self, *maps):
-        return super().forward(*maps) + self.conv.bias.sum()
-
-class OtherWeight(Scaled):
-    def forward(self, *maps):
-        weight = self.conv.weight / self.conv.weight.norm()
-        return functional.conv2d(torch.cat(maps, 1), weight, self.conv.bias, padding=1)
-
-class MixesRows(Scaled):
-    def forward(self, *maps):
-        found = super().forward(*maps)
-        return found - found.mean(0)
-
-class WithNorm(Scaled):
-    def __init__(self, dim, token):
-        super().__init__(dim, token)
-        self.norm = nn.BatchNorm2d(dim)
-
-class Fails(Scaled):
     def forward(self, *maps):
         raise KeyError(17)
 
 def set_of(kind):
     return type(kind.__name__ + "Modules", (GatedModules,), {"make": lambda self, token: kind(self.dim, token)})
 
-class Attends(ReadsItsBias):
-    def __init__(self, dim, token):
-        super().__init__(dim, token)
-        self.conv, self._scale = nn.Conv2d(dim, 1, 1), 1
-
-    def forward(self, features, attention):
-        return attention * super().forward(features).sigmoid()
-
-class AttendsModules(AttentionModules):
-    def make(self, token):
-        return Attends(self.dim, token) if token.startswith(("filter", "relate")) else super().make(token)
-
 class OfPairsModules(GatedModules):
     def role(self, token):
         return Role((MAP, MAP), MAP) if token == "exist" else super().role(token)
 
-for kind in (Scaled, Normalized, ReadsItsBias, OtherWeight, MixesRows, WithNorm, Fails):
+for kind in (Chosen, Fails):
     globals()[kind.__name__ + "Modules"] = set_of(kind)
 """
 
@@ -159,32 +98,18 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "odd", raising=False)
 
 
-@pytest.mark.parametrize("modules", ["odd:ScaledModules", "odd:NormalizedModules", "gated:GatedModules"])
-def test_functions_that_differ_in_weights_and_attributes_pass_the_check_and_are_exact(odd, modules):
-    engine, features_NCHW = small_engine(modules=modules), features(len(PROGRAMS_BL))
-    set_execution(engine, "grouped", torch.device("cpu"))
-    found = engine(features_NCHW, engine.plan(PROGRAMS_BL))
-    torch.testing.assert_close(found, engine.reference(features_NCHW, PROGRAMS_BL))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ReadsItsBias", "the result of .* differs if functions run together; expected calls"),
-        ("OtherWeight", "cannot run together .ValueError: a module calls conv2d directly"),
-        ("Attends", "the result of .* differs if functions run together"),
-        ("MixesRows", "the result of .* differs if functions run together"),
-        ("WithNorm", "functions run together only if"),
-    ],
-)
-def test_functions_that_compute_something_else_together_are_not_grouped(odd, name, message):
-    engine, state = small_engine(modules=f"odd:{name}Modules"), torch.get_rng_state()
-    before = [each.clone() for each in engine.parameters()]
-    with pytest.raises(InputError, match=message):
-        set_execution(engine, "grouped", torch.device("cpu"))
-    assert engine.execution == "calls"
-    assert all(map(torch.equal, before, engine.parameters()))
-    assert torch.equal(state, torch.get_rng_state())
+@HAS_TRITON
+def test_modules_with_the_convolution_for_kernels_run_by_them_and_others_by_calls_as_a_line_says(odd, capsys):
+    for modules, alone in (("gated:GatedModules", None), ("odd:ChosenModules", "exist")):
+        engine, features_NCHW = small_engine(torch.float32, modules=modules), features(2, torch.float32)
+        set_execution(engine, "triton", torch.device("cpu"), "float32")
+        line = f"execution triton: by calls, without convolutions for kernels: {alone}\n"
+        assert capsys.readouterr().out == ("" if alone is None else line)
+        programs_BL = programs("count filter_color[red] scene", "exist relate[left] scene")
+        plan = engine.plan(programs_BL)
+        own = {call.op for call in plan.plan.calls} & {*INDEX.values()}
+        assert own == (set() if alone is None else {INDEX[alone]})
+        torch.testing.assert_close(engine(features_NCHW, plan), engine.reference(features_NCHW, programs_BL))
 
 
 def test_an_exception_of_a_module_ends_training_though_processes_load_data(odd, data, tmp_path, monkeypatch):

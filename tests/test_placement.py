@@ -146,7 +146,7 @@ def test_parts_and_copies_are_described_in_maps_and_bytes(precision: str, size: 
     engine, sample = make_engine(), Sample(PROGRAMS_BL, np.arange(4), "here")
     state = torch.get_rng_state()
     costs = place_engine(engine, "round-robin", ("cpu", "cpu"), sample)
-    planner = engine.planner(execution="grouped" if precision == "bfloat16" else "calls")
+    planner = engine.planner()
     text = describe_engine("round-robin", engine, costs, sample, planner, 4, precision)
     rows = rows_copied(planner(PROGRAMS_BL).plan, 0)
     assert rows > 0

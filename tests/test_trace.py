@@ -35,7 +35,9 @@ def test_a_traced_program_has_the_references_answer_and_a_map_for_every_function
         assert torch.equal(traced.logits, engine.reference(FEATURES, program_L[None]))
         for saliency in ("norm", "gradient"):
             maps = saliency_maps(traced, saliency)
-            assert [map_HW.shape for map_HW in maps] == [(3, 4)] * len(traced.tree.nodes)
+            shapes = {map_HW.shape for map_HW in maps}
+            assert len(maps) == len(traced.tree.nodes)
+            assert shapes <= ({(3, 4), (1, 1)} if name == "pooled" else {(3, 4)})
             assert all(bool(map_HW.isfinite().all()) for map_HW in maps)
 
 

@@ -1,12 +1,10 @@
 """The modules of Vector-NMN: what they compute, that they share their weights, and what cannot be done with them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from engine_cases import MANY_BL, TOKENS, features, programs, small_engine
-from tiny_data import assert_one_error, newest, tiny
-from train_cases import iep_train, weights
+from tiny_data import assert_one_error, tiny
+from train_cases import iep_train
 
 from iep.execution_engine.trace import trace
 
@@ -34,10 +32,10 @@ def test_functions_have_only_an_embedding_of_their_own_and_checkpoints_hold_the_
     assert engine.classifier[0].in_channels == 3
 
 
-def test_a_grouped_plan_runs_functions_of_the_same_arity_in_one_call():
+def test_functions_of_the_same_arity_run_in_one_call():
     engine = small_engine(modules="vector")
     programs_BL = programs("count filter_color[red] scene", "exist relate[left] scene", "query_size same_shape scene")
-    calls = engine.plan(programs_BL, execution="grouped").plan.calls
+    calls = engine.plan(programs_BL).plan.calls
     assert [(call.size, len(call.segments)) for call in calls] == [(3, 1), (3, 3), (3, 3)]
 
 
@@ -47,17 +45,6 @@ def test_the_picture_shows_the_maps_whose_maxima_are_the_vectors():
     (logits_A,) = engine.classifier(traced.outputs[0].amax((2, 3), keepdim=True))
     assert traced.outputs[0].shape == (1, 3, 3, 4)
     torch.testing.assert_close(traced.logits[0], logits_A)
-
-
-def test_training_by_calls_equals_grouped_training_which_is_the_default(data: Path, tmp_path: Path):
-    for name, given in (("auto", ()), ("calls", ("--execution", "calls"))):
-        result = iep_train(
-            "--model", "ee", "--modules", "vector", "--data", data, "--out", tmp_path / name, *tiny("ee"), *given
-        )
-        assert result.exit_code == 0, result.output
-    found, expected = (weights(newest(tmp_path / name), "engine") for name in ("auto", "calls"))
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(

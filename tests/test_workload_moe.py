@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iep.batching.execute import execute
 from iep.batching.graph import Graph
-from iep.batching.grouped import grouped_linear, grouped_refusal
 from iep.batching.plan import make_plan
 from iep.batching.schedulers import make_schedule
 from iep.errors import InputError
-from iep.workloads.experts import Experts
+from iep.workloads.experts import Experts, grouped_linear, grouped_refusal
 from iep.workloads.moe import MixtureOfExperts, NoisyTopKGating, squared_variation
 
 HAS_GROUPED = grouped_refusal(torch.device("cpu"), torch.float32) is None
@@ -70,7 +69,7 @@ def test_where_there_is_no_grouped_product_auto_runs_the_loop_and_grouped_says_w
 
 
 @pytest.mark.parametrize("execution", ["loop", *(["grouped"] if HAS_GROUPED else [])])
-def test_a_family_of_linear_layers_is_one_call_of_the_executor(execution):
+def test_an_op_group_of_linear_layers_is_one_call_of_the_executor(execution):
     torch.manual_seed(0)
     weight_EIO, ops = torch.randn(3, 4, 4, requires_grad=True), [5, 7, 9]
     x = torch.randn(4, 4)

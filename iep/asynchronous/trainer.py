@@ -16,7 +16,7 @@ worker on which an instance's plan places the op determines the replica that run
 at the end of a run, the replicas are averaged.
 
 Values lie in the instance's `Buffers`, as in `execute`, whose gradients this equals if one instance is in flight at a
-time. Not covered: calls of families, and weights that two ops share.
+time. Not covered: calls of op groups, and weights that two ops share.
 """
 
 import threading
@@ -74,7 +74,7 @@ class Instance:
         """The calls of the plan, copies among them, and the loss.
 
         Raises:
-            ValueError: the plan has no roots, or a call runs the functions of a family.
+            ValueError: the plan has no roots, or a call runs the functions of an op group.
         """
         if not self.plan.roots:
             raise ValueError("the plan has no roots: an empty minibatch has no loss")
@@ -82,7 +82,7 @@ class Instance:
         steps, unread = [], set(range(len(self.plan.calls))).difference(*read_by)
         for call, reads in zip(self.plan.calls, read_by[:-1], strict=True):
             if call.segments is not None:
-                raise ValueError(f"call of family {call.op}: asynchronous training needs a call for each function")
+                raise ValueError(f"call of op group {call.op}: asynchronous training needs a call for each function")
             steps.append(PlanStep(max(call.op, COPY), call.results[0].column % self.plan.num_devices, reads, call.size))
         worker = self.plan.roots[0].column % self.plan.num_devices
         return [*steps, PlanStep(LOSS, worker, tuple(sorted(unread.union(read_by[-1]))))]
@@ -303,7 +303,7 @@ class AsynchronousTrainer:
 
         Raises:
             PeerError: another process has failed, has ended, or is silent; `peers` cannot be used any more.
-            ValueError: a plan has no roots, has families or another number of devices than there are workers, or places
+            ValueError: a plan has no roots, op groups or another number of devices than there are workers, or places
                 an op on more workers than it has replicas; or a loss has several elements.
         """
         self._losses, clock = {}, _Clock(self.num_workers, note)

@@ -28,9 +28,9 @@ class CapturedExecution:
 
     Args:
         plan: a plan of the template, on the GPU.
-        modules: by op, the modules of all functions of the template's families. Later changes of their parameters must
+        modules: by op, the modules of all functions of the template's op groups. Later changes of their parameters must
             be made in place. Those that are frozen at the capture have no gradients afterwards either.
-        inputs: the inputs of the plan, without the spare one.
+        inputs: the inputs of the plan, or fewer.
     """
 
     def __init__(self, plan: Plan, modules: Mapping[int, nn.Module], inputs: Tensor):
@@ -39,11 +39,10 @@ class CapturedExecution:
         self._inputs = inputs.new_zeros(count, *inputs.shape[1:]).contiguous(memory_format=memory_format)
         self._inputs[: len(inputs)].copy_(inputs.detach())
         self._inputs.requires_grad_(inputs.requires_grad)
-        trained = {
-            id(each): (op, each) for op, part in modules.items() for each in part.parameters() if each.requires_grad
+        self._parameters = {
+            each: op for op, part in modules.items() for each in part.parameters() if each.requires_grad
         }
-        self._parameters = [*trained.values()]
-        """The trained parameters, each with the op of its function."""
+        """The trained parameters, and the op of the function of each."""
         self._result: Tensor | None = None
         self._of_result: Tensor | None = None
         self._gradients: tuple[Tensor | None, ...] = ()
@@ -64,11 +63,11 @@ class CapturedExecution:
         """
         if torch.is_grad_enabled():
             self._check_gradients()
-        parameters = [each if op in ops else each.detach() for op, each in self._parameters]
+        parameters = [each if op in ops else each.detach() for each, op in self._parameters.items()]
         return _Replay.apply(self, plan, inputs, *parameters)
 
     def _check_gradients(self) -> None:
-        if any(each.grad is not None for _, each in self._parameters):
+        if any(each.grad is not None for each in self._parameters):
             raise RuntimeError("a CUDA graph would overwrite gradients: call zero_grad(set_to_none=True) before it")
 
     def begin(self, plan: Plan, inputs: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class CapturedExecution:
         return self._result.detach()
 
     def end(self, of_result: Tensor) -> tuple[Tensor | None, ...]:
-        """Replay the backward pass, and return the gradients of the inputs, of the spare one too, and parameters."""
+        """Replay the backward pass, and return the gradients of all inputs and of the parameters."""
         self._check_gradients()
         self._of_result.copy_(of_result)
         self._replay_backward()
@@ -95,10 +94,12 @@ class CapturedExecution:
             self._of_result = torch.zeros_like(self._result)
 
     def _backward(self) -> None:
-        wanted = [each for each in (self._inputs, *(each for _, each in self._parameters)) if each.requires_grad]
+        wanted = [each for each in (self._inputs, *self._parameters) if each.requires_grad]
         if not wanted:
             return
         found = torch.autograd.grad(self._result, wanted, self._of_result, allow_unused=True)
+        # The graph would keep the parameters' nodes alive, for which each later backward pass would wait.
+        self._result = self._result.detach()
         self._gradients = found if self._inputs.requires_grad else (None, *found)
 
 

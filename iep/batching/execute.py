@@ -11,7 +11,7 @@ Shapes: G rows of a call, F numbers of a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching.deferred import DeferredWeightGrads
-from iep.batching.grouped import run_segments
+from iep.batching.layers import computed_by
 from iep.batching.plan import Argument, Call, Plan, Result
+from iep.batching.schedulers import Segment
 
 Modules = Mapping[int, Callable[..., Tensor | tuple[Tensor, ...]]]
 
@@ -36,9 +37,9 @@ def execute(
         modules: by op, a callable that maps the arguments of a call, (G, ...) each in order, to its results (G, ...): a
             tensor, or as many as the op's signature has. Row g belongs to node g. It must not change its arguments in
             place, as they may share memory with results of other calls; PyTorch raises an error if it needs gradients.
-            A family's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call; without
-            one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)` reads and
-            writes the buffers itself (`fused.py`).
+            An op group's number may have a callable `(functions, *arguments)`, with `plan.functions` of the call;
+            without one, its functions run in a loop. A callable with a method `run_in_place(token, buffers, call)`
+            reads and writes the buffers itself (`fused.py`).
         inputs: (num_inputs, ...), one row for each input slot, for a graph without types; results are kept in the same
             dtype and memory format. For a graph with types, one such tensor for each column that has inputs; the
             result is then a tuple with a tensor for each of the types' roots.
@@ -66,7 +67,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
     """Run the calls in order, after a first call that writes the inputs, and before a last one that reads the roots."""
     before, last, nothing = Call(0, 0, (), plan.inputs), Call(0, 0, plan.roots, ()), Call(0, 0, (), ())
     buffers, is_recorded = Buffers(plan), torch.is_grad_enabled()
-    context = DeferredWeightGrads() if defer and is_recorded else nullcontext()
+    context = partial(computed_by, DeferredWeightGrads()) if defer and is_recorded else nullcontext
     # The token orders the exchanges in the backward pass: each exchange reads the token of the previous one.
     token = torch.empty(0, device=results[0].device)
     for call in (*plan.calls, last):
@@ -83,7 +84,7 @@ def _run(plan: Plan, modules: Modules, results: tuple[Tensor, ...], defer: bool)
         else:
             arguments = buffers.exchange(before, call, results)
         if call is not last:
-            with context if module is None else nullcontext():  # a family's callable defers by itself
+            with context():
                 results, before = run_call(plan, modules, call, arguments), call
     buffers.values.clear()  # the modules' own graphs save the tensors that the backward pass needs
     return arguments
@@ -104,13 +105,25 @@ def run_call(plan: Plan, modules: Modules, call: Call, arguments: Sequence[Tenso
     elif call.op in modules:
         returned = modules[call.op](plan.functions(call), *arguments)
     else:
-        returned = run_segments(modules, call.segments, *arguments)
+        returned = _run_segments(modules, call.segments, arguments)
     results = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(results, tuple | list) or not all(isinstance(each, Tensor) for each in results):
         raise ValueError(f"op {call.op} returned {type(returned).__name__}, expected a tensor or a tuple of tensors")
     if len(results) != len(call.results):
         raise ValueError(f"op {call.op} returned {len(results)} tensors, expected {len(call.results)}")
     return results
+
+
+def _run_segments(
+    modules: Modules, segments: Sequence[Segment], arguments: Sequence[Tensor]
+) -> Tensor | tuple[Tensor, ...]:
+    """Run the module of each segment on its rows of the arguments, and return their results, concatenated."""
+    sizes = [segment.rows.stop - segment.rows.start for segment in segments]
+    parts = zip(*(argument.split(sizes) for argument in arguments), strict=True)
+    results = [modules[segment.op](*part) for segment, part in zip(segments, parts, strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.cat(results)
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 class _Kind:

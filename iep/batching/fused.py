@@ -1,15 +1,18 @@
-"""Families whose convolutions are Triton kernels: layers, and modules that are chains of convolutions.
+"""Op groups whose convolutions are Triton kernels.
 
-A chain reads its arguments from the buffers of `execute.py` and writes its result there, so that a call consists of one
-kernel for each convolution, forward and backward, and of adding the gradients of its arguments. The gradients of the
-weights are one kernel a step for each layer.
+The module of one function runs the rows of all functions of its op group. The convolutions of `layers.py` in it use a
+*bank*, the weights of the same convolution of every function, and each row those of its own function.
 
-Shapes: F functions, G rows of a call, N rows of all calls, M rows of a buffer, H W grid, C I and O channels.
+A module that is a chain of convolutions reads its arguments from the buffers of `execute.py` and writes its result
+there, so that a call consists of one kernel for each convolution, forward and backward, and of adding the gradients of
+its arguments. The gradients of the weights are one kernel a step for each convolution.
+
+Shapes: F functions, G rows of a call, N rows of all calls, M rows of a buffer, H W grid, T taps, C I and O channels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from iep.batching import triton_conv
-from iep.batching.families import ConvStep, Layer, family_module, groupable
-from iep.batching.plan import Call, Family, Functions, Plan
+from iep.batching.layers import Conv2d, computed_by
+from iep.batching.op_groups import grouped_modules, together_of
+from iep.batching.plan import Call, Functions, OpGroup, Plan
 from iep.batching.triton_conv import Maps
 
 if TYPE_CHECKING:
@@ -26,74 +30,188 @@ if TYPE_CHECKING:
 
 
 def kernel_modules(plan: Plan, modules: Mapping[int, nn.Module]) -> dict[int, Callable[..., Any]]:
-    """Return the callable of each family that can be grouped, for one run of a plan, as `family_modules` does.
+    """Return the callable of each op group, for one run of a plan.
 
     Modules that have `conv_steps` run in place if the plan has a single column, whose maps must be in channels-last
     format.
+
+    Args:
+        modules: by op, the module of each function that the plan runs.
     """
-    found: dict[int, Callable[..., Any]] = {}
-    for op, (family, members) in groupable(plan, modules).items():
-        steps = getattr(members[0], "conv_steps", None)
-        if steps is not None and len(plan.columns) == 1:
-            found[op] = ConvChain(family, members, steps)
-        else:
-            found[op] = family_module(family, members, KernelLayer)
+    found = grouped_modules(plan, modules)
+    for op, (op_group, members) in together_of(plan, modules).items():
+        is_chain = len(plan.columns) == 1 and getattr(members[0], "conv_steps", None) is not None
+        if op not in found:
+            found[op] = ConvChain(op_group, members) if is_chain else ConvModule(op_group, members)
     return found
 
 
-class KernelLayer(Layer):
-    """Convolutions as Triton kernels."""
+class _Pairs(NamedTuple):
+    """The inputs and output gradients from which the gradients of a bank are computed, N rows of each."""
 
-    @staticmethod
-    def in_order(weight_FTIO: Tensor) -> Tensor:
-        """Return weights in whose memory input channels are adjacent, as the matrix units read TF32."""
-        return weight_FTIO.mT.contiguous().mT
+    x: tuple[Maps, ...]
+    """The inputs, of which the channels are concatenated, sorted by function."""
+    gradient: Maps
+    ends: Tensor
+    """The end of the rows of each function, (F,) int32."""
+
+
+class Bank:
+    """One convolution of every function of an op group, for one step.
+
+    Args:
+        convs: the convolutions.
+        dtype: the dtype of the computation.
+    """
+
+    def __init__(self, convs: Sequence[nn.Conv2d], dtype: torch.dtype):
+        self.dtype, self.size, self.dilation = dtype, convs[0].kernel_size[0], convs[0].dilation[0]
+        self.kept: dict[int, _Pairs | list[tuple[Tensor, Tensor, Functions]]] = {}
+        """By backward pass, the pairs of all calls, or input, output gradient and functions of each call."""
+        self._parameters = (*(conv.weight for conv in convs), *(conv.bias for conv in convs))
+
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """Stack the weights and biases, and return them with their graph.
+
+        The graph refers to the bank, which keeps them without it: a cycle of references would keep a step's memory.
+        """
+        stacked = _Stacked.apply(self, *self._parameters)
+        self.weight_FTIO, self.bias_FO = (each.detach() for each in stacked)
+        return stacked
 
     @cached_property
-    def _numbers(self) -> Tensor:
-        return torch.arange(len(self.family.index), device=self.family.index.device)
+    def flipped(self) -> Tensor:
+        """The weights of the convolution that computes the input's gradient, whose taps are reversed, (F, T, O, I)."""
+        return self.weight_FTIO.flip(1).transpose(2, 3).contiguous()
 
-    def conv(self, x_GIHW: Tensor, functions: Functions) -> Tensor:
-        return self._conv(x_GIHW, self.weight_FTIO, self.bias_FO, functions)
 
-    def input_gradient(self, gradient_GOHW: Tensor, functions: Functions) -> Tensor:
-        return self._conv(gradient_GOHW, self.flipped, None, functions)
+def _joined(calls: Sequence[tuple[Tensor, Tensor, Functions]]) -> _Pairs:
+    """Return the pairs of several calls, given input, output gradient and functions of each."""
+    x, gradient, functions = zip(*calls, strict=True)
+    order_N = torch.cat([each.index for each in functions]).argsort(stable=True)
+    x, gradient = (Maps(_channels_last(torch.cat(each)), order_N) for each in (x, gradient))
+    return _Pairs((x,), gradient, torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32))
 
-    def weight_gradients(self, kept: list[tuple[Tensor, Tensor, Functions]]) -> tuple[Tensor, Tensor]:
-        x, gradient, functions = zip(*kept, strict=True)
-        order_N = torch.cat([each.index for each in functions]).argsort(stable=True)
-        x, gradient = (Maps(_channels_last(torch.cat(each)), order_N) for each in (x, gradient))
-        ends_F = torch.stack([each.ends for each in functions]).sum(0, dtype=torch.int32)
-        return triton_conv.weight_gradient(x, gradient, ends_F, self.size**2, self.dilation)
 
-    def _conv(self, x_GIHW: Tensor, weight_FTIO: Tensor, bias_FO: Tensor | None, functions: Functions) -> Tensor:
-        x_GHWI = _channels_last(x_GIHW)
-        out_GHWO = x_GHWI.new_empty(*x_GHWI.shape[:3], weight_FTIO.shape[3])
-        x = (Maps(x_GHWI, self._numbers[: len(x_GHWI)]),)
-        triton_conv.conv(x, weight_FTIO, bias_FO, functions.ends, out_GHWO, self.dilation)
-        return out_GHWO.permute(0, 3, 1, 2)
+class _Stacked(Function):
+    """Return the weights, (F, T, I, O), and biases, (F, O), of a bank.
+
+    The backward pass runs after that of all calls and returns the parameters' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bank: Bank, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.bank, ctx.like, count = bank, parameters[0], len(parameters) // 2
+        ctx.set_materialize_grads(False)
+        weight_FTIO = torch.stack(parameters[:count]).to(bank.dtype).permute(0, 3, 4, 2, 1).flatten(1, 2)
+        return weight_FTIO.contiguous(), torch.stack(parameters[count:]).to(bank.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        bank, kept = ctx.bank, ctx.bank.kept.pop(torch._C._current_graph_task_id(), None)
+        if kept is None:
+            return (None,) * len(ctx.needs_input_grad)
+        pairs = kept if isinstance(kept, _Pairs) else _joined(kept)
+        found = [triton_conv.weight_gradient(x, *pairs[1:], bank.size**2, bank.dilation) for x in pairs.x]
+        of_weight_FTIO, of_bias_FO = torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
+        like, count = ctx.like, len(of_weight_FTIO)
+        # One copy in the memory order of the parameters, so that autograd need not copy the gradient of each of them.
+        of_weight_FOIhw = like.new_empty_strided((count, *like.shape), (like.numel(), *like.stride()))
+        of_weight_FOIhw.copy_(of_weight_FTIO.unflatten(1, (bank.size, bank.size)).permute(0, 4, 3, 1, 2))
+        return None, *of_weight_FOIhw, *of_bias_FO.to(like.dtype)
+
+
+class ConvModule:
+    """The modules of an op group as one callable, for one step.
+
+    Args:
+        op_group: the functions of a plan.
+        members: their modules, of which the first computes everything except convolutions.
+    """
+
+    def __init__(self, op_group: OpGroup, members: Sequence[nn.Module]):
+        self._module = members[0]
+        alike = zip(*(each.modules() for each in members), strict=True)
+        self._convs = {convs[0].weight: convs for convs in alike if isinstance(convs[0], Conv2d)}
+        self._banks: dict[tuple[Tensor, torch.dtype], tuple[Bank, tuple[Tensor, Tensor]]] = {}
+        self._numbers = torch.arange(len(op_group.index), device=op_group.index.device)
+
+    def __call__(self, functions: Functions, *arguments: Tensor) -> Any:
+        """Return the results of the rows, (G, ...), which are sorted by function."""
+        with computed_by(partial(self._conv, functions)):
+            return self._module(*arguments)
+
+    def _conv(self, functions: Functions, _: Callable, x_GIHW: Tensor, weight: Tensor, *__: Any) -> Tensor:
+        """Return the result of the convolution that has a weight, (G, O, H, W)."""
+        device = x_GIHW.device.type
+        if torch.is_autocast_enabled(device) and x_GIHW.dtype != torch.float64:
+            x_GIHW = x_GIHW.to(torch.get_autocast_dtype(device))
+        key = weight, x_GIHW.dtype
+        if key not in self._banks:
+            bank = Bank(self._convs[weight], x_GIHW.dtype)
+            self._banks[key] = bank, bank.stack()
+        bank, stacked = self._banks[key]
+        return _Conv.apply(x_GIHW, *stacked, bank, functions, self._numbers[: len(x_GIHW)])
+
+
+class _Conv(Function):
+    """Convolve each row with the weights of its function. The backward pass keeps data for the weights' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_GIHW: Tensor, _: Tensor, __: Tensor, bank: Bank, functions: Functions, numbers_G: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x_GIHW)
+        ctx.bank, ctx.functions, ctx.numbers_G = bank, functions, numbers_G
+        ctx.set_materialize_grads(False)
+        result = _convolved(x_GIHW, bank.weight_FTIO, bank.bias_FO, bank, functions, numbers_G)
+        return result.data  # not a view, so that modules may modify it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_GOHW: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_x, (x_GIHW,), bank = None, ctx.saved_tensors, ctx.bank
+        if gradient_GOHW is not None and ctx.needs_input_grad[1]:
+            kept = bank.kept.setdefault(torch._C._current_graph_task_id(), [])
+            kept.append((x_GIHW, gradient_GOHW, ctx.functions))
+        if gradient_GOHW is not None and ctx.needs_input_grad[0]:
+            of_x = _convolved(gradient_GOHW, bank.flipped, None, bank, ctx.functions, ctx.numbers_G)
+        return of_x, None, None, None, None, None
+
+
+def _convolved(
+    x_GIHW: Tensor, weight_FTIO: Tensor, bias_FO: Tensor | None, bank: Bank, functions: Functions, numbers_G: Tensor
+) -> Tensor:
+    x_GHWI = _channels_last(x_GIHW)
+    out_GHWO = _empty(x_GHWI, len(x_GHWI), weight_FTIO)
+    triton_conv.conv((Maps(x_GHWI, numbers_G),), weight_FTIO, bias_FO, functions.ends, out_GHWO, bank.dilation)
+    return out_GHWO.permute(0, 3, 1, 2)
 
 
 def _channels_last(x_GCHW: Tensor) -> Tensor:
     return x_GCHW.permute(0, 2, 3, 1).contiguous()
 
 
+def _empty(values_MHWC: Tensor, size: int, weight_FTIO: Tensor) -> Tensor:
+    """Return memory for results on the grid of `values_MHWC`, (size, H, W, O)."""
+    return values_MHWC.new_empty(size, *values_MHWC.shape[1:3], weight_FTIO.shape[3])
+
+
 class ConvChain:
-    """The modules of a family that consist of `ConvStep`s, for one step of training or inference.
+    """The modules of an op group that consist of `ConvStep`s, the last of which makes the result, for one step.
 
     A value is read by at most one convolution, and added to at most one other result.
 
     Args:
-        family: the functions of a plan of one column.
+        op_group: the functions of a plan of one column.
         members: their modules.
-        steps: the convolutions, in order, of which the last makes the result.
     """
 
-    def __init__(self, family: Family, members: Sequence[nn.Module], steps: Sequence[ConvStep]):
-        self.steps = steps
-        self._family = family
-        self._convs = [[member.get_submodule(step.conv) for member in members] for step in steps]
-        self.layers: list[_ChainLayer] = []
+    def __init__(self, op_group: OpGroup, members: Sequence[nn.Module]):
+        self.op_group, self.steps = op_group, members[0].conv_steps
+        self._convs = [[member.get_submodule(step.conv) for member in members] for step in self.steps]
+        self.banks: list[Bank] = []
         self._stacked: list[Tensor] = []
         self.made: list[Tensor] = []
         """In training, the results of all steps but the last for the rows of all calls, (N, H, W, O) each."""
@@ -101,44 +219,29 @@ class ConvChain:
     def run_in_place(self, token: Tensor, buffers: "Buffers", call: Call) -> Tensor:
         """Write the results of a call into the buffers, and return the token of the next exchange."""
         values, is_recorded = buffers.maps(0), torch.is_grad_enabled()
-        if not self.layers:
-            self.layers = [_ChainLayer(self._family, convs, values.dtype) for convs in self._convs]
-            self._stacked = [tensor for layer in self.layers for tensor in layer.stack()]
+        if not self.banks:
+            self.banks = [Bank(convs, values.dtype) for convs in self._convs]
+            self._stacked = [tensor for bank in self.banks for tensor in bank.stack()]
             if is_recorded:
-                self.made = [layer.empty(values, len(self._family.index)) for layer in self.layers[:-1]]
+                self.made = self._between(values, len(self.op_group.index))
         if is_recorded:
             return _Chain.apply(token, self, buffers, values, call, *self._stacked)
-        self.compute(buffers, values, call, [layer.empty(values, call.size) for layer in self.layers[:-1]])
+        self.compute(buffers, values, call, self._between(values, call.size))
         return token
+
+    def _between(self, values: Tensor, size: int) -> list[Tensor]:
+        return [_empty(values, size, bank.weight_FTIO) for bank in self.banks[:-1]]
 
     def compute(self, buffers: "Buffers", stored: Tensor, call: Call, made: Sequence[Tensor]) -> None:
         """Compute the results of a call, and store them. Those of all steps but the last are written to `made`."""
         values = [Maps(stored, buffers.rows(each)) for each in call.arguments]
         values += [Maps(each, buffers.numbers) for each in made]
         ends, results = buffers.plan.functions(call).ends, [*made, stored[call.results[0].rows]]
-        for step, layer, result in zip(self.steps, self.layers, results, strict=True):
+        for step, bank, result in zip(self.steps, self.banks, results, strict=True):
             read = tuple([values[number] for number in step.reads])
             residual = None if step.residual is None else values[step.residual]
-            how = (layer.weight_FTIO, layer.bias_FO, ends, result, layer.dilation)
+            how = (bank.weight_FTIO, bank.bias_FO, ends, result, bank.dilation)
             triton_conv.conv(read, *how, residual, relu=True)
-
-
-class _ChainLayer(KernelLayer):
-    """The convolution of one step of a chain."""
-
-    def empty(self, values: Tensor, size: int) -> Tensor:
-        """Return memory for results on the grid of `values`, (size, H, W, O)."""
-        return values.new_empty(size, *values.shape[1:3], self.bias_FO.shape[1])
-
-    def weight_gradients(self, kept: list) -> tuple[Tensor, Tensor]:
-        """Return the gradients.
-
-        `kept` is the gradient before the ReLU, (N, H, W, O), followed by the `Maps` that the step reads.
-        """
-        gradient, *read = kept
-        how = (Maps(gradient, self.family.order), self.family.total_ends, self.size**2, self.dilation)
-        found = [triton_conv.weight_gradient(x, *how) for x in read]
-        return torch.cat([of_weight for of_weight, _ in found], dim=2), found[0][1]
 
 
 class _Chain(Function):
@@ -157,9 +260,10 @@ class _Chain(Function):
         # Autograd frees saved tensors after the backward pass. The chain is not kept, because it refers to the results
         # of all calls. `.data` does not share a version counter, which the writes of later calls increase.
         ctx.save_for_backward(values.data, *(each.data for each in chain.made))
-        ctx.steps, ctx.layers, ctx.buffers, ctx.call = chain.steps, chain.layers, buffers, call
+        ctx.op_group, ctx.steps, ctx.banks = chain.op_group, chain.steps, chain.banks
+        ctx.buffers, ctx.call = buffers, call
         ctx.set_materialize_grads(False)
-        _, first = call.in_family
+        _, first = call.in_op_group
         chain.compute(buffers, values, call, [each[first : first + call.size] for each in chain.made])
         return token.new_empty(0)
 
@@ -170,14 +274,14 @@ class _Chain(Function):
         of_result = buffers.gradient(call.results[0])
         if of_result is not None:
             values, *made = ctx.saved_tensors
-            _, first = call.in_family
+            _, first = call.in_op_group
             end = first + call.size
             if not any(ctx.needs_input_grad[5:]):  # no weight is trained
-                gradients = [layer.empty(values, call.size) for layer in ctx.layers]
+                gradients = [_empty(values, call.size, bank.weight_FTIO) for bank in ctx.banks]
             else:
-                if number not in ctx.layers[0].kept:
+                if number not in ctx.banks[0].kept:
                     _Chain._begin(ctx, number, values, made)
-                gradients = [layer.kept[number][0][first:end] for layer in ctx.layers]
+                gradients = [bank.kept[number].gradient.buffer[first:end] for bank in ctx.banks]
             threshold = torch.ops.aten.threshold_backward.grad_input
             result = values[call.results[0].rows]
             threshold(of_result.permute(0, 2, 3, 1), result, 0, grad_input=gradients[-1])
@@ -191,14 +295,16 @@ class _Chain(Function):
     @staticmethod
     def _begin(ctx: Any, number: int, values: Tensor, made: Sequence[Tensor]) -> None:
         """Allocate the gradients of all calls for a backward pass, and keep the inputs of the steps."""
-        buffers, order_N, end = ctx.buffers, ctx.layers[0].family.order, ctx.call.in_family[1] + ctx.call.size
+        buffers, op_group, end = ctx.buffers, ctx.op_group, ctx.call.in_op_group[1] + ctx.call.size
         calls = [each.arguments for each in buffers.plan.calls if each.op == ctx.call.op]
+        order_N = op_group.order
         read = [Maps(values, torch.cat([*map(buffers.rows, each)])[order_N]) for each in zip(*calls, strict=True)]
         read += [Maps(each, order_N) for each in made]
-        for step, layer in zip(ctx.steps, ctx.layers, strict=True):
-            gradient = layer.empty(values, len(order_N))
+        for step, bank in zip(ctx.steps, ctx.banks, strict=True):
+            gradient = _empty(values, len(order_N), bank.weight_FTIO)
             gradient[end:].zero_()  # later calls, from which no gradient has come
-            layer.kept[number] = [gradient, *(read[each] for each in step.reads)]
+            x = tuple([read[each] for each in step.reads])
+            bank.kept[number] = _Pairs(x, Maps(gradient, order_N), op_group.total_ends)
 
     @staticmethod
     def _of_arguments(ctx: Any, gradients: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
@@ -206,14 +312,14 @@ class _Chain(Function):
         given, found = len(ctx.call.arguments), []
         numbers, ends = ctx.buffers.numbers, ctx.buffers.plan.functions(ctx.call).ends
         added = {step.residual: gradient for step, gradient in zip(ctx.steps, gradients, strict=True)}
-        for step, layer, gradient in reversed([*zip(ctx.steps, ctx.layers, gradients, strict=True)]):
+        for step, bank, gradient in reversed([*zip(ctx.steps, ctx.banks, gradients, strict=True)]):
             read = step.reads[0]
             residual = Maps(added[read], numbers) if read in added else None
-            how = ((Maps(gradient, numbers),), layer.flipped, None, ends)
+            how = ((Maps(gradient, numbers),), bank.flipped, None, ends)
             if read >= given:
-                triton_conv.conv(*how, gradients[read - given], layer.dilation, residual, mask_GHWO=made[read - given])
+                triton_conv.conv(*how, gradients[read - given], bank.dilation, residual, mask_GHWO=made[read - given])
             else:
-                of_read = gradient.new_empty(*gradient.shape[:3], layer.weight_FTIO.shape[2])
-                triton_conv.conv(*how, of_read, layer.dilation, residual)
+                of_read = _empty(gradient, len(gradient), bank.flipped)
+                triton_conv.conv(*how, of_read, bank.dilation, residual)
                 found = list(of_read.chunk(given, dim=3))
         return found

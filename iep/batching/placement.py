@@ -48,7 +48,7 @@ def make_placed_plan(graph: Graph, schedule: Schedule, placement: OpPlacement, t
     device_N = np.array([placement.ops[op] for op in ops.tolist()], dtype=np.int64)[kind_N]
     for group in schedule:
         if (device_N[group.nodes] != device_N[group.nodes[:1]]).any():
-            raise ValueError(f"the functions of family {group.op} are on several devices, expected one")
+            raise ValueError(f"the functions of op group {group.op} are on several devices, expected one")
     device_S = np.concatenate([np.full(graph.num_inputs, placement.inputs), device_N])
 
     # The values that other devices need, once for each such device.

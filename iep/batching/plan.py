@@ -86,27 +86,23 @@ class Call(NamedTuple):
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     segments: tuple[Segment, ...] | None = None
-    """The functions of a family's call, and the rows of each."""
-    in_family: tuple[int, int] | None = None
-    """The number of a family's call among the family's calls, and its first row among the rows of all of them."""
+    """The functions of an op group's call, and the rows of each."""
+    in_op_group: tuple[int, int] | None = None
+    """The number of an op group's call among the op group's calls, and its first row among the rows of all of them."""
 
 
 class Functions(NamedTuple):
-    """The functions of the rows of a family's call, as tensors."""
+    """The functions of the rows of an op group's call, as tensors."""
 
     index: torch.Tensor
-    """The position of each row's function among the family's functions in the plan, (G,) int64, ascending."""
+    """The position of each row's function among the op group's functions in the plan, (G,) int64, ascending."""
     ends: torch.Tensor
     """The end of the rows of each of these functions, (F,) int32."""
-    call: int
-    """The index of the call among the family's calls."""
-    first: int
-    """The index of its first row among the rows of all these calls."""
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
-    """The functions of a family that a plan runs."""
+class OpGroup:
+    """The functions of an op group that a plan runs."""
 
     ops: tuple[int, ...]
     """The F functions, ascending."""
@@ -120,19 +116,15 @@ class Family:
     """The end of the rows of each function among these, (F,) int32."""
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        return {name: getattr(self, name) for name in ("index", "ends", "order", "total_ends")}
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Family":
-        """Return the family with `function` applied to its tensors."""
-        return replace(self, **{name: function(tensor) for name, tensor in self.tensors.items()})
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in order."""
+        return self.index, self.ends, self.order, self.total_ends
 
 
-def make_family(ops: tuple[int, ...], index_N: np.ndarray, ends_KF: np.ndarray) -> Family:
-    """Return a family, given the position of each row's function, F for padding, and the ends of the rows."""
+def make_op_group(ops: tuple[int, ...], index_N: np.ndarray, ends_KF: np.ndarray) -> OpGroup:
+    """Return an op group, given the position of each row's function, F for padding, and the ends of the rows."""
     order_N, total_F = index_N.argsort(kind="stable"), ends_KF.sum(axis=0, dtype=np.int32)
-    return Family(ops, *map(torch.from_numpy, (index_N, ends_KF, order_N, total_F)))
+    return OpGroup(ops, *map(torch.from_numpy, (index_N, ends_KF, order_N, total_F)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +151,13 @@ class Plan:
     """The tensors that a run returns."""
     num_devices: int = 1
     """Column c of the types on the device at position p is column c * num_devices + p; see `placement.py`."""
-    families: Mapping[int, Family] = field(default_factory=dict)
-    """The families that have calls, by number."""
+    op_groups: Mapping[int, OpGroup] = field(default_factory=dict)
+    """The op groups that have calls, by number."""
 
     def functions(self, call: Call) -> Functions:
-        """Return the functions of the rows of a family's call."""
-        family, (number, first) = self.families[call.op], call.in_family
-        return Functions(family.index[first : first + call.size], family.ends[number], number, first)
+        """Return the functions of the rows of an op group's call."""
+        op_group, (number, first) = self.op_groups[call.op], call.in_op_group
+        return Functions(op_group.index[first : first + call.size], op_group.ends[number])
 
     def rows(self, argument: Argument) -> slice | torch.Tensor:
         """Return the rows that an argument reads: a slice of the column's buffer, or an index tensor."""
@@ -173,25 +165,26 @@ class Plan:
 
     def to(self, device: torch.device | str) -> "Plan":
         """Return the plan with its index tensors on `device`; those of a placed column are on the column's device."""
-        columns = [
-            replace(column, index=column.index.to(column.device or device, non_blocking=True))
-            for column in self.columns
-        ]
-        families = {
-            op: each.map(lambda tensor: tensor.to(device, non_blocking=True)) for op, each in self.families.items()
-        }
-        return replace(self, columns=tuple(columns), families=families)
+        return self._map(lambda tensor, own: tensor.to(own or device, non_blocking=True))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All index tensors."""
-        families = [tensor for family in self.families.values() for tensor in family.tensors.values()]
-        return [*(column.index for column in self.columns), *families]
+        found: list[torch.Tensor] = []
+        self.map(lambda tensor: found.append(tensor) or tensor)
+        return found
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Plan":
         """Return the plan with `function` applied to its index tensors."""
-        columns = tuple(replace(each, index=function(each.index)) for each in self.columns)
-        return replace(self, columns=columns, families={op: each.map(function) for op, each in self.families.items()})
+        return self._map(lambda tensor, _: function(tensor))
+
+    def _map(self, function: Callable[[torch.Tensor, torch.device | None], torch.Tensor]) -> "Plan":
+        columns = tuple(replace(each, index=function(each.index, each.device)) for each in self.columns)
+        op_groups = {
+            op: OpGroup(each.ops, *(function(tensor, None) for tensor in each.tensors))
+            for op, each in self.op_groups.items()
+        }
+        return replace(self, columns=columns, op_groups=op_groups)
 
     def __str__(self) -> str:
         lines = [
@@ -207,7 +200,7 @@ class Plan:
                 what = f"copy of {nodes} to device {call.results[0].column % self.num_devices}"
             elif call.segments is not None:
                 functions = ", ".join(f"op {each.op} on {each.rows.stop - each.rows.start}" for each in call.segments)
-                what = f"family {call.op} ({functions}) on {nodes}"
+                what = f"op group {call.op} ({functions}) on {nodes}"
             reads, writes = self._describe(call.arguments), self._describe(call.results)
             lines.append(f"call {number}: {what}, reads {reads}, writes {writes}")
         lines.append(f"roots: {self._describe(self.roots)}")
@@ -248,7 +241,7 @@ def make_plan(
     Raises:
         ValueError: the schedule leaves nodes out, repeats one, or runs one before its arguments; an op has no
             signature, or reads an argument that its nodes do not have, a tensor that an argument's value does not have,
-            no value at all, or tensors of several columns as one; or signatures in a family differ.
+            no value at all, or tensors of several columns as one; or signatures in an op group differ.
     """
     types = types or one_column(graph)
     order_N = np.concatenate([np.empty(0, dtype=np.int64), *(group.nodes for group in schedule)])
@@ -265,7 +258,7 @@ def make_plan(
     width = max([most, *(each.first + each.width for signature in used for each in signature.reads)])
     args_AN, fields_AN = np.full((width, graph.num_nodes), -1), np.zeros((width, graph.num_nodes), dtype=np.int64)
     args_AN[:most], fields_AN[:most] = graph.args.T, 0 if types.fields is None else types.fields.T
-    calls, families = [], {op: _FamilyRows() for op in {group.op for group in schedule if group.segments is not None}}
+    calls, places = [], dict[int, tuple[int, int]]()
     for group, signature in zip(schedule, signature_K, strict=True):
         arguments = []
         for read in signature.reads:
@@ -275,7 +268,10 @@ def make_plan(
             arguments.append(layout.read(slots, fields + read.field, read.count, f"op {group.op}"))
         slots = graph.num_inputs + group.nodes
         results = tuple([layout.write(slots, field, column) for field, column in enumerate(signature.makes)])
-        place = None if group.segments is None else families[group.op].add(group.segments)
+        place = None
+        if group.segments is not None:
+            place = number, first = places.get(group.op, (0, 0))
+            places[group.op] = number + 1, first + len(group.nodes)
         calls.append(Call(group.op, len(group.nodes), tuple(arguments), results, group.segments, place))
     roots = types.roots if any(len(slots) for slots, _ in types.roots) else ()  # an empty minibatch has none
     roots = tuple(layout.read(slots, fields, None, f"root {number}") for number, (slots, fields) in enumerate(roots))
@@ -283,46 +279,30 @@ def make_plan(
         Column(count, layout.index(column), devices[column % len(devices)] if devices else None)
         for column, count in enumerate(layout.num_rows)
     ]
-    found = {op: rows.family() for op, rows in families.items()}
+    found = {op: _op_group([call.segments for call in calls if call.op == op]) for op in places}
     return Plan(tuple(calls), tuple(columns), tuple(inputs), roots, max(1, len(devices)), found)
 
 
 def _signature(group: Group, types: Types) -> Signature:
-    """Return the signature of a call, which all functions of a family share."""
+    """Return the signature of a call, which all functions of an op group share."""
     ops = [group.op] if group.segments is None else [segment.op for segment in group.segments]
     missing = [op for op in ops if op not in types.signatures]
     if missing:
         raise ValueError(f"op {missing[0]} has no signature")
     if len({types.signatures[op] for op in ops}) > 1:
-        raise ValueError(f"the functions of family {group.op} have different signatures, expected one")
+        raise ValueError(f"the functions of op group {group.op} have different signatures, expected one")
     return types.signatures[ops[0]]
 
 
-class _FamilyRows:
-    """The functions of the rows of a family's calls, while a plan grows."""
-
-    def __init__(self) -> None:
-        self.segments_K: list[Sequence[Segment]] = []
-        self.num_rows = 0
-
-    def add(self, segments: Sequence[Segment]) -> tuple[int, int]:
-        """Add a call, and return its place."""
-        place = len(self.segments_K), self.num_rows
-        self.segments_K.append(segments)
-        self.num_rows += segments[-1].rows.stop
-        return place
-
-    def family(self) -> Family:
-        """Return the family of all calls."""
-        ops = tuple(sorted({segment.op for segments in self.segments_K for segment in segments}))
-        sizes_KF = np.zeros((len(self.segments_K), len(ops)), dtype=np.int32)
-        position = {op: number for number, op in enumerate(ops)}
-        for sizes_F, segments in zip(sizes_KF, self.segments_K, strict=True):
-            for op, rows in segments:
-                sizes_F[position[op]] = rows.stop - rows.start
-        index = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
-        ends_KF = sizes_KF.cumsum(axis=1, dtype=np.int32)
-        return make_family(ops, index, ends_KF)
+def _op_group(segments_K: Sequence[Sequence[Segment]]) -> OpGroup:
+    """Return an op group, given the functions and rows of each of its calls."""
+    ops = tuple(sorted({segment.op for segments in segments_K for segment in segments}))
+    sizes_KF = np.zeros((len(segments_K), len(ops)), dtype=np.int32)
+    for sizes_F, segments in zip(sizes_KF, segments_K, strict=True):
+        for op, rows in segments:
+            sizes_F[ops.index(op)] = rows.stop - rows.start
+    index_N = np.repeat(np.tile(np.arange(len(ops)), len(sizes_KF)), sizes_KF.ravel())
+    return make_op_group(ops, index_N, sizes_KF.cumsum(axis=1, dtype=np.int32))
 
 
 class _Read(NamedTuple):

@@ -22,7 +22,7 @@ from iep.batching.paths import op_strings, roots
 
 
 class Segment(NamedTuple):
-    """The nodes of one function in a call of its family."""
+    """The nodes of one function in a call of its op group."""
 
     op: int
     rows: slice
@@ -35,7 +35,7 @@ class Group(NamedTuple):
     op: int
     nodes: np.ndarray
     segments: tuple[Segment, ...] | None = None
-    """The functions of a family's call, each of which has adjacent nodes; `op` is then the number of the family."""
+    """The functions of an op group's call, each with adjacent nodes; `op` is then the number of the op group."""
 
 
 Schedule = tuple[Group, ...]
@@ -191,30 +191,30 @@ SCHEDULERS: dict[str, Callable[[Graph], Schedule]] = {
 }
 
 
-def make_schedule(graph: Graph, name: str, families: Mapping[int, int] | None = None) -> Schedule:
+def make_schedule(graph: Graph, name: str, op_groups: Mapping[int, int] | None = None) -> Schedule:
     """Return the schedule that the scheduler called `name` makes for `graph`.
 
     Args:
-        families: by op, the number of its family. Functions of a family have the same architecture and differ only in
-            their weights, so that one call may run several of them: the schedule is then over families, and the nodes
-            of a call are sorted by function. Ops without a family are scheduled by themselves.
+        op_groups: by op, the number of its op group. Functions of an op group differ only in their weights, so that one
+            call may run several of them: the schedule is then over op groups, and the nodes of a call are sorted by
+            function. Ops without an op group are scheduled by themselves.
 
     Raises:
-        ValueError: there is no such scheduler (the message lists all schedulers), the number of a family is negative or
-            that of an op of the graph, or ops of a family have different numbers of arguments.
+        ValueError: there is no such scheduler (the message lists all schedulers), the number of an op group is negative
+            or that of an op of the graph, or ops of an op group have different numbers of arguments.
     """
     if name not in SCHEDULERS:
         raise ValueError(f"no scheduler is called {name!r}, expected one of {', '.join(SCHEDULERS)}")
-    if not families:
+    if not op_groups:
         return SCHEDULERS[name](graph)
     ops, kind = graph.kinds
-    numbers = set(families.values())
+    numbers = set(op_groups.values())
     clashes = numbers & set(ops.tolist())
     if clashes:
-        raise ValueError(f"family {min(clashes)} has the number of an op, expected a number that no op has")
-    family = np.array([families.get(op, op) for op in ops.tolist()], dtype=np.int64)
-    by_family = SCHEDULERS[name](replace(graph, op=family[kind]))
-    return tuple(_by_function(group, graph.op) if group.op in numbers else group for group in by_family)
+        raise ValueError(f"op group {min(clashes)} has the number of an op, expected a number that no op has")
+    op_group = np.array([op_groups.get(op, op) for op in ops.tolist()], dtype=np.int64)
+    by_op_group = SCHEDULERS[name](replace(graph, op=op_group[kind]))
+    return tuple(_by_function(group, graph.op) if group.op in numbers else group for group in by_op_group)
 
 
 def _by_function(group: Group, op_N: np.ndarray) -> Group:

@@ -5,7 +5,8 @@ function each, and its inner dimension consists of the taps and the input channe
 of a buffer, so that no argument is gathered, and bias, residual and ReLU are applied before the result is written to
 its own place.
 
-Importing this file needs Triton. Without a GPU, the kernels run if TRITON_INTERPRET=1 is set before the import.
+The kernels are made for bfloat16, with sums in float32; they compute float32 too, but slowly. Importing this file needs
+Triton. Without a GPU, the kernels run if TRITON_INTERPRET=1 is set before the import.
 
 Shapes: F functions, G rows of a call, M rows of a buffer, N pairs of rows, T taps, H W maps, I and O channels.
 """
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
 LARGEST_TILE = 128
 WEIGHT_PROGRAMS = 1 if IS_INTERPRETED else 512
 """The number of programs over which pairs of rows are spread, for tiles of `LARGEST_TILE`: four for each multiprocessor
@@ -34,21 +36,22 @@ class Maps(NamedTuple):
     """The rows of the buffer, int64, (G,) or (N,)."""
 
 
-def _configs(*sizes: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Return configurations, given the tile of the result, the tile of the inner dimension, warps and stages."""
-    chosen = [(16, 16, 16, 1, 1)] if IS_INTERPRETED else sizes
-    return [
-        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
-        for m, n, k, warps, stages in chosen
-    ]
+CONFIGS = [
+    triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
+    for m, n, k, warps, stages in (
+        [(16, 16, 16, 1, 1)] if IS_INTERPRETED else [(64, 64, 64, 4, 4), (128, 128, 64, 8, 3)]
+    )
+]
+"""The tiles of the result and of the inner dimension, for few and for many rows, of which the first call of each size
+chooses the faster one."""
 
 
 @triton.jit
-def _dot(left, right, total, PRECISION: tl.constexpr):
+def _dot(left, right, total):
     """Return the matrix product added to `total`. Triton's interpreter has no products of bfloat16."""
-    if PRECISION == "interpreted":
+    if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
-    return tl.dot(left, right, total, input_precision=PRECISION)
+    return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit
@@ -70,16 +73,7 @@ def _piece(ends_ptr, num_functions, units, size, FUNCTIONS: tl.constexpr):
 
 
 @triton.autotune(
-    configs=_configs(
-        (32, 64, 32, 4, 4),
-        (32, 128, 32, 4, 4),
-        (64, 64, 32, 4, 4),
-        (64, 128, 32, 4, 3),
-        (64, 128, 64, 4, 3),
-        (128, 64, 32, 4, 3),
-        (128, 128, 32, 8, 3),
-        (128, 128, 64, 8, 3),
-    ),
+    configs=CONFIGS,
     key=["FIRST", "SECOND", "OUTPUTS", "TAPS", "magnitude"],
     cache_results=not IS_INTERPRETED,
 )
@@ -89,10 +83,10 @@ def _piece(ends_ptr, num_functions, units, size, FUNCTIONS: tl.constexpr):
 )
 def conv_kernel(
     first_ptr, first_rows_ptr, second_ptr, second_rows_ptr, weight_ptr, bias_ptr, residual_ptr, residual_rows_ptr,
-    mask_ptr, out_ptr, ends_ptr, num_functions, magnitude, stride_k, stride_n,
+    mask_ptr, out_ptr, ends_ptr, num_functions, magnitude,
     H: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, OUTPUTS: tl.constexpr,
     TAPS: tl.constexpr, SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_MASK: tl.constexpr, RELU: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_MASK: tl.constexpr, RELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of BLOCK_M positions and BLOCK_N channels."""
@@ -121,11 +115,11 @@ def conv_kernel(
             other=0.0,
         )
         weights = tl.load(
-            own_ptr + tap * ((FIRST + SECOND) * OUTPUTS) + k[:, None] * stride_k + channel[None, :] * stride_n,
+            own_ptr + tap * ((FIRST + SECOND) * OUTPUTS) + k[:, None] * OUTPUTS + channel[None, :],
             mask=(k < FIRST)[:, None] & is_channel[None, :],
             other=0.0,
         )
-        result = _dot(values, weights, result, PRECISION)
+        result = _dot(values, weights, result)
     if SECOND > 0:  # a 1x1 convolution of the concatenation of two arguments
         from_ptr = second_ptr + tl.load(second_rows_ptr + row, mask=is_position, other=0)[:, None] * (H * W * SECOND)
         for step in range((SECOND + BLOCK_K - 1) // BLOCK_K):
@@ -136,11 +130,11 @@ def conv_kernel(
                 other=0.0,
             )
             weights = tl.load(
-                own_ptr + (FIRST + k)[:, None] * stride_k + channel[None, :] * stride_n,
+                own_ptr + (FIRST + k)[:, None] * OUTPUTS + channel[None, :],
                 mask=(k < SECOND)[:, None] & is_channel[None, :],
                 other=0.0,
             )
-            result = _dot(values, weights, result, PRECISION)
+            result = _dot(values, weights, result)
 
     is_result = is_position[:, None] & is_channel[None, :]
     to = (row.to(tl.int64) * (H * W) + at)[:, None] * OUTPUTS + channel[None, :]
@@ -173,8 +167,7 @@ def conv(
     Args:
         arguments: one argument of G rows, sorted by function; or two, of which a 1x1 convolution reads the
             concatenation.
-        weight_FTIO: contiguous, or the transpose (`mT`) of a contiguous tensor, whose kernels load TF32 faster. T is 1,
-            9, 25 and so on.
+        weight_FTIO: contiguous. T is 1, 9, 25 and so on.
         bias_FO: None for no bias.
         ends_F: the end of the rows of each function, int32.
         out_GHWO: the maps to write.
@@ -193,23 +186,30 @@ def conv(
     with torch.cuda.device_of(out_GHWO):
         conv_kernel[grid](
             *first, *second, weight_FTIO, bias, *residual_maps, mask, out_GHWO, ends_F, count, rows.bit_length() // 2,
-            weight_FTIO.stride(2), weight_FTIO.stride(3),
             H=height, W=width, FIRST=first.buffer.shape[3], SECOND=second.buffer.shape[3] if others else 0,
             OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
             FUNCTIONS=_padded(count), HAS_BIAS=bias_FO is not None,
-            HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu, PRECISION=_precision(),
+            HAS_RESIDUAL=residual is not None, HAS_MASK=mask_GHWO is not None, RELU=relu,
         )  # fmt: skip
 
 
+@triton.jit
+def _gradients(
+    gradient_ptr, gradient_rows_ptr, position, start, count, output,
+    H: tl.constexpr, W: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of some of the positions of the pairs from `start` on, and of some output channels."""
+    is_position = position < count
+    row = tl.load(gradient_rows_ptr + start + position // (H * W), mask=is_position, other=0)
+    return tl.load(
+        gradient_ptr + (row * (H * W) + position % (H * W))[:, None] * OUTPUTS + output[None, :],
+        mask=is_position[:, None] & (output < OUTPUTS)[None, :],
+        other=0.0,
+    )
+
+
 @triton.autotune(
-    configs=_configs(
-        (64, 64, 32, 4, 3),
-        (128, 64, 32, 4, 3),
-        (64, 128, 32, 4, 3),
-        (128, 128, 32, 8, 3),
-        (64, 64, 64, 4, 3),
-        (128, 128, 64, 8, 3),
-    ),
+    configs=CONFIGS,
     key=["INPUTS", "OUTPUTS", "TAPS", "magnitude"],
     reset_to_zero=["of_weight_ptr", "of_bias_ptr"],
     cache_results=not IS_INTERPRETED,
@@ -219,7 +219,7 @@ def weight_gradient_kernel(
     x_ptr, x_rows_ptr, gradient_ptr, gradient_rows_ptr, ends_ptr, of_weight_ptr, of_bias_ptr,
     num_functions, pairs, magnitude,
     H: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TAPS: tl.constexpr,
-    SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr, DILATION: tl.constexpr, FUNCTIONS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of BLOCK_M input channels of one tap and BLOCK_N output channels, over `pairs` pairs of a function."""
@@ -234,7 +234,6 @@ def weight_gradient_kernel(
     output = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     down, right = (tap // SIDE - SIDE // 2) * DILATION, (tap % SIDE - SIDE // 2) * DILATION
     result = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    of_bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for begin in range(0, count, BLOCK_K):
         position = begin + tl.arange(0, BLOCK_K)
         is_position = position < count
@@ -247,17 +246,16 @@ def weight_gradient_kernel(
             mask=is_inside[None, :] & (input < INPUTS)[:, None],
             other=0.0,
         )
-        gradient_row = tl.load(gradient_rows_ptr + pair, mask=is_position, other=0)
-        gradients = tl.load(
-            gradient_ptr + (gradient_row * (H * W) + at)[:, None] * OUTPUTS + output[None, :],
-            mask=is_position[:, None] & (output < OUTPUTS)[None, :],
-            other=0.0,
-        )
-        result = _dot(values, gradients, result, PRECISION)
-        of_bias += tl.sum(gradients.to(tl.float32), 0)
+        gradients = _gradients(gradient_ptr, gradient_rows_ptr, position, start, count, output, H, W, OUTPUTS)
+        result = _dot(values, gradients, result)
     to = of_weight_ptr + ((function.to(tl.int64) * TAPS + tap) * INPUTS + input)[:, None] * OUTPUTS + output[None, :]
     tl.atomic_add(to, result, mask=(input < INPUTS)[:, None] & (output < OUTPUTS)[None, :], sem="relaxed")
-    if tl.program_id(1) == 0:
+    if tl.program_id(1) == 0:  # one of the programs with the same gradients
+        of_bias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for begin in range(0, count, BLOCK_K):
+            position = begin + tl.arange(0, BLOCK_K)
+            gradients = _gradients(gradient_ptr, gradient_rows_ptr, position, start, count, output, H, W, OUTPUTS)
+            of_bias += tl.sum(gradients.to(tl.float32), 0)
         tl.atomic_add(of_bias_ptr + function * OUTPUTS + output, of_bias, mask=output < OUTPUTS, sem="relaxed")
 
 
@@ -285,7 +283,7 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
         weight_gradient_kernel[grid](
             *x, *gradient, ends_F, of_weight, of_bias, count, pairs, len(x.rows).bit_length() // 2,
             H=height, W=width, INPUTS=inputs, OUTPUTS=outputs, TAPS=taps, SIDE=round(taps**0.5), DILATION=dilation,
-            FUNCTIONS=_padded(count), PRECISION=_precision(),
+            FUNCTIONS=_padded(count),
         )  # fmt: skip
     return of_weight, of_bias
 
@@ -293,10 +291,3 @@ def weight_gradient(x: Maps, gradient: Maps, ends_F: Tensor, taps: int, dilation
 def _padded(num_functions: int) -> int:
     """Return a power of two, the same for most engines, so that kernels are compiled once."""
     return max(64, triton.next_power_of_2(num_functions))
-
-
-def _precision() -> str:
-    """Return the precision of products of float32, which is that of PyTorch's convolutions."""
-    if IS_INTERPRETED:
-        return "interpreted"
-    return "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from iep.batching.deferred import DeferredWeightGrads
+from iep.batching.layers import computed_by
 from iep.batching.schedulers import lower_bound
 from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, seconds
 from iep.bench.strategy import BEST, Strategy
@@ -58,8 +59,8 @@ class Step:
     def parts(self) -> dict[str, Run]:
         """Return a function that runs each part, whose inputs are ready, so that only the part itself is timed."""
         parts = {PLANNING: self.make_plan, STEP: self.step}
-        # A call of a family runs several modules at once, so that no module is called by itself.
-        return parts if self.strategy.execution != DEFAULT_EXECUTION else {**parts, MODULES: self.replay(self.calls())}
+        # A call of an op group runs several modules at once, so that no module is called by itself.
+        return parts if self.plan.plan.op_groups else {**parts, MODULES: self.replay(self.calls())}
 
     def limit(self) -> dict[str, Run]:
         """Return the part that no schedule can beat: one call per function, without dependencies or moved values."""
@@ -110,7 +111,10 @@ class Step:
         ]
 
         def run() -> None:
-            with self._mode(), DeferredWeightGrads() if training and self.strategy.defer else nullcontext():
+            with (
+                self._mode(),
+                computed_by(DeferredWeightGrads()) if training and self.strategy.defer else nullcontext(),
+            ):
                 found = [module(*given) for module, given in zip(modules, arguments, strict=True)]
             pairs = [pair for pair in zip(found, results, strict=True) if pair[0].requires_grad]
             if pairs:
@@ -170,7 +174,7 @@ def competitor(steps: Sequence[Step], is_limit: bool = False) -> Competitor:
         nodes = mean(graph.num_nodes for graph in graphs)
         if is_limit:
             return {"nodes": nodes, "calls": mean(len(np.unique(graph.op)) for graph in graphs)}
-        bound = None if strategy.execution != DEFAULT_EXECUTION else mean(map(lower_bound, graphs))
+        bound = None if steps[0].plan.plan.op_groups else mean(map(lower_bound, graphs))
         calls, kernels = (mean(map(count, steps)) for count in (lambda step: step.plan.num_calls, Step.count_kernels))
         return {"nodes": nodes, "calls": calls, "bound": bound, "kernels": kernels}
 
@@ -220,7 +224,7 @@ def engine_benchmark(
         description += "\n" + describe_engine(placement, engine, costs, sample, engine.planner(), largest, "float32")
 
     for strategy in strategies:
-        set_execution(engine, strategy.execution, first, strategy.defer, training="train" in phases)
+        set_execution(engine, strategy.execution, first, strategy.precision, strategy.defer, training="train" in phases)
 
     def case(size: int, phase: str) -> Case:
         training = phase == "train"

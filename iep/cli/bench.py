@@ -166,7 +166,7 @@ def engine(ctx: click.Context, config_file: Path | None, settings: tuple[str, ..
 @data
 @option("--num-samples", type=SIZE, default=8, help="Use the first N questions of --data.")
 @option("--questions-per-image", type=SIZE, default=1, help="Number of given programs per image.")
-@batching(f"{BEST}+{SHARING}", SHARING, "grouped")
+@batching(f"{BEST}+{SHARING}", SHARING, "triton")
 @option("--modules", metavar="|".join(MODULES), default=EngineConfig.modules, help="Set of modules.")
 @option("--scene", type=click.Choice(SCENES), default=EngineConfig.scene, help="What computes the scene.")
 @placement_options

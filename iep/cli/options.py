@@ -156,10 +156,10 @@ execution_options = all_of(
     click.option(
         "--execution",
         type=click.Choice(("auto", *EXECUTIONS)),
-        help="How module calls run. calls: one function in each call. grouped: all functions of one architecture that "
-        "are ready in one call. triton: like grouped, with Triton kernels, on a GPU. cuda_graph: like triton, as CUDA "
-        "graphs, for training on a GPU. auto: grouped on a GPU and for modules that share weights, where possible; "
-        f"otherwise calls.  [default: {Config.execution}]",
+        help="How module calls run. calls: one function in each call, or all of one arity if they share their weights "
+        "(--modules vector). triton: all functions of one architecture that are ready in one call, by Triton kernels, "
+        "on a GPU in bfloat16. cuda_graph: like triton, as CUDA graphs, for training. auto: calls.  "
+        f"[default: {Config.execution}]",
     ),
     click.option(
         "--precision",

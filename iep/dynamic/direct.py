@@ -5,13 +5,15 @@
 Shapes: G rows of a group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import linear
 from iep.dynamic.nested import Leaf, split
 
 
@@ -56,6 +58,13 @@ def is_batched(function: Any, args: tuple, kwargs: dict[str, Any], specs: Sequen
     if isinstance(function, nn.Module):
         return type(function) in LAYERS and len(args) == 1 and not kwargs and _runs_nothing_else(function)
     return function in (functional.linear, functional.embedding) or (function in UNARY and not split((args, kwargs))[1])
+
+
+def deferrable(function: Callable) -> Callable:
+    """Return what computes the same as a function for which `is_batched` is true, but may defer weight gradients."""
+    if type(function) is nn.Linear:
+        return partial(linear, weight=function.weight, bias=function.bias)
+    return linear if function is functional.linear else function
 
 
 def _runs_nothing_else(layer: nn.Module) -> bool:

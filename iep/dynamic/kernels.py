@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from iep.dynamic.direct import is_batched
+from iep.dynamic.direct import deferrable, is_batched
 from iep.dynamic.future import in_place_error
 from iep.dynamic.nested import Leaf, fill, mapped, split
 from iep.dynamic.trial import REGISTRIES, trial_run
@@ -190,7 +190,7 @@ def run_group(call: Recorded, kernel: Kernel, grad: bool, autocast: Autocast, *l
 
 def _run(call: Recorded, kernel: Kernel, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if kernel.how == DIRECT:
-        return call.run(leaves)[1]
+        return call.run(leaves, deferrable(call.function))[1]
     if kernel.how == VMAP:
         try:
             return torch.vmap(lambda *rows: tuple(call.run(rows)[1]), randomness="different")(*leaves)

@@ -306,7 +306,7 @@ def _load(settings: Evaluation, vocab: Vocab, split: Split, baseline: nn.Module 
     if settings.ee is not None and settings.placement != NONE:
         tqdm.write(_place(networks["engine"], settings, split.questions))
     if settings.ee is not None:
-        set_execution(networks["engine"], settings.execution, device)
+        set_execution(networks["engine"], settings.execution, device, settings.precision)
     return Predictor(
         **networks,
         run_predicted=predicted,

@@ -37,9 +37,8 @@ MODULES = _Names((*_PACKAGES_OWN, "MODULE:CLASS"))
 DEFAULT_SCHEDULER = "lookahead"
 EXECUTIONS = {
     "calls": "one module per call",
-    "grouped": "all functions of one architecture per call, by PyTorch's grouped matrix products",
-    "triton": "all functions of one architecture per call, by Triton kernels",
-    "cuda_graph": "in training, the calls of triton for a whole minibatch as one CUDA graph",
+    "triton": "all functions of one architecture per call, by Triton kernels in bfloat16",
+    "cuda_graph": "in training, the calls of triton for a whole minibatch as CUDA graphs",
 }
 """The ways to run module calls, each with a description."""
 DEFAULT_EXECUTION = "calls"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from iep.batching.execute import execute
-from iep.batching.families import can_be_grouped, family_modules
+from iep.batching.op_groups import architecture, grouped_modules
 from iep.batching.template import Template
 from iep.execution_engine.choices import (
     DEFAULT_EXECUTION,
@@ -144,6 +144,8 @@ class ExecutionEngine(nn.Module):
         """The device of each part; None if all are on one device. `iep.models.build.place_engine` sets it."""
         self.shared: nn.Module | None = getattr(self.module_set, "shared", None)
         """The module that all functions share, such as the block of the set `vector`; None for most sets."""
+        self._op_groups: dict[bool, dict[int, int]] = {}
+        """The op groups without kernels, and those with kernels."""
         self._runs = {op: self.program_tokens[op] for op, role in enumerate(self.roles) if role is not None}
         for token in self._runs.values():
             if not token or "." in token or hasattr(self, token):
@@ -169,7 +171,7 @@ class ExecutionEngine(nn.Module):
     def greatest_attentions(self) -> Iterator[dict[str, float]]:
         """Record the greatest attention that each function returns in the block, by its token.
 
-        Only functions that `calls` executes are recorded: grouped calls do not call the functions' modules.
+        Functions of an op group then have calls of their own.
         """
         greatest: dict[str, float] = {}
 
@@ -183,32 +185,31 @@ class ExecutionEngine(nn.Module):
             yield greatest
 
     @property
-    def can_be_grouped(self) -> bool:
-        """True if a plan of families runs all functions of at least one family at once."""
-        return any(can_be_grouped(getattr(self, token)) for token in self._runs.values())
-
-    @property
     def can_be_captured(self) -> bool:
         """True if Triton's kernels run all modules in place, so that a CUDA graph can run them."""
         modules = [getattr(self, token) for token in self._runs.values()]
-        are_chains = all(getattr(each, "conv_steps", None) is not None and can_be_grouped(each) for each in modules)
-        return is_of_maps(self.roles) and are_chains
+        are_chains = all(getattr(each, "conv_steps", None) is not None for each in modules)
+        return is_of_maps(self.roles) and are_chains and self.op_groups(by_kernels=True).keys() == self._runs.keys()
 
     def set_template(self, template: Template) -> None:
         """Set the calls of plans for CUDA graphs, and forget the graphs of other calls."""
         self.template, self._captured = template, {}
 
-    @property
-    def families(self) -> dict[int, int]:
-        """The family of every op that runs, numbered from the vocabulary's length on."""
-        numbers: dict[tuple, int] = {}
-        places = {} if self.placement is None else self.placement.parts
-        kinds = {
-            op: (role.reads, role.result, _architecture(getattr(self, self._runs[op])), places.get(self._runs[op]))
-            for op, role in enumerate(self.roles)
-            if role is not None
-        }
-        return {op: len(self.program_tokens) + numbers.setdefault(kind, len(numbers)) for op, kind in kinds.items()}
+    def op_groups(self, by_kernels: bool) -> dict[int, int]:
+        """Return the op group of every op that has one, numbered from the vocabulary's length on.
+
+        Args:
+            by_kernels: Triton's kernels run convolutions.
+        """
+        if by_kernels not in self._op_groups:
+            numbers, found = dict[tuple, int](), dict[int, int]()
+            for op, token in self._runs.items():
+                kind = architecture(getattr(self, token), by_kernels)
+                if kind is not None:
+                    key = self.roles[op].reads, self.roles[op].result, kind
+                    found[op] = len(self.program_tokens) + numbers.setdefault(key, len(numbers))
+            self._op_groups[by_kernels] = found
+        return self._op_groups[by_kernels]
 
     @property
     def ops(self) -> dict[int, str]:
@@ -268,7 +269,8 @@ class ExecutionEngine(nn.Module):
             "roles": self.roles,
             "placement": self.placement,
             "attentions": attentions,
-            "families": None if execution == DEFAULT_EXECUTION else self.families,
+            # Functions on several devices or workers have calls of their own.
+            "op_groups": None if self.placement or ends else self.op_groups(execution != DEFAULT_EXECUTION),
             "ends": ends,
             "execution": execution,
             "template": template,
@@ -295,8 +297,8 @@ class ExecutionEngine(nn.Module):
         Args:
             features_NCHW: the features of the images for which the plan was made.
             plan: the plan of the B programs, with its tensors on the features' device; see `ProgramPlan.to`.
-            defer_weight_grads: compute the gradient of each module's weights once, over all its calls. A plan with
-                families always does so.
+            defer_weight_grads: compute the gradient of each module's weights once, over all its calls. A plan for
+                kernels always does so.
 
         Raises:
             ValueError: the plan is for another kind of engine or another number of images, or it has no program.
@@ -326,7 +328,7 @@ class ExecutionEngine(nn.Module):
         self, plan: ProgramPlan, stems_NCHW: torch.Tensor, defer: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the module calls; return the programs' results, (B, C, H, W), and the sum of the attentions."""
-        device, by_kernels = stems_NCHW.device.type, plan.execution in ("triton", "cuda_graph")
+        device, by_kernels = stems_NCHW.device.type, plan.execution != DEFAULT_EXECUTION
         if by_kernels and torch.is_autocast_enabled(device) and stems_NCHW.dtype == torch.float32:
             stems_NCHW = stems_NCHW.to(torch.get_autocast_dtype(device))  # kernels compute in the dtype of the maps
         inputs = self._scene_values(stems_NCHW)
@@ -334,12 +336,13 @@ class ExecutionEngine(nn.Module):
         if plan.execution == "cuda_graph":
             maps_BCHW = self._replay(plan, modules, inputs[MAP])
             return maps_BCHW, maps_BCHW.new_zeros((), dtype=torch.float32)
-        if plan.execution != DEFAULT_EXECUTION:
-            grouped = family_modules
-            if plan.execution == "triton":
-                from iep.batching.fused import kernel_modules as grouped  # which needs Triton
-            modules |= grouped(plan.plan, modules)
+        if by_kernels:
+            from iep.batching.fused import kernel_modules  # which needs Triton
+
+            modules |= kernel_modules(plan.plan, modules)
             inputs[MAP], defer = inputs[MAP].contiguous(memory_format=torch.channels_last), True
+        else:
+            modules |= grouped_modules(plan.plan, modules)
         found = execute(plan.plan, modules, inputs[MAP] if is_of_maps(self.roles) else inputs, defer)
         maps_BCHW, *attentions = (found,) if isinstance(found, torch.Tensor) else found
         dtype = torch.promote_types(maps_BCHW.dtype, torch.float32)
@@ -365,15 +368,6 @@ class ExecutionEngine(nn.Module):
         stems = self.stem(features_BCHW).split(1)
         results = [run_tree(self, tree, stem_1CHW)[1] for tree, stem_1CHW in zip(trees, stems, strict=True)]
         return self.classifier(torch.cat(results))
-
-
-def _architecture(module: nn.Module) -> tuple:
-    """Return the classes and attributes of a module and its parts, in which functions of a family are equal."""
-    every = vars(nn.Module()).keys() - {"training"}
-    return tuple(
-        (name, type(part), *(f"{key}={value!r}" for key, value in vars(part).items() if key not in every))
-        for name, part in module.named_modules()
-    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from iep.batching.families import ConvStep
+from iep.batching.layers import Conv2d, ConvStep
 from iep.execution_engine.choices import NORMS, SCENES, check_choice
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import SCENE, arity
@@ -78,8 +78,8 @@ class UnaryModule(nn.Module):
 
     def __init__(self, dim: int, residual: bool, norm: str):
         super().__init__()
-        self.conv1 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
-        self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.conv1 = Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.bn1, self.bn2 = make_norm(norm, dim), make_norm(norm, dim)
         self.residual = residual
         self.conv_steps = None
@@ -101,7 +101,7 @@ class BinaryModule(nn.Module):
 
     def __init__(self, dim: int, residual: bool, norm: str):
         super().__init__()
-        self.proj = nn.Conv2d(2 * dim, dim, kernel_size=1)
+        self.proj = Conv2d(2 * dim, dim, kernel_size=1)
         self.res_block = UnaryModule(dim, residual, norm)
         self.conv_steps = None
         if norm == "none":

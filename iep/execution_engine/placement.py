@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 
 from iep.batching.placement import OpPlacement
-from iep.batching.plan import Call, Plan
+from iep.batching.plan import Plan
 from iep.errors import InputError, nearest
 from iep.execution_engine.program_graph import module_graph
 from iep.execution_engine.roles import MAP, result_kind
@@ -280,17 +280,10 @@ def rows_copied(plan: Plan, column: int) -> int:
     return sum(each.rows.stop - each.rows.start for each in results if each.column // plan.num_devices == column)
 
 
-def cost_of_call(call: Call, cost_of_row: Mapping[int, float]) -> float:
-    """Return the cost of a module call, or of a call of a family, given the cost of each function for one row."""
-    if call.segments is None:
-        return call.size * cost_of_row[call.op]
-    return sum((each.rows.stop - each.rows.start) * cost_of_row[each.op] for each in call.segments)
-
-
 def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
     """Return a lower bound of the time of a placed plan, in the unit of `cost_of_row`.
 
-    A call takes its `cost_of_call`, a device runs one call at a time, and copies take no time.
+    A call takes the cost of its rows, a device runs one call at a time, and copies take no time.
     """
     clocks = [0.0] * plan.num_devices
     ready = [np.zeros(column.num_rows) for column in plan.columns]
@@ -298,7 +291,7 @@ def least_time(plan: Plan, cost_of_row: Mapping[int, float]) -> float:
         time = max([0.0, *(ready[each.column][plan.rows(each)].max() for each in call.arguments)])
         if call.op >= 0:
             device = call.results[0].column % plan.num_devices
-            time = clocks[device] = max(clocks[device], time) + cost_of_call(call, cost_of_row)
+            time = clocks[device] = max(clocks[device], time) + call.size * cost_of_row[call.op]
         for result in call.results:
             ready[result.column][result.rows] = time
     return max(clocks)
@@ -323,7 +316,7 @@ def describe_engine(
             kinds.append(f"{copied:.4g} {name} of {size * number_bytes:,} bytes")
         total += copied * size * number_bytes
     flops = {op: costs.flops[token] for op, token in enumerate(engine.program_tokens) if token in costs.flops}
-    alone = [sum(cost_of_call(call, flops) for call in plan.calls if call.op >= 0) for plan in plans]
+    alone = [sum(call.size * flops[call.op] for call in plan.calls if call.op >= 0) for plan in plans]
     shares = [least_time(plan, flops) / one if one else 1 for plan, one in zip(plans, alone, strict=True)]
     return (
         f"{text}\n  the forward pass of a minibatch of {min(batch_size, len(sample.programs_QL))} questions copies "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import Conv2d
 from iep.execution_engine import tbd
 from iep.execution_engine.roles import KINDS, MAP, VECTOR, Role
 from iep.programs import SCENE
@@ -33,7 +34,7 @@ class FilterModule(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.conv1, self.conv2 = tbd.conv3x3(dim), tbd.conv3x3(dim)
-        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv3 = Conv2d(dim, 1, kernel_size=1)
         nn.init.zeros_(self.conv3.bias)  # half of the attention passes at first
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ class RelateModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(dim + 6, dim, kernel_size=1), nn.Conv2d(dim, dim, kernel_size=1)
-        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv1, self.conv2 = Conv2d(dim + 6, dim, kernel_size=1), Conv2d(dim, dim, kernel_size=1)
+        self.conv3 = Conv2d(dim, 1, kernel_size=1)
         nn.init.zeros_(self.conv3.bias)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -71,9 +72,9 @@ class SameModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.embedding = nn.Conv2d(dim, dim, kernel_size=1)
-        self.conv1 = nn.Conv2d(3 * dim + 1, dim, kernel_size=1)
-        self.conv2 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.embedding = Conv2d(dim, dim, kernel_size=1)
+        self.conv1 = Conv2d(3 * dim + 1, dim, kernel_size=1)
+        self.conv2 = Conv2d(dim, 1, kernel_size=1)
         nn.init.zeros_(self.conv2.bias)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class CompareModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(2 * dim, width, kernel_size=1) for width in (2 * dim, dim))
+        self.conv1, self.conv2 = (Conv2d(2 * dim, width, kernel_size=1) for width in (2 * dim, dim))
 
     def forward(self, first_GC11: Tensor, second_GC11: Tensor) -> Tensor:
         """Return the vector."""

@@ -69,7 +69,7 @@ def plan_programs(
     sharing: bool = True,
     placement: Placement | None = None,
     attentions: bool = False,
-    families: Mapping[int, int] | None = None,
+    op_groups: Mapping[int, int] | None = None,
     ends: bool = False,
     execution: str = DEFAULT_EXECUTION,
     template: Template | None = None,
@@ -87,11 +87,11 @@ def plan_programs(
         placement: the device of every function; None for one device.
         attentions: also return the sum of the attentions. An attention that several programs share counts once for each
             of them.
-        families: the number of the family of each op, as for `iep.batching.schedulers.make_schedule`. One call then
+        op_groups: the number of the op group of each op, as for `iep.batching.schedulers.make_schedule`. One call then
             runs several functions of the same architecture.
         ends: the stem and the classifier are ops of the graph, as `with_ends` says, so that a run computes the scores
             of the answers from features.
-        execution: how an engine runs the families, one of `choices.EXECUTIONS`.
+        execution: how an engine runs the op groups, one of `choices.EXECUTIONS`.
         template: the calls that a CUDA graph runs. The plan of programs that do not fit into it is for `triton`.
 
     Raises:
@@ -112,7 +112,7 @@ def plan_programs(
             return ProgramPlan(graph, (), plan, tuple(program_tokens), roles, num_images, rows, None, execution)
         execution = "triton"
     graph, types = with_ends(graph, roles, count) if ends else (graph, types_of(graph, roles, count))
-    schedule = make_schedule(graph, batching, families)
+    schedule = make_schedule(graph, batching, op_groups)
     if placement is None:
         plan = make_plan(graph, schedule, types)
     else:

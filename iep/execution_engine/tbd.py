@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import Conv2d
 from iep.execution_engine.roles import ATTENTION, MAP, Role
 from iep.programs import SCENE
 from iep.vocab import SPECIAL_TOKENS
@@ -25,9 +26,9 @@ ATTENTION_BIAS = -2.0
 section 3.3)."""
 
 
-def conv3x3(dim: int, dilation: int = 1) -> nn.Conv2d:
+def conv3x3(dim: int, dilation: int = 1) -> Conv2d:
     """Return a convolution that keeps the channels and the grid."""
-    return nn.Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
+    return Conv2d(dim, dim, kernel_size=3, padding=dilation, dilation=dilation)
 
 
 class QueryModule(nn.Module):
@@ -48,7 +49,7 @@ class AttentionModule(QueryModule):
 
     def __init__(self, dim: int):
         super().__init__(dim)
-        self.conv3 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv3 = Conv2d(dim, 1, kernel_size=1)
         nn.init.constant_(self.conv3.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ class RelateModule(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.conv1, self.conv2, self.conv3, self.conv4, self.conv5 = (conv3x3(dim, each) for each in DILATIONS)
-        self.conv6 = nn.Conv2d(dim, 1, kernel_size=1)
+        self.conv6 = Conv2d(dim, 1, kernel_size=1)
         nn.init.constant_(self.conv6.bias, ATTENTION_BIAS)
 
     def forward(self, features_GCHW: Tensor, attention_G1HW: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class SameModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.conv = nn.Conv2d(dim + 1, 1, kernel_size=1)
+        self.conv = Conv2d(dim + 1, 1, kernel_size=1)
 
     @torch.no_grad()
     def adjust_initial_weights(self) -> None:
@@ -110,7 +111,7 @@ class ComparisonModule(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.projection = nn.Conv2d(2 * dim, dim, kernel_size=1)
+        self.projection = Conv2d(2 * dim, dim, kernel_size=1)
         self.conv1, self.conv2 = conv3x3(dim), conv3x3(dim)
 
     def forward(self, first_GCHW: Tensor, second_GCHW: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from iep.batching.layers import Conv2d, Linear
 from iep.batching.plan import Functions
 from iep.execution_engine.roles import MAP, Role
 from iep.programs import arity
@@ -36,9 +37,9 @@ class SharedBlock(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.modulation = nn.Sequential(nn.Linear((1 + MOST_ARGUMENTS) * dim, dim), nn.ReLU(), nn.Linear(dim, 4 * dim))
-        self.conv1 = nn.Conv2d(dim + 2, dim, kernel_size=3, padding=1)
-        self.conv2 = nn.Conv2d(dim, dim, kernel_size=3, padding=1)
+        self.modulation = nn.Sequential(Linear((1 + MOST_ARGUMENTS) * dim, dim), nn.ReLU(), Linear(dim, 4 * dim))
+        self.conv1 = Conv2d(dim + 2, dim, kernel_size=3, padding=1)
+        self.conv2 = Conv2d(dim, dim, kernel_size=3, padding=1)
         self.pool = nn.AdaptiveMaxPool2d(1)
 
     def forward(self, features_GCHW: Tensor, embedding_GC: Tensor, *vectors_GC11: Tensor) -> Tensor:
@@ -64,18 +65,12 @@ class VectorModule(nn.Module):
 
     Args:
         shared: the block, which is not a part of the module; the engine has it once.
-        num_arguments: the number of the function's arguments.
     """
 
-    def __init__(self, shared: SharedBlock, num_arguments: int):
+    def __init__(self, shared: SharedBlock):
         super().__init__()
         self.embedding = nn.Parameter(torch.randn(shared.conv2.in_channels))
-        self.num_arguments = num_arguments
         self._shared = (shared,)
-
-    def extra_repr(self) -> str:
-        """Name the number of arguments, by which functions are grouped."""
-        return f"num_arguments={self.num_arguments}"
 
     def forward(self, features_GCHW: Tensor, *vectors_GC11: Tensor) -> Tensor:
         """Return the vectors, (G, C, 1, 1)."""
@@ -123,7 +118,7 @@ class VectorModules:
 
     def make(self, token: str) -> nn.Module:
         """Return the module of a token."""
-        return VectorModule(self.shared, arity(token))
+        return VectorModule(self.shared)
 
     def scene_values(self, stems_NCHW: Tensor) -> dict[int, Tensor]:
         """Return the stem's output; as a vector, `scene` is the result of its module, so that the zeros are unused."""

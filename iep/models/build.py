@@ -27,7 +27,6 @@ from iep.data.features import Features
 from iep.errors import InputError
 from iep.execution_engine.choices import DEFAULT_EXECUTION, check_named
 from iep.execution_engine.engine import ExecutionEngine
-from iep.execution_engine.grouping_check import check_grouping
 from iep.execution_engine.placement import Costs, Placement, Sample, costs_of, make_placement, plan_sample
 from iep.models.checkpoint import PARTS_OF_A_MODEL, load_checkpoint
 from iep.program_generator.seq2seq import Seq2Seq
@@ -256,12 +255,10 @@ MEMORY_FORMATS = {"channels-first": torch.contiguous_format, "channels-last": to
 def place(network: nn.Module, device: torch.device, memory_format: str | None = None) -> nn.Module:
     """Move a network to a device, with its convolutions in a format of `MEMORY_FORMATS`, and return it.
 
-    The format None is channels last on a CPU, where convolutions are faster with it (`iep-bench engine --memory-format`
-    compares them), and channels first on other devices.
+    The format None is channels last, that of cuDNN's kernels for tensor cores, and the faster one on a CPU (`iep-bench
+    engine --memory-format` compares them).
     """
-    if memory_format is None:
-        memory_format = "channels-last" if device.type == "cpu" else "channels-first"
-    return network.to(device, memory_format=MEMORY_FORMATS[memory_format])
+    return network.to(device, memory_format=MEMORY_FORMATS[memory_format or "channels-last"])
 
 
 def place_parts(engine: ExecutionEngine, placement: Placement, memory_format: str | None = None) -> ExecutionEngine:
@@ -286,12 +283,16 @@ def place_engine(
 
 
 def set_execution(
-    engine: ExecutionEngine, execution: str, device: torch.device, defer: bool = False, training: bool = False
+    engine: ExecutionEngine,
+    execution: str,
+    device: torch.device,
+    precision: str,
+    defer: bool = False,
+    training: bool = False,
 ) -> None:
     """Set the execution of an engine, after it has been placed, to one of `choices.EXECUTIONS`, or `auto`.
 
-    The execution `auto` is grouped on a GPU, and for modules that share their weights on any device. Where this is not
-    possible, a line says why, and it is by calls, as in all other cases.
+    The execution `auto` is by calls. With kernels, a line names the functions that have calls of their own.
 
     Args:
         defer: the weight gradients of calls are deferred.
@@ -300,42 +301,41 @@ def set_execution(
     Raises:
         InputError: the execution would have no effect, or does not work, for this engine.
     """
-    wanted = execution
-    if execution == "auto":
-        wanted = "grouped" if device.type == "cuda" or engine.shared is not None else DEFAULT_EXECUTION
-    problem = None if wanted == DEFAULT_EXECUTION else _problem(engine, wanted, device, defer, training)
-    if problem is not None and execution != "auto":
-        raise InputError(f"execution is {execution}, but {problem}")
-    if problem is not None and is_main():
-        tqdm.write(f"execution is {DEFAULT_EXECUTION}, because {problem.rpartition(';')[0]}")
-    engine.execution = wanted if problem is None else DEFAULT_EXECUTION
+    execution = DEFAULT_EXECUTION if execution == "auto" else execution
+    if execution != DEFAULT_EXECUTION:
+        if (problem := _problem(engine, execution, device, precision, defer, training)) is not None:
+            raise InputError(f"execution is {execution}, but {problem}")
+        together, count = engine.op_groups(by_kernels=True), len(engine.program_tokens)
+        alone = [token for op, token in engine.ops.items() if op < count and op not in together]
+        if alone and is_main():
+            tqdm.write(f"execution {execution}: by calls, without convolutions for kernels: {', '.join(alone)}")
+    engine.execution = execution
 
 
-def _problem(engine: ExecutionEngine, execution: str, device: torch.device, defer: bool, training: bool) -> str | None:
-    """Return why an execution other than calls does not work, or has no effect, and what is expected, or None."""
+def _problem(
+    engine: ExecutionEngine, execution: str, device: torch.device, precision: str, defer: bool, training: bool
+) -> str | None:
+    """Return why an execution by kernels does not work, or has no effect, and what is expected, or None."""
     if engine.placement is not None:
         return "the engine is placed on several devices; expected calls"
     if defer:
         return "defer_weight_grads is for calls, and other executions always defer; remove it"
     if execution == "cuda_graph" and not (training and device.type == "cuda"):
-        return "CUDA graphs are for training on a GPU; expected calls or grouped"
+        return "CUDA graphs are for training on a GPU; expected calls"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton's kernels run on a GPU, not on {device}; expected calls"
+    if device.type == "cuda" and precision != "bfloat16":
+        return f"Triton's kernels compute in bfloat16, and precision is {precision}; expected bfloat16, or calls"
+    if engine.shared is not None:
+        return "Triton's kernels are for modules with weights of their own; expected calls"
     if execution == "cuda_graph" and not engine.can_be_captured:
+        what = "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm"
+        return f"{what}; expected calls or triton"
+    if not engine.op_groups(by_kernels=True):
         return (
-            "CUDA graphs are for modules with conv_steps, such as those of the set iep without norm; expected calls, "
-            "grouped or triton"
+            "kernels run only modules whose parameters are all those of convolutions of iep.batching.layers that keep "
+            "the size of the maps (module_norm adds others); expected calls"
         )
-    if execution == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"Triton's kernels run on a GPU, not on {device}; expected calls or grouped"
-    if execution == "triton" and engine.shared is not None:
-        return "Triton's kernels are for modules with weights of their own; expected calls or grouped"
-    if not engine.can_be_grouped:
-        return (
-            "functions run together only if their modules have a method 'grouped', or no parameters but those of "
-            "convolutions with a bias that keep the size of the maps (module_norm adds others); expected calls"
-        )
-    if not type(engine.module_set).__module__.startswith("iep."):
-        difference = check_grouping(engine, "triton" if execution == "cuda_graph" else execution)
-        return None if difference is None else f"{difference}; expected calls"
     return None
 
 
@@ -353,7 +353,7 @@ def fit_template(engine: ExecutionEngine, sample: Sample, batch_size: int, shari
         raise InputError(f"{sample.source}: no programs, which execution cuda_graph needs; expected those of training")
     planner = engine.planner(sharing=sharing, training=True, execution="triton")
     plans = plan_sample(sample, planner, batch_size, MOST_MINIBATCHES)
-    engine.set_template(make_template([each.graph for each in plans], engine.families))
+    engine.set_template(make_template([each.graph for each in plans], engine.op_groups(by_kernels=True)))
 
 
 def check_vocab(trained: Vocab, given: Vocab, name: str, path: Path | str, engine: Path | None = None) -> None:

@@ -342,7 +342,7 @@ def _place(task: Task, config: Config, training: Split) -> str:
 
 def _set_execution(engine: ExecutionEngine, config: Config, data: RunData) -> None:
     """Set the execution of the engine and, for CUDA graphs, the calls of a minibatch of this process."""
-    set_execution(engine, config.execution, data.device, config.defer_weight_grads, training=True)
+    set_execution(engine, config.execution, data.device, config.precision, config.defer_weight_grads, training=True)
     if engine.execution == "cuda_graph":
         if config.batching != DEFAULT_SCHEDULER:
             raise InputError(f"batching is {config.batching}, which execution cuda_graph does not use; leave it out")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from iep.batching.layers import Linear, linear
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
 from iep.workloads.lstm import by_columns, lstm_state
 from iep.workloads.trees import Tree
@@ -62,11 +62,11 @@ class BinaryTreeLSTM(nn.Module):
         return self.classifier(h[-1])
 
     def _leaf(self, vertices: Vertices) -> None:
-        h, c = lstm_state(functional.linear(vertices.pull("word"), self.leaf.weight), self.leaf.bias)
+        h, c = lstm_state(linear(vertices.pull("word"), self.leaf.weight), self.leaf.bias)
         vertices.scatter(h=h, c=c)
 
     def _inner(self, vertices: Vertices) -> None:
-        gates = functional.linear(vertices.gather("h").flatten(1), self.inner.weight)
+        gates = linear(vertices.gather("h").flatten(1), self.inner.weight)
         h, c = lstm_state(gates, self.inner.bias, vertices.gather("c"))
         vertices.scatter(h=h, c=c)
 
@@ -77,7 +77,7 @@ class TreeFC(nn.Module):
     def __init__(self, words: int, width: int = 512):
         super().__init__()
         self.embedding = nn.Embedding(words, width, sparse=True)
-        self.inner = nn.Linear(2 * width, width)
+        self.inner = Linear(2 * width, width)
         self.inner.weight = by_columns(self.inner.weight)
         functions = [VertexFunction(self._leaf, pulls=("word",)), VertexFunction(self._inner, gathers=("h",))]
         self.network = VertexNetwork(functions, states={"h": (width,)})

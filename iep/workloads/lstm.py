@@ -27,18 +27,16 @@ def lstm_state(gates: Tensor, bias: Tensor | None, c_children: Tensor | None = N
     Raises:
         ValueError: the shapes do not match.
     """
-    # Modes such as `DeferredWeightGrads` would intercept every operation, which takes longer than a small operation.
-    with torch._C.DisableTorchFunction():
-        if c_children is None:
-            c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
-        count, children, width = c_children.shape
-        if gates.shape != (count, (3 + children) * width):
-            found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
-            raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
-        c_children = c_children.to(gates.dtype)
-        if torch.is_grad_enabled():
-            return _State.apply(gates, bias, c_children)
-        return _states(gates, bias, c_children)[:2]
+    if c_children is None:
+        c_children = gates.new_empty(len(gates), 0, gates.shape[1] // 3)
+    count, children, width = c_children.shape
+    if gates.shape != (count, (3 + children) * width):
+        found = f"gates {tuple(gates.shape)} and children's c {tuple(c_children.shape)}"
+        raise ValueError(f"{found}, expected (G, (3 + A) H) and (G, A, H)")
+    c_children = c_children.to(gates.dtype)
+    if torch.is_grad_enabled():
+        return _State.apply(gates, bias, c_children)
+    return _states(gates, bias, c_children)[:2]
 
 
 def by_columns(weight: nn.Parameter) -> nn.Parameter:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from iep.batching.layers import Linear
 from iep.batching.schedulers import Schedule
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
 from iep.workloads.lstm import by_columns, lstm_state
@@ -47,7 +48,7 @@ class BiLSTM(nn.Module):
         super().__init__()
         self.width = width
         self.inputs = nn.ModuleList(nn.Linear(inputs, 4 * width) for _ in DIRECTIONS)
-        self.recurrent = nn.ModuleList(nn.Linear(width, 4 * width, bias=False) for _ in DIRECTIONS)
+        self.recurrent = nn.ModuleList(Linear(width, 4 * width, bias=False) for _ in DIRECTIONS)
         for layer in (*self.inputs, *self.recurrent):
             layer.weight = by_columns(layer.weight)
         functions = [
