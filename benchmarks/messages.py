@@ -15,8 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain, count, pairwise
-from operator import itemgetter
+from itertools import chain, count
 from typing import NamedTuple
 
 import numpy as np
@@ -61,14 +60,11 @@ class Apply:
     def signature(self) -> Signature:
         return Signature(tuple(map(Read, range(self.reads))) if isinstance(self.reads, int) else self.reads, self.makes)
 
-    @cached_property
-    def arity(self) -> int:
-        return max(read.first + read.width for read in self.signature.reads)
-
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != self.arity:
-            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {self.arity}")
-        slot = run.add(self.op, received.payload, received)
+        arity = max(read.first + read.width for read in self.signature.reads)
+        if len(received.payload) != arity:
+            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {arity}")
+        slot = run.add(self.op, received.payload)
         return [Message(self.to, tuple([(slot, position) for position in range(len(self.makes))]), received.state)]
 
 
@@ -96,11 +92,12 @@ class Reduce:
         return Signature((Read(0, self.arity),), self.makes)
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        tensors = list(received.payload) or [(-2 - self.neutral, 0)]
+        neutral = (-2 - self.neutral, 0)
+        tensors = list(received.payload) or [neutral]
         while True:
-            tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.arity)
+            tensors += [neutral] * (-len(tensors) % self.arity)
             parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
-            tensors = [(run.add(self.op, part, received), 0) for part in parts]
+            tensors = [(run.add(self.op, part), 0) for part in parts]
             if len(tensors) == 1:
                 return [Message(self.to, tuple(tensors), received.state)]
 
@@ -122,7 +119,7 @@ class Cond:
         if value not in self.routes:
             raise error(received, f"no route for {value!r}, expected one of {', '.join(map(repr, self.routes))}")
         to = self.routes[value]
-        return [] if to is None else [Message(to, received.payload, received.state)]
+        return [] if to is None else [received._replace(to=to)]
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Phi:
     to: str
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, received.state)]
+        return [received._replace(to=self.to)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,7 @@ class Bcast:
     to: tuple[str, ...]
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(each, received.payload, received.state) for each in self.to]
+        return [received._replace(to=each) for each in self.to]
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ class Concat:
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         name, _, port = received.to.partition(".")
-        joined = run.join(received._replace(to=name), received.state, int(port), self.ports)
+        joined = run.join(received._replace(to=name), int(port), self.ports)
         return [Message(self.to, tuple(chain(*joined)), received.state)] if joined else []
 
 
@@ -208,9 +205,7 @@ class Group:
 
     def receive(self, run: "Unrolling", received: Message) -> list[Message]:
         state = self.key(received.state)
-        joined = run.join(received, state, self.order and self.order(received.state), self.size(state))
-        if len(set(map(len, joined))) > 1:
-            raise error(received, f"a group of payloads of {', '.join(str(len(each)) for each in joined)} tensors")
+        joined = run.join(received._replace(state=state), self.order and self.order(received.state), self.size(state))
         return [Message(self.to, tuple(chain(*zip(*joined, strict=True))), state)] if joined else []
 
 
@@ -256,39 +251,29 @@ class Unrolling:
     """
 
     num_inputs: int
-    nodes: list[tuple[int, Payload, Message]] = field(default_factory=list)
-    """The op and the arguments of each node, and the message for which it was added."""
+    nodes: list[tuple[int, Payload]] = field(default_factory=list)
+    """The op and the arguments of each node."""
     results: dict[str, list[tuple[int, tuple[int, int]]]] = field(default_factory=lambda: defaultdict(list))
     """The position and the tensor of each message that reached a `Result`, by name."""
-    waiting: dict[tuple[str, State], tuple[int, list[tuple[int, Payload]]]] = field(default_factory=dict)
-    """By name and state, how many messages a node joins, and the position and payload of those that have arrived."""
+    waiting: dict[tuple[str, State], dict[int, Payload]] = field(default_factory=lambda: defaultdict(dict))
+    """By name and state of a node that joins messages, the payloads that have arrived by their positions."""
 
-    def add(self, op: int, arguments: Payload, received: Message) -> int:
+    def add(self, op: int, arguments: Payload) -> int:
         """Add a node, and return its slot."""
-        self.nodes.append((op, arguments, received))
+        self.nodes.append((op, arguments))
         return self.num_inputs + len(self.nodes) - 1
 
-    def join(self, received: Message, state: State, position: int | None, size: int) -> list[Payload]:
+    def join(self, received: Message, position: int | None, size: int) -> list[Payload]:
         """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
-        _, kept = self.waiting.setdefault((received.to, state), (size, []))
-        kept.append((len(kept) if position is None else position, received.payload))
+        kept = self.waiting[received.to, received.state]
+        position = len(kept) if position is None else position
+        if position in kept:
+            raise error(received, "several messages for one position, expected states that tell them apart")
+        kept[position] = received.payload
         if len(kept) < size:
             return []
-        del self.waiting[received.to, state]
-        kept.sort(key=itemgetter(0))
-        if any(before == after for (before, _), (after, _) in pairwise(kept)):
-            raise error(received, "several messages for one position, expected states that tell them apart")
-        return [payload for _, payload in kept]
-
-    def check(self) -> None:
-        """Check at the end that no node waits, and that a result depends on every node."""
-        for (name, state), (size, kept) in self.waiting.items():
-            raise error(Message(name, (), state), f"only {len(kept)} of {size} messages have arrived")
-        needed = {tensor[0] for found in self.results.values() for _, tensor in found}
-        for slot, (_, arguments, received) in reversed([*enumerate(self.nodes, self.num_inputs)]):
-            if slot not in needed:
-                raise error(received, "no result depends on what it computes")
-            needed.update([argument for argument, _ in arguments])
+        del self.waiting[received.to, received.state]
+        return [payload for _, payload in sorted(kept.items())]
 
 
 class MessageGraph:
@@ -298,8 +283,7 @@ class MessageGraph:
         nodes: the nodes by name. Their successors are names, such as "embedding", or "cell.0" for port 0 of a `Concat`.
 
     Raises:
-        ValueError: a node has an unknown successor, a `Reduce` has an arity of less than 2, or nodes of one op differ
-            in what they read or make.
+        ValueError: a node has an unknown successor.
     """
 
     def __init__(self, **nodes: Node):
@@ -307,20 +291,15 @@ class MessageGraph:
         for name, node in nodes.items():
             ports = [f"{name}.{port}" for port in range(node.ports)] if isinstance(node, Concat) else [name]
             self._nodes.update(dict.fromkeys(ports, node))
-        computing = {name: node for name, node in nodes.items() if isinstance(node, Apply | Reduce)}
-        self._signatures = {node.op: node.signature for node in computing.values()}
         for name, node in nodes.items():
             for to in (node.to,) if isinstance(node.to, str) else node.to:
                 if to is not None and to not in self._nodes:
                     raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
-        for name, node in computing.items():
-            if node.signature != self._signatures[node.op]:
-                raise ValueError(f"node {name!r} and another one of op {node.op} have different signatures")
-            if isinstance(node, Reduce) and node.arity < 2:
-                raise ValueError(f"node {name!r} reduces {node.arity} tensors at a time, expected 2 or more")
+        computing = [node for node in nodes.values() if isinstance(node, Apply | Reduce)]
+        self._signatures = {node.op: node.signature for node in computing}
+        self._arity = max(read.first + read.width for node in computing for read in node.signature.reads)
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
-        self._arity = max([1, *(node.arity for node in computing.values())])
-        neutral = max([-1, *(node.neutral for node in computing.values() if isinstance(node, Reduce))])
+        neutral = max([-1, *(node.neutral for node in computing if isinstance(node, Reduce))])
         self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
         self._remembered = lru_cache(REMEMBERED)(self._follow)
 
@@ -330,17 +309,14 @@ class MessageGraph:
         The types have a root for each `Result`, with the tensors of all instances.
 
         Args:
-            instances: the messages with which each instance begins. Instances do not exchange messages.
+            instances: the messages with which each of one or more instances begins. Instances do not exchange messages.
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state,
-                computes twice for a state, waits for messages that do not arrive, or receives a payload of another
-                size than it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`.
+            ValueError: an input or a node is unknown; a node has no route for a state, waits for messages that do not
+                arrive, or receives a payload of another size than it expects; or an instance has `MOST_MESSAGES`.
                 Errors about messages name the node and the state.
         """
-        if len(self._tail) > len(inputs) + 1:
-            raise ValueError(f"input {len(self._tail) - 2} is neutral, but there are {len(inputs)} inputs")
         parts, slots, num_slots = [], [], len(inputs)
         for messages in instances:
             given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
@@ -349,8 +325,6 @@ class MessageGraph:
             parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
             nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
             slots.append(np.concatenate([given, nodes, self._tail]))
-        if not parts:
-            raise ValueError("there is no instance, expected one or more")
         ops, args, *roots = zip(*parts, strict=True)
 
         def joined(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -376,29 +350,25 @@ class MessageGraph:
             the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
             slots and fields of what reached each `Result`, (R, 2).
         """
-        slots, queue, computed = count(), deque[Message](), set[tuple[str, State]]()
+        slots, queue = count(), deque[Message]()
         for to, size, state in messages:
             queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
         run = Unrolling(next(slots))
-        for _ in range(MOST_MESSAGES):
+        for number in count(1):
             if not queue:
                 break
             received = queue.popleft()
-            node = self._nodes.get(received.to)
-            if node is None:
+            if received.to not in self._nodes:
                 raise error(received, f"no such node, expected one of {', '.join(self._nodes)}")
-            if isinstance(node, Apply | Reduce):
-                if received[::2] in computed:
-                    raise error(received, "a second message, expected states that tell messages apart")
-                computed.add(received[::2])
-            queue.extend(node.receive(run, received))
-        else:
-            raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
-        run.check()
-        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload, _ in run.nodes]
+            if number == MOST_MESSAGES:
+                raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
+            queue.extend(self._nodes[received.to].receive(run, received))
+        for (name, state), kept in run.waiting.items():
+            raise error(Message(name, (), state), f"only {len(kept)} messages have arrived, and it waits for more")
+        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload in run.nodes]
         roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
         return (
-            np.array([op for op, _, _ in run.nodes], dtype=np.int64),
+            np.array([op for op, _ in run.nodes], dtype=np.int64),
             np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
             *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
         )
