@@ -13,8 +13,7 @@ an instance and across instances.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -44,9 +43,12 @@ class Message(NamedTuple):
     payload: Payload
     state: State
 
+    def error(self, what: str) -> ValueError:
+        """Return an error that names the node and the state."""
+        return ValueError(f"node {self.to!r}, state {self.state!r}: {what}")
 
-@dataclass(frozen=True)
-class Apply:
+
+class Apply(NamedTuple):
     """A payload transform: the module of an op maps the tensors of a payload to those of the message that is sent."""
 
     to: str
@@ -56,20 +58,12 @@ class Apply:
     makes: tuple[int, ...] = (0,)
     """The columns of the tensors that the module returns."""
 
-    @cached_property
+    @property
     def signature(self) -> Signature:
         return Signature(tuple(map(Read, range(self.reads))) if isinstance(self.reads, int) else self.reads, self.makes)
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        arity = max(read.first + read.width for read in self.signature.reads)
-        if len(received.payload) != arity:
-            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {arity}")
-        slot = run.add(self.op, received.payload)
-        return [Message(self.to, tuple([(slot, position) for position in range(len(self.makes))]), received.state)]
 
-
-@dataclass(frozen=True)
-class Reduce:
+class Reduce(NamedTuple):
     """A payload transform that reduces any number of tensors to one, such as those of a `Group` to their sum.
 
     All nodes of an op have the same number of arguments. The module therefore reduces `arity` tensors at a time, filled
@@ -91,19 +85,8 @@ class Reduce:
     def signature(self) -> Signature:
         return Signature((Read(0, self.arity),), self.makes)
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        neutral = (-2 - self.neutral, 0)
-        tensors = list(received.payload) or [neutral]
-        while True:
-            tensors += [neutral] * (-len(tensors) % self.arity)
-            parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
-            tensors = [(run.add(self.op, part), 0) for part in parts]
-            if len(tensors) == 1:
-                return [Message(self.to, tuple(tensors), received.state)]
 
-
-@dataclass(frozen=True)
-class Cond:
+class Cond(NamedTuple):
     """A condition, which sends a message to the successor that its state determines."""
 
     rule: Callable[[State], Hashable]
@@ -114,85 +97,47 @@ class Cond:
     def to(self) -> Iterable[str | None]:
         return self.routes.values()
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        value = self.rule(received.state)
-        if value not in self.routes:
-            raise error(received, f"no route for {value!r}, expected one of {', '.join(map(repr, self.routes))}")
-        to = self.routes[value]
-        return [] if to is None else [received._replace(to=to)]
 
-
-@dataclass(frozen=True)
-class Phi:
+class Phi(NamedTuple):
     """A join point of several predecessors, such as the beginning of a loop, which sends their messages on."""
 
     to: str
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [received._replace(to=self.to)]
 
-
-@dataclass(frozen=True)
-class Isu:
+class Isu(NamedTuple):
     """A state update, such as the next position of a loop. It need not be invertible here."""
 
     to: str
     update: Callable[[State], State]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, self.update(received.state))]
 
-
-@dataclass(frozen=True)
-class Bcast:
+class Bcast(NamedTuple):
     """A broadcast of every message to all successors."""
 
     to: tuple[str, ...]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [received._replace(to=each) for each in self.to]
 
-
-@dataclass(frozen=True)
-class Flatmap:
+class Flatmap(NamedTuple):
     """A node that sends the payload on once for each of several states, which may be none."""
 
     to: str
     states: Callable[[State], Iterable[State]]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, state) for state in self.states(received.state)]
 
-
-@dataclass(frozen=True)
-class Split:
-    """A partition, which sends the first tensor of a payload to the first successor, and so on."""
+class Split(NamedTuple):
+    """A partition, which sends the first tensor of a payload to the first successor, and so on, or to none."""
 
     to: tuple[str | None, ...]
-    """The successors; None for a tensor that is not sent."""
-
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != len(self.to):
-            raise error(received, f"{len(received.payload)} tensors for {len(self.to)} successors, expected one each")
-        parts = zip(self.to, received.payload, strict=True)
-        return [Message(to, (tensor,), received.state) for to, tensor in parts if to is not None]
 
 
-@dataclass(frozen=True)
-class Concat:
+class Concat(NamedTuple):
     """A concatenation of the payloads of one message from each port in the same state, in the order of the ports."""
 
     to: str
     ports: int = 2
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        name, _, port = received.to.partition(".")
-        joined = run.join(received._replace(to=name), int(port), self.ports)
-        return [Message(self.to, tuple(chain(*joined)), received.state)] if joined else []
 
-
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group joins the payloads of several messages: the first tensors of all, then the second ones, and so on."""
 
     to: str
@@ -203,77 +148,124 @@ class Group:
     order: Callable[[State], int] | None = None
     """The state of a message -> its position in the group; None for the order of arrival."""
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        state = self.key(received.state)
-        joined = run.join(received._replace(state=state), self.order and self.order(received.state), self.size(state))
-        return [Message(self.to, tuple(chain(*zip(*joined, strict=True))), state)] if joined else []
 
-
-@dataclass(frozen=True)
-class Ungroup:
+class Ungroup(NamedTuple):
     """The reverse of a `Group`, which sends one message for each of several states."""
 
     to: str
     states: Callable[[State], Sequence[State]]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        states, payload = self.states(received.state), received.payload
-        if not states or len(payload) % len(states):
-            raise error(received, f"{len(payload)} tensors for {len(states)} states, expected as many for each")
-        return [Message(self.to, payload[n :: len(states)], state) for n, state in enumerate(states)]
 
-
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The end of messages of one tensor each, which a run of the plan returns."""
 
     order: Callable[[State], int] | None = None
     """The state of a message -> its position among those of its instance; None for the order of arrival."""
     to: tuple[()] = ()
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != 1:
-            raise error(received, f"a result of {len(received.payload)} tensors, expected one")
-        results = run.results[received.to]
-        results.append((self.order(received.state) if self.order else len(results), *received.payload))
-        return []
-
 
 Node = Apply | Reduce | Cond | Phi | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
-"""A node of a network: `to` names its successors, and `receive` returns the messages that it sends for one."""
+"""A node of a network; `to` names its successors."""
 
 
-@dataclass
 class Unrolling:
     """The graph of one instance, while its messages pass through the network.
 
     Slots are numbered within the instance. Input slot n of the minibatch is -2 - n.
     """
 
-    num_inputs: int
-    nodes: list[tuple[int, Payload]] = field(default_factory=list)
-    """The op and the arguments of each node."""
-    results: dict[str, list[tuple[int, tuple[int, int]]]] = field(default_factory=lambda: defaultdict(list))
-    """The position and the tensor of each message that reached a `Result`, by name."""
-    waiting: dict[tuple[str, State], dict[int, Payload]] = field(default_factory=lambda: defaultdict(dict))
-    """By name and state of a node that joins messages, the payloads that have arrived by their positions."""
+    def __init__(self, num_inputs: int):
+        self.num_inputs = num_inputs
+        self.nodes: list[tuple[int, Payload]] = []
+        """The op and the arguments of each node."""
+        self.results: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        """The position and the tensor of each message that reached a `Result`, by name."""
+        self.waiting: dict[tuple[str, State], dict[int, Payload]] = defaultdict(dict)
+        """By name and state of a node that joins messages, the payloads that have arrived by their positions."""
+
+    def send(self, node: Node, message: Message) -> list[Message]:
+        """Return the messages that a node sends for one that it has received.
+
+        Raises:
+            ValueError: the node has no route for the state, or expects another payload.
+        """
+        to, payload, state = message
+        match node:
+            case Apply():
+                if len(payload) != (arity := arity_of(node)):
+                    raise message.error(f"{len(payload)} tensors, but op {node.op} reads {arity}")
+                slot = self.add(node.op, payload)
+                return [Message(node.to, tuple([(slot, position) for position in range(len(node.makes))]), state)]
+            case Reduce(op=op, arity=arity):
+                neutral = (-2 - node.neutral, 0)
+                tensors = list(payload) or [neutral]
+                while True:
+                    tensors += [neutral] * (-len(tensors) % arity)
+                    parts = [tuple(tensors[first : first + arity]) for first in range(0, len(tensors), arity)]
+                    tensors = [(self.add(op, part), 0) for part in parts]
+                    if len(tensors) == 1:
+                        return [Message(node.to, tuple(tensors), state)]
+            case Cond():
+                value = node.rule(state)
+                if value not in node.routes:
+                    known = ", ".join(map(repr, node.routes))
+                    raise message.error(f"no route for {value!r}, expected one of {known}")
+                return [] if node.routes[value] is None else [Message(node.routes[value], payload, state)]
+            case Phi():
+                return [Message(node.to, payload, state)]
+            case Isu():
+                return [Message(node.to, payload, node.update(state))]
+            case Bcast():
+                return [Message(each, payload, state) for each in node.to]
+            case Flatmap():
+                return [Message(node.to, payload, each) for each in node.states(state)]
+            case Split():
+                if len(payload) != len(node.to):
+                    raise message.error(f"{len(payload)} tensors for {len(node.to)} successors, expected one each")
+                parts = zip(node.to, payload, strict=True)
+                return [Message(each, (tensor,), state) for each, tensor in parts if each is not None]
+            case Concat():
+                name, _, port = to.partition(".")
+                joined = self.join(message._replace(to=name), int(port), node.ports)
+                return [Message(node.to, tuple(chain(*joined)), state)] if joined else []
+            case Group():
+                group = node.key(state)
+                position = node.order and node.order(state)
+                joined = self.join(message._replace(state=group), position, node.size(group))
+                return [Message(node.to, tuple(chain(*zip(*joined, strict=True))), group)] if joined else []
+            case Ungroup():
+                states = node.states(state)
+                if not states or len(payload) % len(states):
+                    raise message.error(f"{len(payload)} tensors for {len(states)} states, expected as many for each")
+                return [Message(node.to, payload[n :: len(states)], each) for n, each in enumerate(states)]
+            case Result():
+                if len(payload) != 1:
+                    raise message.error(f"a result of {len(payload)} tensors, expected one")
+                position = node.order(state) if node.order else len(self.results[to])
+                self.results[to].append((position, payload[0]))
+                return []
 
     def add(self, op: int, arguments: Payload) -> int:
         """Add a node, and return its slot."""
         self.nodes.append((op, arguments))
         return self.num_inputs + len(self.nodes) - 1
 
-    def join(self, received: Message, position: int | None, size: int) -> list[Payload]:
+    def join(self, message: Message, position: int | None, size: int) -> list[Payload]:
         """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
-        kept = self.waiting[received.to, received.state]
+        kept = self.waiting[message.to, message.state]
         position = len(kept) if position is None else position
         if position in kept:
-            raise error(received, "several messages for one position, expected states that tell them apart")
-        kept[position] = received.payload
+            raise message.error("several messages for one position, expected states that tell them apart")
+        kept[position] = message.payload
         if len(kept) < size:
             return []
-        del self.waiting[received.to, received.state]
+        del self.waiting[message.to, message.state]
         return [payload for _, payload in sorted(kept.items())]
+
+
+def arity_of(node: Apply | Reduce) -> int:
+    """Return the number of tensors that a node reads."""
+    return max(read.first + read.width for read in node.signature.reads)
 
 
 class MessageGraph:
@@ -297,7 +289,7 @@ class MessageGraph:
                     raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
         computing = [node for node in nodes.values() if isinstance(node, Apply | Reduce)]
         self._signatures = {node.op: node.signature for node in computing}
-        self._arity = max(read.first + read.width for node in computing for read in node.signature.reads)
+        self._arity = max(map(arity_of, computing))
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
         neutral = max([-1, *(node.neutral for node in computing if isinstance(node, Reduce))])
         self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
@@ -359,12 +351,12 @@ class MessageGraph:
                 break
             received = queue.popleft()
             if received.to not in self._nodes:
-                raise error(received, f"no such node, expected one of {', '.join(self._nodes)}")
+                raise received.error(f"no such node, expected one of {', '.join(self._nodes)}")
             if number == MOST_MESSAGES:
-                raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
-            queue.extend(self._nodes[received.to].receive(run, received))
+                raise received.error(f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
+            queue.extend(run.send(self._nodes[received.to], received))
         for (name, state), kept in run.waiting.items():
-            raise error(Message(name, (), state), f"only {len(kept)} messages have arrived, and it waits for more")
+            raise Message(name, (), state).error(f"only {len(kept)} messages have arrived, and it waits for more")
         args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload in run.nodes]
         roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
         return (
@@ -372,8 +364,3 @@ class MessageGraph:
             np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
             *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
         )
-
-
-def error(received: Message, what: str) -> ValueError:
-    """Return an error that names the node and the state of a message."""
-    return ValueError(f"node {received.to!r}, state {received.state!r}: {what}")
