@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.asynchronous import Experiment
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Plan
-from iep.config import Config
+from iep.cli.bench import trusted_config
+from iep.config import Config, find_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
 from iep.execution_engine.placement import BALANCED, Placement, Sample, costs_of, make_placement
@@ -34,12 +35,13 @@ class Question(NamedTuple):
     position: int
 
 
-def engine_experiment(data: Path, config: Config) -> Experiment:
+def engine_experiment(data: Path, config: Path, settings: Sequence[str]) -> Experiment:
     """Return the experiment on a directory of iep-preprocess.
 
     Raises:
-        InputError: a file is missing or damaged.
+        InputError: a file is missing or damaged, or names code of another package.
     """
+    config = trusted_config(find_config(config), settings)
     vocab = load_vocab(data)
 
     def dataset(name: str) -> ClevrDataset:

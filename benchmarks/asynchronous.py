@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from benchmarks.graphs import Deducer, PolarityRegressor, deductions, molecules
 from benchmarks.message_networks import ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
 from iep.asynchronous.conductor import PlanStep, WorkerTask
 from iep.asynchronous.drivers import Record, run_threads, run_virtual
-from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run, Staleness
+from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
 from iep.bench.compare import Benchmark, Case, Competitor, Fact
 from iep.errors import InputError
 
@@ -166,7 +166,7 @@ class Training:
         """Return the columns of a row, which are means over the seeds.
 
         Loss and score are those of the last epoch. The epochs and seconds until the score reached the target are left
-        out if it did not with every seed. The JSON file also has all scores and seconds, and values by op.
+        out if it did not with every seed. The JSON file also has all scores and seconds, and updates by op.
         """
         epochs, last = [epoch for curve in curves for epoch in curve], [curve[-1] for curve in curves]
         staleness = sum((epoch.run.staleness for epoch in epochs), Counter())
@@ -179,19 +179,15 @@ class Training:
         to_target = {"epochs to target": fmean(reached), "seconds to target": fmean(taken)} if all(reached) else {}
         return {
             "utilisation": fmean(share for epoch in epochs for share in epoch.run.utilisation),
-            **summary(staleness),
+            "mean staleness": sum(each.updates * n for each, n in staleness.items()) / staleness.total(),
+            "greatest staleness": max(each.updates for each in staleness),
             "updates per epoch": fmean(sum(epoch.run.updates.values()) for epoch in epochs),
             "loss": fmean(loss for epoch in last for loss in epoch.run.losses),
             self.experiment.score: fmean(epoch.score for epoch in last),
             **({} if self.given.target is None else to_target),
             "scores": [[epoch.score for epoch in curve] for curve in curves],
             "seconds": [[epoch.seconds for epoch in curve] for curve in curves],
-            "ops": {
-                name: summary(Counter({each: number for each, number in staleness.items() if each.op == op}))
-                | {"updates per epoch": fmean(epoch.run.updates[op] for epoch in epochs)}
-                for op, name in enumerate(self.names)
-                if op in {each.op for each in staleness}
-            },
+            "updates": {self.names[op]: fmean(each.run.updates[op] for each in epochs) for op in epochs[0].run.updates},
         }
 
     def simulated(self, instances: Sequence[Instance]) -> DriverOf:
@@ -241,16 +237,26 @@ class Training:
         return driver_of
 
 
-def asynchronous(name: str, experiment: Experiment, given: Settings, network: dict[str, int]) -> Benchmark:
+def asynchronous(name: str, **options: Any) -> Benchmark:
     """Return the comparison of all ways to train on threads, and on every simulated number of workers.
 
     Args:
-        network: the settings of the network, such as its width.
+        name: one of `EXPERIMENTS`, or `engine`.
+        options: the fields of `Settings`; the settings of the network, such as its width, or the arguments of
+            `engine_experiment`.
 
     Raises:
-        InputError: `given.replicas` is invalid.
+        InputError: `replicas` is invalid, or the data of an engine are missing or damaged.
     """
-    training = Training(experiment, given, network)
+    given = Settings(**{field: options.pop(field) for field in Settings.__annotations__})
+    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**options, **vars(given)}.items() if value)
+    if name == "engine":
+        from benchmarks.async_engine import engine_experiment
+
+        experiment, options = engine_experiment(**options), {}
+    else:
+        experiment = EXPERIMENTS[name]
+    training = Training(experiment, given, options)
     ways, pictures = training.ways(), {}
 
     def cases() -> Iterator[Case]:
@@ -267,15 +273,7 @@ def asynchronous(name: str, experiment: Experiment, given: Settings, network: di
             if clock == "simulated":
                 pictures.setdefault("timeline", partial(draw_timeline, training, instances, driver_of))
 
-    shown = {**network, **{name: value for name, value in vars(given).items() if value is not None}}
-    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
-    return Benchmark(f"{name}: {settings}", cases(), "workers", "instance", pictures=pictures)
-
-
-def summary(staleness: Counter[Staleness]) -> dict[str, float]:
-    """Return the mean and the maximum of the staleness of backward passes, in updates."""
-    mean = sum(each.updates * number for each, number in staleness.items()) / staleness.total()
-    return {"mean staleness": mean, "greatest staleness": max(each.updates for each in staleness)}
+    return Benchmark(f"{name}: {shown}", cases(), "workers", "instance", pictures=pictures)
 
 
 def op_names(model: nn.Module) -> list[str]:

@@ -42,7 +42,7 @@ NETWORKS = {
 }
 
 
-def dynet(name: str, batch_sizes: Sequence[int]) -> Benchmark:
+def dynet(network: str, batch_sizes: Sequence[int]) -> Benchmark:
     """Return the comparisons of a network at every minibatch size.
 
     Raises:
@@ -50,15 +50,15 @@ def dynet(name: str, batch_sizes: Sequence[int]) -> Benchmark:
     """
     if dy is None:
         raise InputError("DyNet is not installed: pip install dynet38")
-    make, draw = NETWORKS[name]
-    network = make(WORDS, WIDTH, parse_strategies("lookahead,lookahead+defer"))
+    make, draw = NETWORKS[network]
+    made = make(WORDS, WIDTH, parse_strategies("lookahead,lookahead+defer"))
     samples = draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
-    ways = {"DyNet": dynet_way(name, network.model), **network.ways}
+    ways = {"DyNet": dynet_way(network, made.model), **made.ways}
     del ways[PER_INSTANCE]
     losses = {each: way.compute(way.construct(samples[:2]), True) for each, way in ways.items()}
     assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-    cases = network_cases(network._replace(ways=ways), minibatches_of(samples, batch_sizes), PHASES)
-    return Benchmark(f"{name}, width {WIDTH}, {WORDS} words", cases, "batch", "sample")
+    cases = network_cases(made._replace(ways=ways), minibatches_of(samples, batch_sizes), PHASES)
+    return Benchmark(f"{network}, width {WIDTH}, {WORDS} words", cases, "batch", "sample")
 
 
 def affine(parameters, *xs):

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from benchmarks.limit import arithmetic_limit
 from iep.bench.compare import Benchmark, Case, Competitor, seconds
+from iep.errors import InputError
 from iep.runtime.devices import resolve_device
 
 ONE_BY_ONE, BATCHED, HAND = "token by token", "batched", "by hand: sort and loop"
@@ -147,8 +148,10 @@ def moe(
     """Return the comparisons of every number of experts with every number of tokens.
 
     Raises:
-        InputError: there is no such device.
+        InputError: there is no such device, or `k` exceeds a number of experts.
     """
+    if k > min(experts):
+        raise InputError(f"--k is {k}, expected at most {min(experts)}, the smallest of --experts")
     on = resolve_device(device)
 
     def cases() -> Iterator[Case]:

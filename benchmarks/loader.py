@@ -35,14 +35,13 @@ def loader(
     images: int,
     batch_size: int,
     batches: int,
-    directory: Path | None,
     seed: int,
 ) -> Benchmark:
     """Return the comparison of every way of loading, with every number of workers.
 
     Args:
-        data: directory that `iep-preprocess` wrote; None to generate features of `images` images in `directory`, or
-            in the directory for temporary files. They are removed at the end.
+        data: directory that `iep-preprocess` wrote; None to generate features of `images` images in the directory for
+            temporary files. They are removed at the end.
         batches: largest number of batches of a pass.
 
     Raises:
@@ -77,7 +76,7 @@ def loader(
         return Competitor(f"{source}, {order} order", measure, facts=lambda: {"GB/s": median(speeds)})
 
     def cases() -> Iterator[Case]:
-        with tempfile.TemporaryDirectory(prefix="iep-loader-", dir=directory) as made:
+        with tempfile.TemporaryDirectory(prefix="iep-loader-") as made:
             found = made_data(Path(made), images, seed) if opened is None else opened
             in_memory = found.features.in_memory() if "memory" in sources else None
             for number in workers:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from iep.bench.compare import Benchmark, Case, Competitor
+from iep.config import find_config
 from iep.errors import InputError
 from iep.runtime.devices import resolve_device
 
@@ -24,8 +25,9 @@ def processes(
     """Return the comparison of several numbers of processes, the first of which is the baseline.
 
     Raises:
-        InputError: a run failed while the case was measured; contains the error that it printed.
+        InputError: there is no such config; or, while the case is measured, a run failed; contains its error.
     """
+    config = find_config(config)
     schedule = (f"iterations={iterations}", f"log_every={max(1, iterations // 10)}", f"validate_every={iterations}")
 
     def competitor(count: int) -> Competitor:
