@@ -33,7 +33,7 @@ MIN_REPEATS, MIN_SAMPLES = 3, 64
 programs, trees and sentences differ much in size."""
 CPU, ENDS = torch.device("cpu"), ("median", "lower", "upper")
 Fact = Any
-"""A number or text, which has a column in the table. The JSON file alone has lists and mappings."""
+"""A number or text, which has a column in the table; lists and mappings are in the JSON file alone."""
 Row = dict[str, Any]
 
 
