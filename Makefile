@@ -30,7 +30,7 @@ gpu: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/gpu.sh $(GPU)
 
 lines:  # of every folder: a change that adds capability and removes lines is the best kind
-	@for folder in $$(ls -d iep/[a-z]*/) scripts tests; do \
+	@for folder in $$(ls -d iep/[a-z]*/) benchmarks scripts tests; do \
 		printf '%7d  %s\n' "$$(find $$folder -name '*.py' -o -name '*.js' -o -name '*.css' -o -name '*.sh' | xargs cat | wc -l)" $$folder; \
 	done
 	@printf '%7d  iep/*.py\n' "$$(cat iep/*.py | wc -l)"

@@ -23,9 +23,6 @@ import torch
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from iep.workloads.sentences import wikiner_like
-from iep.workloads.tagger import Tagger
-
 try:
     from iep.models.build import build
     from iep.runtime.memory import keep_freed_memory
@@ -49,8 +46,6 @@ CASES = {
     "small, inference": {"engine": "small", "batch": 256, "training": False},
     "small, training": {"engine": "small", "batch": 256, "training": True},
     "demo, training": {"engine": "demo", "batch": 256, "training": True, "sharing": True},
-    "tagger, training": {"engine": "tagger", "batch": 64, "training": True},
-    "tagger, inference": {"engine": "tagger", "batch": 64, "training": False},
 }
 SCHEDULERS = ("vanilla", "standard", "improved", "height", "agenda", "lookahead")
 
@@ -82,8 +77,7 @@ class Worker:
 def main() -> None:
     """Compare the checkouts that the command line names."""
     # Imported here, because the earlier checkout, which runs this file as a worker, may not have them.
-    from iep.bench.compare import Case, Competitor, Effort
-    from iep.bench.tables import Benchmark, result_files, run_benchmark
+    from iep.bench.compare import Benchmark, Case, Competitor, run_benchmark
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
@@ -115,7 +109,7 @@ def main() -> None:
 
     def cases() -> Iterator[Case]:
         for threads, (name, arguments) in product(map(int, options.threads.split(",")), CASES.items()):
-            counted = "memory" if arguments["training"] and arguments["engine"] != "tagger" else None
+            counted = "memory" if arguments["training"] else None
             yield case(name, threads, "step", counted, **arguments)
         for batching, batch in product(SCHEDULERS, (64, 256, 1024)):
             yield case(f"planning, {batching}", 1, "planning", "calls", batching=batching, batch=batch)
@@ -126,8 +120,7 @@ def main() -> None:
     ]
     chosen = (each for each in cases() if each.setting["case"].startswith(options.only))
     benchmark = Benchmark(f"before: {commits[0]}, now: {commits[1]}", chosen, "batch", "sample")
-    files = result_files(options.out, "commits")
-    run_benchmark(benchmark, Effort(options.rounds, math.inf), " ".join(["python", *sys.argv]), files)
+    run_benchmark(benchmark, options.rounds, math.inf, " ".join(["python", *sys.argv]), "commits", options.out)
 
 
 def serve(programs: Path) -> None:
@@ -202,36 +195,21 @@ class Steps:
         return self._once(size, make)
 
     def _run(self, engine: str, batch: int, training: bool, sharing: bool = False, bfloat16: bool = False) -> object:
-        if engine == "tagger":
-            network, forward, answers = self._once(("tagger", batch), lambda: self._tagger(batch))
-        else:
-            network = self._engine(engine)
-            rows = np.unique(self._data()["images"][:batch], return_inverse=True)[1] if sharing else None
-            plan = network.plan(self._data()["programs"][:batch], rows, sharing=sharing)
-            sides = (ENGINES[engine][f"feature_{side}"] for side in ("dim", "height", "width"))
-            count = batch if rows is None else int(rows.max()) + 1
-            shape = (count, *sides)
-            features = self._once(shape, lambda: torch.rand(shape).to(memory_format=torch.channels_last))
-            answers = torch.arange(batch) % 28
-
-            def forward() -> torch.Tensor:
-                return network(features, plan)
+        network = self._engine(engine)
+        rows = np.unique(self._data()["images"][:batch], return_inverse=True)[1] if sharing else None
+        plan = network.plan(self._data()["programs"][:batch], rows, sharing=sharing)
+        sides = (ENGINES[engine][f"feature_{side}"] for side in ("dim", "height", "width"))
+        shape = (batch if rows is None else int(rows.max()) + 1, *sides)
+        features = self._once(shape, lambda: torch.rand(shape).to(memory_format=torch.channels_last))
 
         def run() -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16), torch.inference_mode(not training):
-                scores = forward()
+                scores = network(features, plan)
             if training:
-                functional.cross_entropy(scores.float(), answers).backward()
+                functional.cross_entropy(scores.float(), torch.arange(batch) % 28).backward()
 
         network.zero_grad(set_to_none=True)
         return run
-
-    def _tagger(self, batch: int) -> tuple:
-        sentences = wikiner_like(batch, 1000, 9, np.random.default_rng(0))
-        torch.manual_seed(0)
-        network = Tagger(1000, 9)
-        answers = torch.arange(sum(map(len, sentences))) % 9
-        return network, lambda: network(network.plan(sentences)), answers
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ if [ -n "${QUICK-}" ]; then
 fi
 mkdir -p "$OUT"
 
-bench() { # PART COMMAND OPTION...: its tables are OUT/PART.txt
-    python -m iep.cli.bench "${@:2}" --device "$DEVICE" --out "$OUT/$1" >"$OUT/$1.part"
+bench() { # MODULE PART COMMAND OPTION...: its tables are OUT/PART.txt
+    python -m "$1" "${@:3}" --device "$DEVICE" --out "$OUT/$2" >"$OUT/$2.part"
 }
 
 engine() { # PART SUFFIX STRATEGY...: the engine in one precision
@@ -50,7 +50,7 @@ engine() { # PART SUFFIX STRATEGY...: the engine in one precision
     for each in lookahead lookahead+sharing lookahead+sharing+defer "${@:3}"; do
         strategies+=,$each$2
     done
-    bench "$1" engine --batch-sizes "$SIZES" --batching "$strategies" "${EFFORT[@]}" "${ENGINE[@]}"
+    bench iep.cli.bench "$1" engine --batch-sizes "$SIZES" --batching "$strategies" "${EFFORT[@]}" "${ENGINE[@]}"
 }
 
 run() {
@@ -58,7 +58,7 @@ run() {
     tests) python -m pytest -m gpu -n 4 --continue-on-collection-errors >"$OUT/tests.part" || true ;; # the report shows failures
     float32) engine float32 "" ;;
     bfloat16) engine bfloat16 +bfloat16 $TRITON ;; # whose kernels compute in bfloat16
-    experts) bench experts moe "${EXPERTS[@]}" ;;
+    experts) bench benchmarks experts moe "${EXPERTS[@]}" ;;
     profile)
         python scripts/profile_step.py --batch-sizes "$PROFILED" --device "$DEVICE" "${ENGINE[@]}" >"$OUT/profile.part"
         ;;
@@ -77,7 +77,7 @@ run() {
         if [ "$GPUS" -lt 2 ]; then
             echo "There are $GPUS GPUs, and two are needed." >"$OUT/processes.part"
         else
-            python -m iep.cli.bench processes --data "$OUT/data" --config "iep/configs/$CONFIG.yaml" --processes 1,2 \
+            python -m benchmarks processes --data "$OUT/data" --config "iep/configs/$CONFIG.yaml" --processes 1,2 \
                 --iterations 300 --out "$OUT/processes" >"$OUT/processes.part"
         fi
         ;;
@@ -86,7 +86,7 @@ run() {
 }
 
 report() { # one file of all parts, which goes to the dated measurements if there is a GPU
-    local part file=benchmarks/$(date +%F)-gpu.md
+    local part file=benchmarks/results/$(date +%F)-gpu.md
     {
         echo "# $(date +%F): $(python -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")')"
         for part in tests float32 bfloat16 experts profile train processes; do

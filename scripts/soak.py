@@ -33,7 +33,7 @@ from killing import (  # noqa: E402
 from processes import run  # noqa: E402
 from tiny_data import tiny, write_data  # noqa: E402
 
-from iep.bench.tables import machine_line  # noqa: E402
+from iep.bench.compare import machine_line  # noqa: E402
 
 KINDS = {"kill -9": (signal.SIGKILL,), "TERM, INT": (signal.SIGTERM, signal.SIGINT)}
 COLUMNS = ("kills", "writing", "ends")

@@ -1,4 +1,4 @@
-"""An engine and minibatches so small that a benchmark of them takes moments, for the tests of `iep-bench`."""
+"""An engine and minibatches so small that a benchmark of them takes moments, and what a benchmark writes."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 from click.testing import CliRunner, Result
 from PIL import Image
 
-from iep.bench import compare
-from iep.cli.bench import main
+import benchmarks.__main__
+import iep.cli.bench
+from benchmarks import limit
 
-compare.PROBE_BYTES = 1 << 20  # little is copied to measure memory
+limit.PROBE_BYTES = 1 << 20  # little is copied to measure memory
 
 TINY_ENGINE = (
     "engine.module_dim=2",
@@ -22,7 +23,12 @@ TINY_DATA = ("--feature-shape", "3", "3", "3")
 
 
 def iep_bench(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+    return CliRunner().invoke(iep.cli.bench.main, [str(argument) for argument in arguments])
+
+
+def laboratory(*arguments: object) -> Result:
+    """Run `python -m benchmarks`."""
+    return CliRunner().invoke(benchmarks.__main__.main, [str(argument) for argument in arguments])
 
 
 def measure(*arguments: object) -> Result:
@@ -36,7 +42,7 @@ def report_of(result: Result, out: Path, name: str) -> list[dict[str, Any]]:
     assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.txt", f"{name}.png"}
     report, table = json.loads((out / f"{name}.json").read_text()), (out / f"{name}.txt").read_text()
     assert table.startswith(f"$ {report['command']}\n")
-    assert report["command"].startswith(f"iep-bench {name}")
+    assert report["command"].startswith((f"iep-bench {name} ", f"python -m benchmarks {name} "))
     assert all(line in result.stdout for line in table.splitlines())
     assert len(table.split("\n\n")) == 1 + len(report["comparisons"])
     with Image.open(out / f"{name}.png") as picture:

@@ -16,7 +16,7 @@ ORDER = (
     *("iep", "errors", "runtime", "vocab", "batching", "dynamic", "asynchronous", "programs", "reward"),
     *("synth", "backbone", "program_generator", "execution_engine", "baselines", "config"),
     *("data", "models", "preprocess", "evaluation", "training", "asking"),
-    *("workloads", "bench", "cli"),
+    *("bench", "cli"),
 )
 """The folders and loose files of `iep/`; each imports only itself and what stands before it."""
 WITH_CODE = {"iep", "iep.dynamic"}
@@ -49,6 +49,11 @@ FILES = {module_name(path): path for path in (ROOT / "iep").rglob("*.py")}
 IMPORTS = {name: {other for other in imported(path) if other in FILES} for name, path in FILES.items()}
 
 
+def test_the_toolkit_does_not_need_the_benchmarks() -> None:
+    for name, path in FILES.items():
+        assert not [other for other in imported(path) if other.split(".")[0] == "benchmarks"], name
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     graph = {name: imports - {name} for name, imports in IMPORTS.items()}
     assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # a circle would be a CycleError
@@ -69,7 +74,6 @@ def test_every_file_imports_only_what_stands_before_its_folder() -> None:
         ("batching", {"batching"}),
         ("dynamic", {"batching", "dynamic"}),
         ("asynchronous", {"batching", "asynchronous"}),
-        ("workloads", {"batching", "dynamic", "workloads", "errors", "runtime"}),
     ],
 )
 def test_the_core_and_what_stands_on_it_know_nothing_of_clevr(folder: str, allowed: set[str]) -> None:

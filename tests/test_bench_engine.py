@@ -91,10 +91,6 @@ COUNT = "count filter_color[red] scene"
         (["engine", "batch_size=4"], 1, ["batch_size=4", "engine.key=value"]),
         (["engine", "--batch-sizes", "2", "engine.stem=pixels", "--feature-shape", "5", "3", "3"], 1, ["5 channels"]),
         (["engine", "--data", "no/such"], 1, ["no/such/vocab.json", "no such file"]),
-        (["loader", "--images", "3", "--data", "x"], 2, ["--data"]),
-        (["loader", "--split", "val"], 2, ["--split"]),
-        (["loader", "--features", "tape"], 2, ["tape"]),
-        (["moe", "--experts", "3,2", "--k", "3"], 2, ["3 different experts of 2"]),
         (
             ["plan", "--program", COUNT, "--program", "count filter_colour[red]"],
             1,
@@ -103,7 +99,6 @@ COUNT = "count filter_color[red] scene"
         (["plan", "--data", "no/such"], 1, ["no/such/vocab.json", "no such file"]),
         (["plan", "--program", ""], 1, ["program 0", "empty"]),
         (["plan", "--program", COUNT, "--modules", "tbd", "--scene", "stem"], 1, ["scene is 'stem'", "modules iep"]),
-        (["tagger", "--data", "x", "--words", "9"], 2, ["cannot go together with --data"]),
     ],
 )
 def test_a_benchmark_that_cannot_run_is_an_error_with_its_reason(arguments: list[str], code: int, words: list[str]):

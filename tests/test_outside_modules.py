@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ask_cases import IMAGE, iep_ask
-from bench_cases import iep_bench
+from bench_cases import iep_bench, laboratory
 from device_cases import HAS_TRITON
 from engine_cases import INDEX, features, programs, small_engine
 from evaluate_cases import iep_eval
@@ -223,10 +223,10 @@ def test_code_that_a_file_names_is_executed_only_if_the_user_names_it_too(comman
 
 
 def test_a_benchmark_executes_no_code_that_its_file_names(foreign, imported):
-    for command in ("engine", "async engine"):
-        arguments = [*command.split(), "--config", str(foreign["run"] / "config.yaml")]
-        arguments += ["--data", str(foreign["data"])] if command != "engine" else []
-        assert_one_error(iep_bench(*arguments), "give engine.modules='traced:TracedModules'")
+    config = ("--config", foreign["run"] / "config.yaml")
+    asynchronous = laboratory("async", "engine", *config, "--data", foreign["data"])
+    for result in (iep_bench("engine", *config), asynchronous):
+        assert_one_error(result, "give engine.modules='traced:TracedModules'")
     assert not imported.exists()
 
 

@@ -6,7 +6,6 @@ import threading
 import weakref
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from batching_cases import Twice, assert_same, quick, with_gradients
@@ -18,8 +17,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from iep.dynamic import Future, scope
-from iep.workloads.child_sum import ChildSumTreeLSTM
-from iep.workloads.trees import sick_like
 
 GRANULARITIES = pytest.mark.parametrize("granularity", ["module", "op"])
 
@@ -98,17 +95,6 @@ def test_a_scope_equals_the_same_code_without_it(batch, granularity, listed, sha
     opened = scope(*modules, granularity=granularity, share=share, defer_weight_grads=defer, scheduler=scheduler)
     expected = outputs_and_gradients(network, batch, mode)
     assert_same(outputs_and_gradients(network, batch, mode, opened), expected, 1e-9, none_is_zero=True)
-
-
-@GRANULARITIES
-def test_child_sum_tree_lstms_equal_one_tree_after_the_other(granularity):
-    torch.manual_seed(0)
-    model = ChildSumTreeLSTM(words=20, word_width=6, width=4).double()
-    pairs = sick_like(12, 20, np.random.default_rng(0))
-
-    parameters = dict(model.named_parameters())
-    expected = with_gradients({"scores": torch.stack([model.one(pair) for pair in pairs])}, parameters)
-    assert_same(with_gradients({"scores": model(pairs, granularity=granularity)}, parameters), expected, 1e-9)
 
 
 # Modules of all kinds

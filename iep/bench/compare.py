@@ -1,54 +1,40 @@
-"""Measure the competitors of a case, and compare their times for a minibatch with a baseline and a limit.
+"""Compare several ways to do the same work: the one measurement, table and picture of every benchmark.
 
-The machine may be shared, and its speed drifts. Competitors therefore take turns: each round measures every competitor
-once, and medians over rounds are compared. Results are written and drawn in `tables.py`.
+The machine may be shared, and its speed drifts. The competitors of a case therefore take turns: each round measures
+every competitor once, and medians over the rounds are compared with those of a baseline and of a limit.
 """
 
 import gc
+import os
+import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 
+import iep
+from iep.evaluation.json_report import align_rows
 from iep.runtime.devices import is_out_of_memory
+from iep.runtime.files import check_writable, write_bytes, write_json
+from iep.runtime.pictures import save
 
 LIMIT, TOTAL = "limit", "total"
 MIN_REPEATS, MIN_SAMPLES = 3, 64
 """The rounds of a slow competitor, and the fewest samples of a round. A round runs several small minibatches, because
 programs, trees and sentences differ much in size."""
-PROBE_BYTES = 1 << 28
-"""The size of the array that measures the speed of memory; it must be larger than the caches."""
-CPU = torch.device("cpu")
-Fact = float | str | None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median and quartiles of repeated measurements, and their number."""
-
-    median: float
-    lower: float
-    upper: float
-    repeats: int
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of one or more values; quartiles are interpolated between them."""
-    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    lower, median, upper = sorted(found)  # those of almost equal values are rounded in any order
-    return Spread(median, lower, upper, len(values))
-
-
-@dataclass(frozen=True)
-class Effort:
-    """The number of rounds, and the seconds after which `MIN_REPEATS` rounds of a competitor are enough."""
-
-    repeat: int
-    max_seconds: float
+CPU, ENDS = torch.device("cpu"), ("median", "lower", "upper")
+Fact = Any
+"""A number or text, which has a column in the table; lists and mappings are in the JSON file alone."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,6 @@ class Competitor:
         total: the parts that add up to the whole; None for all of them.
         facts: return values that are counted rather than timed, such as calls; called once, after the last round.
         limit: the name of the competitor that this one cannot beat.
-        details: return values that are in the JSON file only; called once, after the last round.
     """
 
     name: str
@@ -68,7 +53,6 @@ class Competitor:
     total: tuple[str, ...] | None = None
     facts: Callable[[], Mapping[str, Fact]] = dict
     limit: str = LIMIT
-    details: Callable[[], Mapping[str, Any]] = dict
 
 
 @dataclass(frozen=True)
@@ -91,68 +75,23 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
-    """The measurements of one competitor: seconds by part, and in `total`; none if it was left out."""
+class Benchmark:
+    """Cases to compare, and how to present them.
 
-    name: str
-    facts: Mapping[str, Fact]
-    left_out: str | None
-    seconds: Mapping[str, Spread] = field(default_factory=dict)
-    samples_per_second: Spread | None = None
-    speedup: float | None = None
-    share_of_limit: float | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    Attributes:
+        description: one or more lines for the head of the table.
+        cases: the cases, small ones first; they may be created while the benchmark runs.
+        over: the key of the cases' settings that is the horizontal axis of the picture.
+        unit: the name of a sample, such as `question`.
+        pictures: functions that draw further pictures, by name; `cases` may add to them.
+    """
 
-
-def compare(case: Case, effort: Effort) -> list[Row]:
-    """Measure the competitors of a case in turns; one that runs out of memory in its first round is left out."""
-    gc.collect()
-    gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
-    rounds, left_out = _measure(case, effort)
-    gc.unfreeze()
-    rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
-    medians = {row.name: row.seconds[TOTAL].median for row in rows if row.seconds}
-    medians = {name: median for name, median in medians.items() if median >= 1e-6}  # less is beyond the timer
-
-    def ratio(name: str | None, row: Row) -> float | None:
-        return medians[name] / medians[row.name] if {name, row.name} <= medians.keys() else None
-
-    return [
-        replace(row, speedup=ratio(case.baseline, row), share_of_limit=ratio(each.limit, row))
-        for each, row in zip(case.competitors, rows, strict=True)
-    ]
-
-
-def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float]], left_out: str | None) -> Row:
-    if left_out is not None:
-        return Row(competitor.name, {}, left_out)
-    parts = {part: spread([times[part] for times in rounds]) for part in rounds[0]}
-    total = spread([sum(times[part] for part in competitor.total or times) for times in rounds])
-    speed = Spread(*(case.size / time for time in (total.median, total.upper, total.lower)), total.repeats)
-    seconds = {**parts, TOTAL: total}
-    return Row(competitor.name, competitor.facts(), None, seconds, speed, details=competitor.details())
-
-
-def _measure(case: Case, effort: Effort) -> tuple[dict[str, list[Mapping[str, float]]], dict[str, str]]:
-    """Return the rounds of every competitor, and the reasons for which competitors were left out."""
-    rounds, left_out, spent, running = defaultdict(list), {}, defaultdict(float), list(case.competitors)
-    for each in case.competitors if case.warm_up else ():
-        try:
-            each.measure()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            left_out[each.name] = f"not enough memory: {(str(error).splitlines() or [''])[0]}"
-            running.remove(each)
-    while running:
-        for each in running.copy():
-            start = time.perf_counter()
-            rounds[each.name].append(each.measure())
-            spent[each.name] += time.perf_counter() - start
-            enough = MIN_REPEATS if spent[each.name] >= effort.max_seconds else effort.repeat
-            if len(rounds[each.name]) >= min(enough, effort.repeat):
-                running.remove(each)
-    return rounds, left_out
+    description: str
+    cases: Iterable[Case]
+    over: str
+    unit: str
+    device: torch.device = CPU
+    pictures: dict[str, Callable[[], Figure]] = field(default_factory=dict)
 
 
 def seconds(run: Callable[[], object], *devices: torch.device) -> float:
@@ -167,23 +106,176 @@ def seconds(run: Callable[[], object], *devices: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def arithmetic_limit(flop: float, moved: int = 0, device: torch.device = CPU) -> Competitor:
-    """Return a limit set by the hardware: the least time for `flop` operations and for moving `moved` bytes.
+def compare(case: Case, repeat: int, max_seconds: float) -> list[Row]:
+    """Measure the competitors of a case in turns, and return a row for each.
 
-    The limit is the longer of the two times. Operations run at the speed of the fastest square float32 product seen,
-    and bytes move at the speed of the fastest read or copy.
+    A competitor that runs out of memory in its first round is left out. One that has been measured for `max_seconds`
+    ends after `MIN_REPEATS` rounds in place of `repeat`.
     """
-    side, speeds = (1024 if device.type == "cpu" else 8192), [0.0, 0.0]
-    left, right, out = (torch.randn(side, side, device=device) for _ in range(3))
+    rounds: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+    left_out, spent, running = {}, defaultdict(float), list(case.competitors)
+    gc.collect()
+    gc.freeze()  # a collection in timed code would otherwise visit all objects of the imported libraries
+    for number in count(0 if case.warm_up else 1):
+        for each in running.copy():
+            start = time.perf_counter()
+            try:
+                times = each.measure()
+            except (RuntimeError, MemoryError) as error:
+                if number or not is_out_of_memory(error):
+                    raise
+                left_out[each.name] = f"not enough memory: {(str(error).splitlines() or [''])[0]}"
+                running.remove(each)
+                continue
+            if number:
+                rounds[each.name].append(times)
+                spent[each.name] += time.perf_counter() - start
+                if number >= min(repeat, MIN_REPEATS if spent[each.name] >= max_seconds else repeat):
+                    running.remove(each)
+        if not running:
+            break
+    gc.unfreeze()
+    rows = [_row(each, case, rounds[each.name], left_out.get(each.name)) for each in case.competitors]
+    medians = {row["name"]: row["seconds"][TOTAL]["median"] for row in rows if row["seconds"]}
+    medians = {name: median for name, median in medians.items() if median >= 1e-6}  # less is beyond the timer
+    for each, row in zip(case.competitors, rows, strict=True):
+        for ratio, other in (("speedup", case.baseline), ("share_of_limit", each.limit)):
+            row[ratio] = medians[other] / medians[each.name] if {other, each.name} <= medians.keys() else None
+    return rows
 
-    def measure() -> dict[str, float]:
-        product = seconds(lambda: torch.mm(left, right, out=out), device)
-        speeds[0] = max(speeds[0], 2 * side**3 / product)
-        if moved:
-            source = torch.ones(PROBE_BYTES // 4, device=device)
-            target = torch.zeros_like(source)
-            read, copied = seconds(source.sum, device), seconds(lambda: target.copy_(source), device)
-            speeds[1] = max(speeds[1], source.nbytes / read, 2 * source.nbytes / copied)
-        return {"computation": max(flop / speeds[0], moved / speeds[1] if moved else 0.0)}
 
-    return Competitor(LIMIT, measure)
+def _row(competitor: Competitor, case: Case, rounds: Sequence[Mapping[str, float]], left_out: str | None) -> Row:
+    row: Row = {"name": competitor.name, "facts": {}, "left_out": left_out, "seconds": {}, "samples_per_second": None}
+    if left_out is None:
+        total = spread([sum(times[part] for part in competitor.total or times) for times in rounds])
+        parts = {part: spread([times[part] for times in rounds]) for part in rounds[0]}
+        speeds = {name: case.size / total[end] for name, end in zip(ENDS, ("median", "upper", "lower"), strict=True)}
+        row |= {"facts": competitor.facts(), "seconds": {**parts, TOTAL: total}}
+        row["samples_per_second"] = {**speeds, "repeats": total["repeats"]}
+    return row
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and quartiles of one or more values, interpolated between them, and their number."""
+    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    lower, median, upper = sorted(found)  # those of almost equal values are rounded in any order
+    return {"median": median, "lower": lower, "upper": upper, "repeats": len(values)}
+
+
+def run_benchmark(
+    benchmark: Benchmark, repeat: int, max_seconds: float, command: str, name: str = "", out: Path | None = None
+) -> list[tuple[Case, list[Row]]]:
+    """Measure every case, print its table, and write `NAME.txt`, `NAME.json` and `NAME.png` to `out`, if given.
+
+    The table and the JSON file are rewritten after every comparison, and the picture is drawn at the end, so that an
+    interruption loses only the comparison that it interrupts.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    text, data, picture = files = [(out or Path()) / f"{name}{ending}" for ending in (".txt", ".json", ".png")]
+    if out is not None:
+        check_writable(files)
+    head = {"command": command, "machine": machine_line(benchmark.device), "description": benchmark.description}
+    texts, compared = ["\n".join([f"$ {command}", head["machine"], benchmark.description])], []
+    print(texts[0], flush=True)
+    try:
+        for case in benchmark.cases:
+            compared.append((case, compare(case, repeat, max_seconds)))
+            texts.append(table(*compared[-1], benchmark.unit))
+            print(f"\n{texts[-1]}", flush=True)
+            if out is not None:
+                found = [
+                    {**case.setting, **case.facts, "size": case.size, "baseline": case.baseline, "rows": rows}
+                    for case, rows in compared
+                ]
+                effort = {"repeat": repeat, "max_seconds": max_seconds}
+                write_json(data, {**head, "effort": effort, "comparisons": found}, indent=2)
+                write_bytes(text, ("\n\n".join(texts) + "\n").encode())
+    finally:
+        if out is not None and compared:
+            save(draw(compared, benchmark.over, benchmark.unit, head["machine"]), picture)
+            for each, make in benchmark.pictures.items():
+                files.append(picture.with_stem(f"{name}-{each}"))
+                save(make(), files[-1])
+            print(f"\nWrote {', '.join(map(str, files))}")
+    return compared
+
+
+def machine_line(device: torch.device) -> str:
+    """Return a line that describes the machine: processor or GPU, threads, load, versions, and the time."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    where = names[0] if names else platform.processor() or platform.machine()
+    where += f", {torch.get_num_threads()} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else where
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"{where}; torch {torch.__version__}, iep {iep.__version__}; {now}"
+
+
+def table(case: Case, rows: Sequence[Row], unit: str) -> str:
+    """Return a title, a table with a line for each row, and a line for each competitor that was left out."""
+    rounds = max((row["samples_per_second"]["repeats"] for row in rows if row["seconds"]), default=0)
+    title = f"{_described({**case.setting, **case.facts})}; milliseconds for {case.size} {unit}{'s' * (case.size > 1)}"
+    lines = [_cells(row, unit) for row in rows]
+    headings = list(dict.fromkeys(heading for line in lines for heading in line))
+    columns = ([heading, *(line.get(heading, "-") for line in lines)] for heading in headings)
+    aligned = align_rows([*zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True)])
+    notes = [f"{row['name']} left out: {row['left_out']}" for row in rows if row["left_out"]]
+    return "\n".join([f"{title}, median of up to {rounds} rounds", aligned, *notes])
+
+
+def _cells(row: Row, unit: str) -> dict[str, str]:
+    facts = {name: short(fact) for name, fact in row["facts"].items() if not isinstance(fact, dict | list)}
+    parts = {part: short(1000 * taken["median"]) for part, taken in row["seconds"].items() if part != TOTAL}
+    cells = {"strategy": row["name"], **facts, **parts}
+    if speed := row["samples_per_second"]:
+        cells[f"{unit}s/s"] = short(speed["median"])
+        cells["quartiles"] = f"{short(speed['lower'])}-{short(speed['upper'])}"
+        cells["speed-up"] = short(row["speedup"] and f"{row['speedup']:.2f}x")
+        cells["of limit"] = short(row["share_of_limit"] and f"{100 * row['share_of_limit']:.0f}%")
+    return cells
+
+
+def short(value: float | str | None) -> str:
+    """Return a number with four digits, in thousands, millions or billions if it is large; `-` for None."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(factor, 1e5):
+            return f"{value / factor:.4g}{letter}"
+    return f"{value:.5g}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _described(setting: Mapping[str, Fact]) -> str:
+    return ", ".join(value if name == "phase" else f"{name} {short(value)}" for name, value in setting.items())
+
+
+def draw(compared: Sequence[tuple[Case, list[Row]]], over: str, unit: str, subtitle: str) -> Figure:
+    """Draw milliseconds per sample against the setting `over` on logarithmic scales (Suarez & Zhu 2017, figure 2).
+
+    Each competitor is a line, dashed for limits, with quartiles as bars. Each value of the other settings has its own
+    panel.
+    """
+    panels: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    for case, rows in compared:
+        lines = panels[_described({name: value for name, value in case.setting.items() if name != over})]
+        for row in (row for row in rows if row["seconds"]):
+            taken = row["seconds"][TOTAL]
+            lines[row["name"]].append([case.setting[over], *(1000 / case.size * taken[end] for end in ENDS)])
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    figure = Figure(figsize=(3 + 4 * len(panels), 4.5), layout="constrained")
+    drawn: dict[str, Any] = {}
+    for axis, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            x, median, lower, upper = np.array(sorted(points)).T
+            look = {"marker": "osv^D<>pX*hP"[names.index(name) % 12], "color": f"C{names.index(name) % 10}"}
+            look |= {"linestyle": "--" if name.startswith(LIMIT) else "-", "linewidth": 1}
+            drawn[name] = axis.errorbar(x, median, yerr=[median - lower, upper - median], **look)
+        axis.set_xscale("symlog", linthresh=1)  # a size may be 0
+        axis.set(yscale="log", title=title, xlabel=over, ylabel=f"milliseconds per {unit}")
+        axis.grid(True, which="both", alpha=0.2)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")
+    figure.suptitle(subtitle, fontsize="small")
+    return figure

@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from iep.batching.deferred import DeferredWeightGrads
 from iep.batching.layers import computed_by
 from iep.batching.schedulers import lower_bound
-from iep.bench.compare import LIMIT, MIN_SAMPLES, Case, Competitor, Fact, seconds
+from iep.bench.compare import LIMIT, MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import BEST, Strategy
-from iep.bench.tables import Benchmark
 from iep.bench.workload import Minibatch, generated, read_workload
 from iep.config import EngineConfig
 from iep.execution_engine.choices import DEFAULT_EXECUTION

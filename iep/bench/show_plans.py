@@ -18,9 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from iep.batching.schedulers import lower_bound
-from iep.bench.measure_loader import FEATURE_SHAPE
 from iep.bench.strategy import Strategy
-from iep.bench.tables import result_files
 from iep.bench.workload import encode, programs_of
 from iep.config import EngineConfig
 from iep.data.question_file import load_vocab, open_split
@@ -30,12 +28,14 @@ from iep.execution_engine.placement import NONE, Sample, check_options, costs_of
 from iep.execution_engine.program_plan import ProgramPlan
 from iep.models.build import build, network_kwargs
 from iep.programs import SCENE
-from iep.runtime.files import write_bytes, write_json
+from iep.runtime.files import check_writable, write_bytes, write_json
 from iep.runtime.pictures import save
 from iep.vocab import Vocab
 
 LEAF, ROW = 1.6, 0.4
 """The width of a leaf and the height of a call in a picture, in inches."""
+FEATURE_SHAPE = (1024, 14, 14)
+"""The shape for which an engine is placed; its defaults are meant for it."""
 
 
 class Token(NamedTuple):
@@ -151,7 +151,9 @@ def show_plans(
             does not fit, or the modules cannot run these functions or this setting of scene.
     """
     check_options(placement, devices)
-    files = result_files(out, "plan")
+    text_file, calls_file, picture = files = [(out or Path()) / f"plan{ending}" for ending in (".txt", ".json", ".png")]
+    if out is not None:
+        check_writable(files)
     vocab = Vocab.clevr() if data is None else load_vocab(data)
     if programs:
         programs_BL = encode([_tokens(number, text, vocab.program) for number, text in enumerate(programs)], vocab)
@@ -190,10 +192,10 @@ def show_plans(
         shown.append((title, plan, examples))
     text = "\n\n".join(texts)
     print(text)
-    if files:
-        write_json(files[0], calls, indent=2)
-        write_bytes(files[1], f"{text}\n".encode())
-        save(draw_plans(shown, [f"example {example}" for example in range(len(programs_BL))]), files[2])
+    if out is not None:
+        write_json(calls_file, calls, indent=2)
+        write_bytes(text_file, f"{text}\n".encode())
+        save(draw_plans(shown, [f"example {example}" for example in range(len(programs_BL))]), picture)
         print(f"\nWrote {', '.join(map(str, files))}")
 
 

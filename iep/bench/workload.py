@@ -37,12 +37,7 @@ class Minibatch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """The programs of questions, and the images that they are about.
-
-    Attributes:
-        vocab: vocabulary of programs and answers; words of questions are not used.
-        features: image indices (N,) -> (N, C, H, W) float32.
-    """
+    """The programs of questions, and the images that they are about."""
 
     description: str
     vocab: Vocab
@@ -50,13 +45,10 @@ class Workload:
     image_idxs_Q: np.ndarray
     feature_shape: tuple[int, int, int]
     features: Callable[[np.ndarray], torch.Tensor]
+    """Image indices (N,) -> (N, C, H, W) float32."""
 
     def minibatch(self, start: int, size: int, device: torch.device) -> Minibatch:
-        """Return the questions from `start` to `start + size - 1` as a data loader would batch them.
-
-        Raises:
-            InputError: the features cannot be read.
-        """
+        """Return the questions from `start` to `start + size - 1` as a data loader would batch them."""
         rows = slice(start, start + size)
         images_N, image_rows_B = np.unique(self.image_idxs_Q[rows], return_inverse=True)
         answers_B = torch.arange(size, device=device) % len(self.vocab.answer)

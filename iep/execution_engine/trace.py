@@ -25,9 +25,9 @@ class Trace:
     tree: ProgramTree
     outputs: tuple[Tensor, ...]
     """The value of every node in the tree's order, (1, C, H, W). A function without a module has the value of its first
-    argument, and a `scene` without a module is an attention if the engine has attentions. In place of a vector
-    that is the maximum of a map, it is this map. If gradients are enabled, those of `logits` with respect to these values can be
-    computed."""
+    argument, and a `scene` without a module is an attention if the engine has attentions. In place of a vector that is
+    the maximum of a map, it is this map. If gradients are enabled, those of `logits` with respect to these values can
+    be computed."""
     logits: Tensor
     """The answer logits, (1, A)."""
 

@@ -1,6 +1,6 @@
-"""The execution engine and preprocessed questions as a workload of `iep-bench async`.
+"""The execution engine and preprocessed questions as an experiment of asynchronous training.
 
-A sample is the position of a question in a split, and the score the accuracy with true programs.
+A sample is a question of a split, and the score the accuracy with true programs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.asynchronous import Experiment
 from iep.batching.placement import OpPlacement
 from iep.batching.plan import Plan
-from iep.config import Config
+from iep.cli.bench import trusted_config
+from iep.config import Config, find_config
 from iep.data.datasets import Batch, ClevrDataset
 from iep.data.question_file import load_vocab, open_split
 from iep.execution_engine.placement import BALANCED, Placement, Sample, costs_of, make_placement
@@ -29,39 +31,38 @@ SCORED = 256
 class Question(NamedTuple):
     """A question of a split."""
 
-    split: str
+    split: ClevrDataset
     position: int
 
 
-class EngineQuestions:
-    """The questions and features of a directory of iep-preprocess.
+def engine_experiment(data: Path, config: Path, settings: Sequence[str]) -> Experiment:
+    """Return the experiment on a directory of iep-preprocess.
 
     Raises:
-        InputError: a file is missing or damaged.
+        InputError: a file is missing or damaged, or names code of another package.
     """
+    config = trusted_config(find_config(config), settings)
+    vocab = load_vocab(data)
 
-    def __init__(self, data: Path, config: Config):
-        self.config, self.vocab = config, load_vocab(data)
-        self.splits = {}
-        for name in (config.train_split, config.val_split):
-            split = open_split(
-                data, name, num_samples=None, vocab=self.vocab, with_features=True, in_memory=config.features_in_memory
-            )
-            self.splits[name] = ClevrDataset(split.questions, split.features)
+    def dataset(name: str) -> ClevrDataset:
+        split = open_split(data, name, vocab, True, num_samples=None, in_memory=config.features_in_memory)
+        return ClevrDataset(split.questions, split.features)
 
-    def samples(self, split: str, number: int, rng: np.random.Generator) -> list[Question]:
-        """Return random questions of a split: `number`, or all if there are fewer."""
-        return [Question(split, each) for each in rng.permutation(len(self.splits[split]))[:number].tolist()]
+    def samples(split: ClevrDataset, number: int, rng: np.random.Generator) -> list[Question]:
+        return [Question(split, each) for each in rng.permutation(len(split))[:number].tolist()]
+
+    known, unseen = map(dataset, (config.train_split, config.val_split))
+    kwargs = network_kwargs("engine", config.engine, vocab, known.features.shape[1:])
+    network = partial(EngineNetwork, kwargs, config, known)
+    return Experiment(partial(samples, known), network, partial(samples, unseen))
 
 
 class EngineNetwork(nn.Module):
     """An engine whose stem, modules and classifier are the ops."""
 
-    def __init__(self, questions: EngineQuestions):
+    def __init__(self, kwargs: dict, config: Config, known: ClevrDataset):
         super().__init__()
-        self.questions, config = questions, questions.config
-        shape = questions.splits[config.train_split].features.shape[1:]
-        self.engine = build("engine", network_kwargs("engine", config.engine, questions.vocab, shape))
+        self.config, self.known, self.engine = config, known, build("engine", kwargs)
         names = self.engine.ops
         self.op_names = [names.get(op, "") for op in range(1 + max(names))]
         # Tokens without a module have a place that is never used.
@@ -69,7 +70,7 @@ class EngineNetwork(nn.Module):
 
     def placement(self, workers: int) -> OpPlacement:
         """Return the placement of the parts on workers of the CPU, balanced by the work of the training questions."""
-        known = self.questions.splits[self.questions.config.train_split].questions
+        known = self.known.questions
         costs = costs_of(self.engine, Sample(known.programs, known.image_idxs, known.path))
         placement = make_placement(BALANCED, ("cpu",) * workers, self.engine.parts, costs.work, known.path)
         return placement.of_ops(self.engine.program_tokens)
@@ -81,29 +82,31 @@ class EngineNetwork(nn.Module):
 
     def inputs(self, samples: Sequence[Question]) -> dict[int, Tensor]:
         """Return the inputs of a plan of the same questions."""
-        return self.engine.inputs_of(self._batch(samples).features, self._program_plan(samples, None), torch.float32)
+        return self.engine.inputs_of(batch_of(samples).features, self._program_plan(samples, None), torch.float32)
 
     def loss(self, samples: Sequence[Question]) -> Callable[[Tensor], Tensor]:
         """Return the mean cross entropy of the answers as a function of the scores."""
-        return partial(cross_entropy, target=self._batch(samples).answers)
+        return partial(cross_entropy, target=batch_of(samples).answers)
 
     @torch.no_grad()
     def score(self, samples: Sequence[Question]) -> float:
-        """Return the share of right answers."""
+        """Return the accuracy."""
         self.engine.eval()
         right = 0
         for first in range(0, len(samples), SCORED):
-            batch = self._batch(samples[first : first + SCORED])
-            plan = self.engine.plan(batch.programs, batch.image_rows, self.questions.config.batching)
+            batch = batch_of(samples[first : first + SCORED])
+            plan = self.engine.plan(batch.programs, batch.image_rows, self.config.batching)
             right += int((self.engine(batch.features, plan).argmax(1) == batch.answers).sum())
         self.engine.train()
         return right / len(samples)
 
-    def _batch(self, samples: Sequence[Question]) -> Batch:
-        dataset = self.questions.splits[samples[0].split]
-        return dataset.batch((np.array([each.position for each in samples]), None)).to(torch.device("cpu"))
-
     def _program_plan(self, samples: Sequence[Question], placement: Placement | None) -> ProgramPlan:
-        batch, config = self._batch(samples), self.questions.config
-        planner = self.engine.planner(config.batching, config.sharing, training=True, ends=True)
+        batch = batch_of(samples)
+        planner = self.engine.planner(self.config.batching, self.config.sharing, training=True, ends=True)
         return planner(batch.programs, image_rows_B=batch.image_rows, placement=placement)
+
+
+def batch_of(samples: Sequence[Question]) -> Batch:
+    """Return a minibatch of questions of one split."""
+    positions = np.array([each.position for each in samples])
+    return samples[0].split.batch((positions, None)).to(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Measure how fast batches are loaded, without a network: `iep-bench loader`.
+"""Measure how fast batches are loaded, without a network.
 
 A pass loads every image's features once: in image order, with all questions of an image together, or in random order,
 with one question of each image, as training at CLEVR's size draws them. Features are read from the disk (cold: the
@@ -16,18 +16,17 @@ from statistics import median
 import h5py
 import numpy as np
 
-from iep.bench.compare import Case, Competitor, seconds
-from iep.bench.tables import Benchmark
+from iep.bench.compare import Benchmark, Case, Competitor, seconds
 from iep.data.datasets import ClevrDataset
 from iep.data.features import Features
 from iep.data.loader import Batches, Loading
 from iep.data.question_file import Questions, Split, load_vocab, open_split
 
 FEATURE_SHAPE, QUESTIONS_PER_IMAGE, QUESTION_LENGTH = (1024, 14, 14), 10, 46
-"""Sizes of the generated data; the engine's defaults are meant for features of this shape."""
+"""Sizes of the generated data."""
 
 
-def loader_benchmark(
+def loader(
     sources: Sequence[str],
     orders: Sequence[str],
     workers: Sequence[int],
@@ -36,14 +35,13 @@ def loader_benchmark(
     images: int,
     batch_size: int,
     batches: int,
-    directory: Path | None,
     seed: int,
 ) -> Benchmark:
     """Return the comparison of every way of loading, with every number of workers.
 
     Args:
-        data: directory that `iep-preprocess` wrote; None to generate features of `images` images in `directory`, or
-            in the directory for temporary files. They are removed at the end.
+        data: directory that `iep-preprocess` wrote; None to generate features of `images` images in the directory for
+            temporary files. They are removed at the end.
         batches: largest number of batches of a pass.
 
     Raises:
@@ -78,7 +76,7 @@ def loader_benchmark(
         return Competitor(f"{source}, {order} order", measure, facts=lambda: {"GB/s": median(speeds)})
 
     def cases() -> Iterator[Case]:
-        with tempfile.TemporaryDirectory(prefix="iep-loader-", dir=directory) as made:
+        with tempfile.TemporaryDirectory(prefix="iep-loader-") as made:
             found = made_data(Path(made), images, seed) if opened is None else opened
             in_memory = found.features.in_memory() if "memory" in sources else None
             for number in workers:
@@ -113,13 +111,5 @@ def made_data(directory: Path, images: int, seed: int) -> Split:
         for image in range(images):
             features[image] = random.integers(1 << 16, size=FEATURE_SHAPE, dtype=np.uint16).view(np.float16)
     total = images * QUESTIONS_PER_IMAGE
-    questions = Questions(
-        path=path,
-        questions=np.zeros((total, QUESTION_LENGTH), dtype=np.int64),
-        image_idxs=np.arange(total) // QUESTIONS_PER_IMAGE,
-        orig_idxs=np.arange(total),
-        families=None,
-        programs=None,
-        answers=np.zeros(total, dtype=np.int64),
-    )
-    return Split(questions, Features(path), total)
+    zeros, image_idxs = np.zeros((total, QUESTION_LENGTH), dtype=np.int64), np.arange(total) // QUESTIONS_PER_IMAGE
+    return Split(Questions(path, zeros, image_idxs, np.arange(total), None, None, zeros[:, 0]), Features(path), total)

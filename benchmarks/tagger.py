@@ -1,41 +1,108 @@
 """Taggers of words: a bidirectional LSTM over each sentence, by vertex functions; rare words may be spelled.
 
-Words have vectors of their own. A tagger that spells represents a rare word by the states of a smaller bidirectional
-LSTM over its letters (Neubig et al. 2017, On-the-fly Operation Batching in Dynamic Computation Graphs, section 5; Qiao
-& Taura 2019, section 4.1). Each direction is a chain of vertices, and all sentences run side by side.
+Sentences are those of a file of WikiNER, or generated with the lengths of its English part. A word that occurs fewer
+than five times has no vector of its own. A tagger without letters has one vector for all such words; a tagger with
+letters represents each by the states of a smaller bidirectional LSTM over its letters (Neubig et al. 2017, On-the-fly
+Operation Batching in Dynamic Computation Graphs, section 5; Qiao & Taura 2019, section 4.1). Each direction is a chain
+of vertices, and all sentences run side by side.
 
 Shapes: W words of a minibatch (or items of all sequences), T of a sentence, R rows of vectors, L letters and S spelled
 words of a minibatch, H width, E embedding.
 """
 
+import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.tree_networks import lstm_state
+from benchmarks.trees import index_words, lengths, read_lines, zipf
 from iep.batching.layers import Linear
 from iep.batching.schedulers import Schedule
 from iep.dynamic import Edges, VertexFunction, VertexNetwork, VertexPlan, Vertices
-from iep.workloads.lstm import by_columns, lstm_state
-from iep.workloads.sentences import Sentence
+from iep.errors import InputError
 
+UNKNOWN_WORD, MIN_COUNT = 0, 5
+"""The index of all rare words, and how often a word occurs that is not rare."""
+WORDS, LETTERS = (24.5, 11.0), (8.0, 2.5)
+"""The mean and standard deviation of the lengths of sentences in WikiNER's English part, and of rare words."""
+RARE_SHARE = 0.08
+"""The share of rare words in a text of 3.5 million words that follow Zipf's law."""
 DIRECTIONS = FORWARD, BACKWARD = range(2)
 
 
-@dataclass(frozen=True, eq=False)
-class BiLSTMPlan:
+class Sentence(NamedTuple):
+    """One sentence of T > 0 words."""
+
+    words: np.ndarray
+    """The index of each word, (T,); `UNKNOWN_WORD` for rare words."""
+    tags: np.ndarray
+    """The index of the tag of each word, (T,)."""
+    spelled: list[np.ndarray]
+    """The indices of the letters of each rare word, in order."""
+
+
+def read_wikiner(path: Path) -> tuple[list[Sentence], tuple[int, int, int]]:
+    """Return the sentences of a file of lines such as `Paris|NNP|I-LOC is|VBZ|O`, and how many words, tags and letters.
+
+    The word is the text before the first `|` and the tag the text after the last; empty lines are skipped.
+
+    Raises:
+        InputError: the file cannot be read or has no sentence, or a token is not of that form; names line and token.
+    """
+    tagged = [
+        [_tagged(token, f"{path}, line {number}") for token in line.split(" ") if token]
+        for number, line in enumerate(read_lines(path), 1)
+    ]
+    counts = Counter(word for tokens in tagged for word, _ in tokens)
+    if not counts:
+        raise InputError(f"{path}: no sentences, expected one a line, such as Paris|NNP|I-LOC is|VBZ|O")
+    known = index_words(word for word, count in counts.items() if count >= MIN_COUNT)
+    letters, tags = index_words("".join(counts)), index_words(tag for tokens in tagged for _, tag in tokens)
+    sentences = [
+        Sentence(
+            np.array([1 + known.get(word, UNKNOWN_WORD - 1) for word, _ in tokens]),
+            np.array([tags[tag] for _, tag in tokens]),
+            [np.array([letters[letter] for letter in word]) for word, _ in tokens if word not in known],
+        )
+        for tokens in tagged
+        if tokens
+    ]
+    return sentences, (1 + len(known), len(tags), len(letters))
+
+
+def _tagged(token: str, where: str) -> tuple[str, str]:
+    if (found := re.fullmatch(r"([^|]+)\|(?:.*\|)?([^|]+)", token)) is None:
+        raise InputError(f"{where}: {token!r}, expected word|part of speech|tag")
+    return found[1], found[2]
+
+
+def wikiner_like(count: int, words: int, tags: int, letters: int, rng: np.random.Generator) -> list[Sentence]:
+    """Return sentences of 1 to 120 words, drawn by Zipf's law from indices 1 to `words` - 1; one in twelve is rare.
+
+    Tags and the letters of rare words are drawn uniformly.
+    """
+    made = []
+    for length in lengths(count, *WORDS, 1, 120, rng).tolist():
+        drawn = 1 + zipf(length, words - 1, rng)
+        rare = rng.random(length) < RARE_SHARE
+        spelled = [rng.integers(0, letters, size) for size in lengths(rare.sum(), *LETTERS, 1, 25, rng)]
+        made.append(Sentence(np.where(rare, UNKNOWN_WORD, drawn), rng.integers(0, tags, length), spelled))
+    return made
+
+
+class BiLSTMPlan(NamedTuple):
     """The plan by which a bidirectional LSTM runs on a minibatch, which consists of integers."""
 
     chains: VertexPlan
     states: Tensor
     """The rows of the forward and the backward state of each item among those that the chains push, (2 W,)."""
-
-    def to(self, device: torch.device | str) -> "BiLSTMPlan":
-        """Return the plan with its tensors on `device`."""
-        return BiLSTMPlan(self.chains.to(device), self.states.to(device))
 
 
 class BiLSTM(nn.Module):
@@ -49,8 +116,6 @@ class BiLSTM(nn.Module):
         self.width = width
         self.inputs = nn.ModuleList(nn.Linear(inputs, 4 * width) for _ in DIRECTIONS)
         self.recurrent = nn.ModuleList(Linear(width, 4 * width, bias=False) for _ in DIRECTIONS)
-        for layer in (*self.inputs, *self.recurrent):
-            layer.weight = by_columns(layer.weight)
         functions = [
             VertexFunction(partial(self._step, way), ("h", "c"), pulls=(f"gates{way}",), pushes=("h",))
             for way in DIRECTIONS
@@ -82,26 +147,25 @@ class BiLSTM(nn.Module):
         return h.index_select(0, plan.states).view(-1, 2, self.width)
 
     def one(self, x_TE: Tensor) -> Tensor:
-        """Return the states of one sequence, (T, 2, H): the slow reference in plain PyTorch."""
+        """Return the states of one sequence, (T, 2, H), item by item: the slow reference."""
         return torch.stack([self._run(FORWARD, x_TE), self._run(BACKWARD, x_TE.flip(0)).flip(0)], dim=1)
 
     def _run(self, way: int, x_TE: Tensor) -> Tensor:
-        h = c = x_TE.new_zeros(self.width)
+        h = c = x_TE.new_zeros(1, self.width)
         states = []
-        for x_E in x_TE:
-            i, o, f, u = (self.inputs[way](x_E) + self.recurrent[way](h)).split(self.width)
-            c = f.sigmoid() * c + i.sigmoid() * u.tanh()
-            h = o.sigmoid() * c.tanh()
-            states.append(h)
+        for gates in self.inputs[way](x_TE):
+            h, c = lstm_state(gates + self.recurrent[way](h), c[:, None])
+            states.append(h[0])
         return torch.stack(states)
 
     def _step(self, way: int, vertices: Vertices) -> None:
         gates = vertices.pull(f"gates{way}")
         if vertices.num_children:
-            h, c = lstm_state(self.recurrent[way](vertices.gather("h").flatten(1)), gates, vertices.gather("c"))
+            gates = gates + self.recurrent[way](vertices.gather("h").flatten(1))
+            h, c = lstm_state(gates, vertices.gather("c"))
         else:  # the forget gate has nothing to forget
             i, o, _, u = gates.split(self.width, dim=1)
-            h, c = lstm_state(torch.cat([i, o, u], dim=1), None)
+            h, c = lstm_state(torch.cat([i, o, u], dim=1))
         vertices.scatter(h=h, c=c)
 
 
@@ -113,8 +177,7 @@ def _chains(rows_T: np.ndarray) -> Edges:
     return Edges(children, np.repeat(DIRECTIONS, len(rows_T)), {f"gates{way}": rows for way in DIRECTIONS})
 
 
-@dataclass(frozen=True, eq=False)
-class TaggerPlan:
+class TaggerPlan(NamedTuple):
     """The plan by which a minibatch is tagged, which consists of integers."""
 
     words: BiLSTMPlan
@@ -131,70 +194,51 @@ class TaggerPlan:
         """The schedule of all calls, of which those of the letters are first."""
         return (self.spelling.chains.schedule if self.spelling else ()) + self.words.chains.schedule
 
-    def to(self, device: torch.device | str) -> "TaggerPlan":
-        """Return the plan with its tensors on `device`."""
-        return replace(self, **{name: each.to(device) for name, each in vars(self).items() if each is not None})
-
 
 class Tagger(nn.Module):
     """A tagger of word vectors, a BiLSTM, a tanh layer and tag scores. Default sizes: Qiao & Taura 2019, section 4.1.
 
     Args:
-        characters: the number of letters; None for a tagger that does not spell.
+        letters: the number of letters; None for a tagger that does not spell.
     """
 
     def __init__(
-        self,
-        words: int,
-        tags: int,
-        characters: int | None = None,
-        embedding: int = 128,
-        width: int = 256,
-        hidden: int = 32,
-        character_embedding: int = 64,
+        self, words: int, tags: int, letters: int | None, embedding: int = 128, width: int = 256, hidden: int = 32
     ):
         super().__init__()
-        self.characters = characters
+        self.spells = letters is not None
         self.embedding = nn.Embedding(words, embedding, sparse=True)
         self.lstm = BiLSTM(embedding, width)
         self.hidden = nn.Linear(2 * width, hidden)
         self.tags = nn.Linear(hidden, tags)
-        if characters is not None:
-            self.letters = nn.Embedding(characters, character_embedding, sparse=True)
-            self.spelling = BiLSTM(character_embedding, embedding // 2)
+        if self.spells:
+            self.letters = nn.Embedding(letters, embedding // 2, sparse=True)
+            self.spelling = BiLSTM(embedding // 2, embedding // 2)
 
     def plan(self, sentences: Sequence[Sentence], scheduler: str = "lookahead", sharing: bool = False) -> TaggerPlan:
-        """Return the plan of a minibatch of sentences.
+        """Return the plan of a minibatch of sentences of at least one word.
 
         Args:
             sharing: compute a word's product with the input weights once, and the states after equal beginnings and
                 before equal ends.
-
-        Raises:
-            ValueError: there is no sentence, one has no words, or the scheduler is unknown.
         """
-        empty = next((index for index, sentence in enumerate(sentences) if not len(sentence)), None)
-        if empty is not None or not sentences:
-            which = "there is no sentence" if empty is None else f"sentence {empty} has no words"
-            raise ValueError(f"{which}, expected one word or more")
         words_W = np.concatenate([sentence.words for sentence in sentences])
-        spelled = self._spelled(sentences)
-        is_spelled_W = np.isin(np.arange(len(words_W)), list(spelled))
+        is_spelled_W = (words_W == UNKNOWN_WORD) & self.spells
+        spelled = [word for sentence in sentences for word in sentence.spelled] if self.spells else []
         vocabulary, row = words_W[~is_spelled_W], np.arange((~is_spelled_W).sum())
         if sharing:
             vocabulary, row = np.unique(vocabulary, return_inverse=True)
         row_W = np.empty(len(words_W), dtype=np.int64)
-        row_W[~is_spelled_W] = row
-        row_W[is_spelled_W] = len(vocabulary) + np.arange(len(spelled))
-        sequences = np.split(row_W, np.cumsum([len(sentence) for sentence in sentences])[:-1])
-        plan = TaggerPlan(self.lstm.plan(sequences, scheduler, sharing), torch.from_numpy(vocabulary))
+        row_W[~is_spelled_W], row_W[is_spelled_W] = row, len(vocabulary) + np.arange(len(spelled))
+        sequences = np.split(row_W, np.cumsum([len(sentence.words) for sentence in sentences])[:-1])
+        words = self.lstm.plan(sequences, scheduler, sharing), torch.from_numpy(vocabulary)
         if not spelled:
-            return plan
-        letters, lengths = np.concatenate([*spelled.values()]), np.array([len(word) for word in spelled.values()])
+            return TaggerPlan(*words)
+        lengths = np.array(list(map(len, spelled)))
         first = np.cumsum(lengths) - lengths
-        spelling = self.spelling.plan(np.split(np.arange(len(letters)), first[1:]), scheduler)
+        spelling = self.spelling.plan(np.split(np.arange(lengths.sum()), first[1:]), scheduler)
         ends = np.stack([2 * (first + lengths - 1) + FORWARD, 2 * first + BACKWARD], axis=1).ravel()
-        return replace(plan, letters=torch.from_numpy(letters), spelling=spelling, ends=torch.from_numpy(ends))
+        return TaggerPlan(*words, torch.from_numpy(np.concatenate(spelled)), spelling, torch.from_numpy(ends))
 
     def forward(self, plan: TaggerPlan, defer_weight_grads: bool = True) -> Tensor:
         """Return the scores of each word, (W, tags), sentence by sentence."""
@@ -205,19 +249,13 @@ class Tagger(nn.Module):
         return self._scores(self.lstm(plan.words, x_RE, defer_weight_grads))
 
     def one(self, sentence: Sentence) -> Tensor:
-        """Return the scores of one sentence, (T, tags), word by word: the slow reference in plain PyTorch."""
+        """Return the scores of one sentence, (T, tags), word by word: the slow reference."""
         vectors = list(self.embedding(torch.from_numpy(sentence.words)))
-        for index, word in self._spelled([sentence]).items():
+        rare = np.flatnonzero(sentence.words == UNKNOWN_WORD).tolist() if self.spells else []
+        for index, word in zip(rare, sentence.spelled if rare else [], strict=True):
             h = self.spelling.one(self.letters(torch.from_numpy(word)))
             vectors[index] = torch.cat([h[-1, FORWARD], h[0, BACKWARD]])
         return self._scores(self.lstm.one(torch.stack(vectors)))
 
     def _scores(self, h_W2H: Tensor) -> Tensor:
         return self.tags(self.hidden(h_W2H.flatten(1)).tanh())
-
-    def _spelled(self, sentences: Sequence[Sentence]) -> dict[int, np.ndarray]:
-        """Return the letters of each spelled word, by its index among all words."""
-        if self.characters is None:
-            return {}
-        words = (word for sentence in sentences for word in sentence.characters or [()] * len(sentence))
-        return {index: word for index, word in enumerate(words) if len(word)}

@@ -1,20 +1,17 @@
 """Compare DyNet with automatic batching, batching by hand in PyTorch, and iep on trees and sentences in one run.
 
-`pip install dynet38`, then `OMP_NUM_THREADS=1 python scripts/compare_dynet.py --out runs/dynet`. The networks are
-Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet batches operations on the fly (Neubig et al. 2017, On-the-fly Operation
-Batching). Its networks have a matrix for each gate, which is faster there than one for all gates. All competitors have
-the same weights, minibatches and losses, take turns, and use one thread.
+The networks are Tree-LSTM, Tree-FC and a BiLSTM tagger. DyNet (`pip install dynet38`) batches operations on the fly
+(Neubig et al. 2017, On-the-fly Operation Batching). Its networks have a matrix for each gate, which is faster there
+than one for all gates. All competitors have the same weights, minibatches and losses.
 """
 
-import sys
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 
-import click
 import numpy as np
 
-from iep.bench.compare import MIN_SAMPLES, Effort
-from iep.bench.measure_networks import (
+from benchmarks.networks import (
+    LETTERS,
+    PER_INSTANCE,
     TAGS,
     Way,
     binary_network,
@@ -23,11 +20,11 @@ from iep.bench.measure_networks import (
     tagger_network,
     tree_fc_network,
 )
+from benchmarks.tagger import wikiner_like
+from benchmarks.trees import complete_trees, sst_like
+from iep.bench.compare import MIN_SAMPLES, Benchmark
 from iep.bench.strategy import PHASES, parse_strategies
-from iep.bench.tables import Benchmark, result_files, run_benchmark
-from iep.cli.options import CommaList
-from iep.runtime.memory import keep_freed_memory
-from iep.workloads import sentences, trees
+from iep.errors import InputError
 
 try:
     import dynet_config
@@ -37,12 +34,31 @@ try:
 except ImportError:
     dy = None
 
-OURS = (16_000, 256, parse_strategies("lookahead,lookahead+defer"))
+WORDS, WIDTH = 16_000, 256
 NETWORKS = {
-    "tree-lstm": (binary_network, lambda count, rng: trees.sst_like(count, OURS[0], rng)),
-    "tree-fc": (tree_fc_network, lambda count, rng: trees.complete_trees(count, 256, OURS[0], rng)),
-    "tagger": (tagger_network, lambda count, rng: sentences.wikiner_like(count, OURS[0], TAGS, rng)),
+    "tree-lstm": (binary_network, lambda count, rng: sst_like(count, WORDS, rng)),
+    "tree-fc": (tree_fc_network, lambda count, rng: complete_trees(count, 256, WORDS, rng)),
+    "tagger": (tagger_network, lambda count, rng: wikiner_like(count, WORDS, TAGS, LETTERS, rng)),
 }
+
+
+def dynet(network: str, batch_sizes: Sequence[int]) -> Benchmark:
+    """Return the comparisons of a network at every minibatch size.
+
+    Raises:
+        InputError: DyNet is not installed.
+    """
+    if dy is None:
+        raise InputError("DyNet is not installed: pip install dynet38")
+    make, draw = NETWORKS[network]
+    made = make(WORDS, WIDTH, parse_strategies("lookahead,lookahead+defer"))
+    samples = draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
+    ways = {"DyNet": dynet_way(network, made.model), **made.ways}
+    del ways[PER_INSTANCE]
+    losses = {each: way.compute(way.construct(samples[:2]), True) for each, way in ways.items()}
+    assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
+    cases = network_cases(made._replace(ways=ways), minibatches_of(samples, batch_sizes), PHASES)
+    return Benchmark(f"{network}, width {WIDTH}, {WORDS} words", cases, "batch", "sample")
 
 
 def affine(parameters, *xs):
@@ -105,29 +121,4 @@ def dynet_way(name, model):
         dy.renew_cg()
         return dy.esum(list(map(loss_of, samples)))
 
-    return Way("DyNet", construct, lambda loss, training: (loss.value(), training and loss.backward())[0])
-
-
-@click.command()
-@click.option("--networks", "names", type=CommaList(click.Choice(list(NETWORKS))), default=",".join(NETWORKS))
-@click.option("--batch-sizes", type=CommaList(click.IntRange(min=1)), default="1,16,64,256", show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=7, show_default=True, help="Rounds of measuring.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Directory for NETWORK.json, .txt, .png.")
-def main(names, batch_sizes, repeat, out):
-    """Compare DyNet, PyTorch and iep on one thread."""
-    if dy is None:
-        raise click.ClickException("DyNet is not installed: pip install dynet38")
-    keep_freed_memory()
-    for name in names:
-        make, draw = NETWORKS[name]
-        network, samples = make(*OURS), draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
-        network = replace(network, ways=[dynet_way(name, network.model), *network.ways[1:]])
-        losses = {way.name: way.compute(way.construct(samples[:2]), True) for way in network.ways}
-        assert np.allclose([*losses.values()], losses["DyNet"], rtol=1e-3), losses
-        cases = network_cases(network, minibatches_of(samples, batch_sizes), PHASES)
-        benchmark, effort = Benchmark(name, cases, "batch", "sample"), Effort(repeat, 30.0)
-        run_benchmark(benchmark, effort, " ".join(["python", *sys.argv]), result_files(out, name))
-
-
-if __name__ == "__main__":
-    main()
+    return Way(construct, lambda loss, training: (loss.value(), training and loss.backward())[0])

@@ -13,10 +13,8 @@ an instance and across instances.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import chain, count, pairwise
-from operator import itemgetter
+from functools import lru_cache
+from itertools import chain, count
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +43,12 @@ class Message(NamedTuple):
     payload: Payload
     state: State
 
+    def error(self, what: str) -> ValueError:
+        """Return an error that names the node and the state."""
+        return ValueError(f"node {self.to!r}, state {self.state!r}: {what}")
 
-@dataclass(frozen=True)
-class Apply:
+
+class Apply(NamedTuple):
     """A payload transform: the module of an op maps the tensors of a payload to those of the message that is sent."""
 
     to: str
@@ -57,23 +58,12 @@ class Apply:
     makes: tuple[int, ...] = (0,)
     """The columns of the tensors that the module returns."""
 
-    @cached_property
+    @property
     def signature(self) -> Signature:
         return Signature(tuple(map(Read, range(self.reads))) if isinstance(self.reads, int) else self.reads, self.makes)
 
-    @cached_property
-    def arity(self) -> int:
-        return max(read.first + read.width for read in self.signature.reads)
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != self.arity:
-            raise error(received, f"{len(received.payload)} tensors, but op {self.op} reads {self.arity}")
-        slot = run.add(self.op, received.payload, received)
-        return [Message(self.to, tuple([(slot, position) for position in range(len(self.makes))]), received.state)]
-
-
-@dataclass(frozen=True)
-class Reduce:
+class Reduce(NamedTuple):
     """A payload transform that reduces any number of tensors to one, such as those of a `Group` to their sum.
 
     All nodes of an op have the same number of arguments. The module therefore reduces `arity` tensors at a time, filled
@@ -95,18 +85,8 @@ class Reduce:
     def signature(self) -> Signature:
         return Signature((Read(0, self.arity),), self.makes)
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        tensors = list(received.payload) or [(-2 - self.neutral, 0)]
-        while True:
-            tensors += [(-2 - self.neutral, 0)] * (-len(tensors) % self.arity)
-            parts = [tuple(tensors[first : first + self.arity]) for first in range(0, len(tensors), self.arity)]
-            tensors = [(run.add(self.op, part, received), 0) for part in parts]
-            if len(tensors) == 1:
-                return [Message(self.to, tuple(tensors), received.state)]
 
-
-@dataclass(frozen=True)
-class Cond:
+class Cond(NamedTuple):
     """A condition, which sends a message to the successor that its state determines."""
 
     rule: Callable[[State], Hashable]
@@ -117,85 +97,47 @@ class Cond:
     def to(self) -> Iterable[str | None]:
         return self.routes.values()
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        value = self.rule(received.state)
-        if value not in self.routes:
-            raise error(received, f"no route for {value!r}, expected one of {', '.join(map(repr, self.routes))}")
-        to = self.routes[value]
-        return [] if to is None else [Message(to, received.payload, received.state)]
 
-
-@dataclass(frozen=True)
-class Phi:
+class Phi(NamedTuple):
     """A join point of several predecessors, such as the beginning of a loop, which sends their messages on."""
 
     to: str
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, received.state)]
 
-
-@dataclass(frozen=True)
-class Isu:
+class Isu(NamedTuple):
     """A state update, such as the next position of a loop. It need not be invertible here."""
 
     to: str
     update: Callable[[State], State]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, self.update(received.state))]
 
-
-@dataclass(frozen=True)
-class Bcast:
+class Bcast(NamedTuple):
     """A broadcast of every message to all successors."""
 
     to: tuple[str, ...]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(each, received.payload, received.state) for each in self.to]
 
-
-@dataclass(frozen=True)
-class Flatmap:
+class Flatmap(NamedTuple):
     """A node that sends the payload on once for each of several states, which may be none."""
 
     to: str
     states: Callable[[State], Iterable[State]]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        return [Message(self.to, received.payload, state) for state in self.states(received.state)]
 
-
-@dataclass(frozen=True)
-class Split:
-    """A partition, which sends the first tensor of a payload to the first successor, and so on."""
+class Split(NamedTuple):
+    """A partition, which sends the first tensor of a payload to the first successor, and so on, or to none."""
 
     to: tuple[str | None, ...]
-    """The successors; None for a tensor that is not sent."""
-
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != len(self.to):
-            raise error(received, f"{len(received.payload)} tensors for {len(self.to)} successors, expected one each")
-        parts = zip(self.to, received.payload, strict=True)
-        return [Message(to, (tensor,), received.state) for to, tensor in parts if to is not None]
 
 
-@dataclass(frozen=True)
-class Concat:
+class Concat(NamedTuple):
     """A concatenation of the payloads of one message from each port in the same state, in the order of the ports."""
 
     to: str
     ports: int = 2
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        name, _, port = received.to.partition(".")
-        joined = run.join(received._replace(to=name), received.state, int(port), self.ports)
-        return [Message(self.to, tuple(chain(*joined)), received.state)] if joined else []
 
-
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group joins the payloads of several messages: the first tensors of all, then the second ones, and so on."""
 
     to: str
@@ -206,89 +148,124 @@ class Group:
     order: Callable[[State], int] | None = None
     """The state of a message -> its position in the group; None for the order of arrival."""
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        state = self.key(received.state)
-        joined = run.join(received, state, self.order and self.order(received.state), self.size(state))
-        if len(set(map(len, joined))) > 1:
-            raise error(received, f"a group of payloads of {', '.join(str(len(each)) for each in joined)} tensors")
-        return [Message(self.to, tuple(chain(*zip(*joined, strict=True))), state)] if joined else []
 
-
-@dataclass(frozen=True)
-class Ungroup:
+class Ungroup(NamedTuple):
     """The reverse of a `Group`, which sends one message for each of several states."""
 
     to: str
     states: Callable[[State], Sequence[State]]
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        states, payload = self.states(received.state), received.payload
-        if not states or len(payload) % len(states):
-            raise error(received, f"{len(payload)} tensors for {len(states)} states, expected as many for each")
-        return [Message(self.to, payload[n :: len(states)], state) for n, state in enumerate(states)]
 
-
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The end of messages of one tensor each, which a run of the plan returns."""
 
     order: Callable[[State], int] | None = None
     """The state of a message -> its position among those of its instance; None for the order of arrival."""
     to: tuple[()] = ()
 
-    def receive(self, run: "Unrolling", received: Message) -> list[Message]:
-        if len(received.payload) != 1:
-            raise error(received, f"a result of {len(received.payload)} tensors, expected one")
-        results = run.results[received.to]
-        results.append((self.order(received.state) if self.order else len(results), *received.payload))
-        return []
-
 
 Node = Apply | Reduce | Cond | Phi | Isu | Bcast | Flatmap | Split | Concat | Group | Ungroup | Result
-"""A node of a network: `to` names its successors, and `receive` returns the messages that it sends for one."""
+"""A node of a network; `to` names its successors."""
 
 
-@dataclass
 class Unrolling:
     """The graph of one instance, while its messages pass through the network.
 
     Slots are numbered within the instance. Input slot n of the minibatch is -2 - n.
     """
 
-    num_inputs: int
-    nodes: list[tuple[int, Payload, Message]] = field(default_factory=list)
-    """The op and the arguments of each node, and the message for which it was added."""
-    results: dict[str, list[tuple[int, tuple[int, int]]]] = field(default_factory=lambda: defaultdict(list))
-    """The position and the tensor of each message that reached a `Result`, by name."""
-    waiting: dict[tuple[str, State], tuple[int, list[tuple[int, Payload]]]] = field(default_factory=dict)
-    """By name and state, how many messages a node joins, and the position and payload of those that have arrived."""
+    def __init__(self, num_inputs: int):
+        self.num_inputs = num_inputs
+        self.nodes: list[tuple[int, Payload]] = []
+        """The op and the arguments of each node."""
+        self.results: dict[str, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
+        """The position and the tensor of each message that reached a `Result`, by name."""
+        self.waiting: dict[tuple[str, State], dict[int, Payload]] = defaultdict(dict)
+        """By name and state of a node that joins messages, the payloads that have arrived by their positions."""
 
-    def add(self, op: int, arguments: Payload, received: Message) -> int:
+    def send(self, node: Node, message: Message) -> list[Message]:
+        """Return the messages that a node sends for one that it has received.
+
+        Raises:
+            ValueError: the node has no route for the state, or expects another payload.
+        """
+        to, payload, state = message
+        match node:
+            case Apply():
+                if len(payload) != (arity := arity_of(node)):
+                    raise message.error(f"{len(payload)} tensors, but op {node.op} reads {arity}")
+                slot = self.add(node.op, payload)
+                return [Message(node.to, tuple([(slot, position) for position in range(len(node.makes))]), state)]
+            case Reduce(op=op, arity=arity):
+                neutral = (-2 - node.neutral, 0)
+                tensors = list(payload) or [neutral]
+                while True:
+                    tensors += [neutral] * (-len(tensors) % arity)
+                    parts = [tuple(tensors[first : first + arity]) for first in range(0, len(tensors), arity)]
+                    tensors = [(self.add(op, part), 0) for part in parts]
+                    if len(tensors) == 1:
+                        return [Message(node.to, tuple(tensors), state)]
+            case Cond():
+                value = node.rule(state)
+                if value not in node.routes:
+                    known = ", ".join(map(repr, node.routes))
+                    raise message.error(f"no route for {value!r}, expected one of {known}")
+                return [] if node.routes[value] is None else [Message(node.routes[value], payload, state)]
+            case Phi():
+                return [Message(node.to, payload, state)]
+            case Isu():
+                return [Message(node.to, payload, node.update(state))]
+            case Bcast():
+                return [Message(each, payload, state) for each in node.to]
+            case Flatmap():
+                return [Message(node.to, payload, each) for each in node.states(state)]
+            case Split():
+                if len(payload) != len(node.to):
+                    raise message.error(f"{len(payload)} tensors for {len(node.to)} successors, expected one each")
+                parts = zip(node.to, payload, strict=True)
+                return [Message(each, (tensor,), state) for each, tensor in parts if each is not None]
+            case Concat():
+                name, _, port = to.partition(".")
+                joined = self.join(message._replace(to=name), int(port), node.ports)
+                return [Message(node.to, tuple(chain(*joined)), state)] if joined else []
+            case Group():
+                group = node.key(state)
+                position = node.order and node.order(state)
+                joined = self.join(message._replace(state=group), position, node.size(group))
+                return [Message(node.to, tuple(chain(*zip(*joined, strict=True))), group)] if joined else []
+            case Ungroup():
+                states = node.states(state)
+                if not states or len(payload) % len(states):
+                    raise message.error(f"{len(payload)} tensors for {len(states)} states, expected as many for each")
+                return [Message(node.to, payload[n :: len(states)], each) for n, each in enumerate(states)]
+            case Result():
+                if len(payload) != 1:
+                    raise message.error(f"a result of {len(payload)} tensors, expected one")
+                position = node.order(state) if node.order else len(self.results[to])
+                self.results[to].append((position, payload[0]))
+                return []
+
+    def add(self, op: int, arguments: Payload) -> int:
         """Add a node, and return its slot."""
-        self.nodes.append((op, arguments, received))
+        self.nodes.append((op, arguments))
         return self.num_inputs + len(self.nodes) - 1
 
-    def join(self, received: Message, state: State, position: int | None, size: int) -> list[Payload]:
+    def join(self, message: Message, position: int | None, size: int) -> list[Payload]:
         """Keep a message; return the payloads of all messages in order if it is the last of `size`, otherwise none."""
-        _, kept = self.waiting.setdefault((received.to, state), (size, []))
-        kept.append((len(kept) if position is None else position, received.payload))
+        kept = self.waiting[message.to, message.state]
+        position = len(kept) if position is None else position
+        if position in kept:
+            raise message.error("several messages for one position, expected states that tell them apart")
+        kept[position] = message.payload
         if len(kept) < size:
             return []
-        del self.waiting[received.to, state]
-        kept.sort(key=itemgetter(0))
-        if any(before == after for (before, _), (after, _) in pairwise(kept)):
-            raise error(received, "several messages for one position, expected states that tell them apart")
-        return [payload for _, payload in kept]
+        del self.waiting[message.to, message.state]
+        return [payload for _, payload in sorted(kept.items())]
 
-    def check(self) -> None:
-        """Check at the end that no node waits, and that a result depends on every node."""
-        for (name, state), (size, kept) in self.waiting.items():
-            raise error(Message(name, (), state), f"only {len(kept)} of {size} messages have arrived")
-        needed = {tensor[0] for found in self.results.values() for _, tensor in found}
-        for slot, (_, arguments, received) in reversed([*enumerate(self.nodes, self.num_inputs)]):
-            if slot not in needed:
-                raise error(received, "no result depends on what it computes")
-            needed.update([argument for argument, _ in arguments])
+
+def arity_of(node: Apply | Reduce) -> int:
+    """Return the number of tensors that a node reads."""
+    return max(read.first + read.width for read in node.signature.reads)
 
 
 class MessageGraph:
@@ -298,8 +275,7 @@ class MessageGraph:
         nodes: the nodes by name. Their successors are names, such as "embedding", or "cell.0" for port 0 of a `Concat`.
 
     Raises:
-        ValueError: a node has an unknown successor, a `Reduce` has an arity of less than 2, or nodes of one op differ
-            in what they read or make.
+        ValueError: a node has an unknown successor.
     """
 
     def __init__(self, **nodes: Node):
@@ -307,20 +283,15 @@ class MessageGraph:
         for name, node in nodes.items():
             ports = [f"{name}.{port}" for port in range(node.ports)] if isinstance(node, Concat) else [name]
             self._nodes.update(dict.fromkeys(ports, node))
-        computing = {name: node for name, node in nodes.items() if isinstance(node, Apply | Reduce)}
-        self._signatures = {node.op: node.signature for node in computing.values()}
         for name, node in nodes.items():
             for to in (node.to,) if isinstance(node.to, str) else node.to:
                 if to is not None and to not in self._nodes:
                     raise ValueError(f"node {name!r} sends to {to!r}, expected one of {', '.join(self._nodes)}")
-        for name, node in computing.items():
-            if node.signature != self._signatures[node.op]:
-                raise ValueError(f"node {name!r} and another one of op {node.op} have different signatures")
-            if isinstance(node, Reduce) and node.arity < 2:
-                raise ValueError(f"node {name!r} reduces {node.arity} tensors at a time, expected 2 or more")
+        computing = [node for node in nodes.values() if isinstance(node, Apply | Reduce)]
+        self._signatures = {node.op: node.signature for node in computing}
+        self._arity = max(map(arity_of, computing))
         self._results = [name for name, node in nodes.items() if isinstance(node, Result)]
-        self._arity = max([1, *(node.arity for node in computing.values())])
-        neutral = max([-1, *(node.neutral for node in computing.values() if isinstance(node, Reduce))])
+        neutral = max([-1, *(node.neutral for node in computing if isinstance(node, Reduce))])
         self._tail = np.arange(neutral, -2, -1)  # slots -1, -2 and so on of an instance, which index from the end
         self._remembered = lru_cache(REMEMBERED)(self._follow)
 
@@ -330,17 +301,14 @@ class MessageGraph:
         The types have a root for each `Result`, with the tensors of all instances.
 
         Args:
-            instances: the messages with which each instance begins. Instances do not exchange messages.
+            instances: the messages with which each of one or more instances begins. Instances do not exchange messages.
             inputs: the column of each input, (num_inputs,).
 
         Raises:
-            ValueError: there is no instance, or an input or a node is unknown; a node has no route for a state,
-                computes twice for a state, waits for messages that do not arrive, or receives a payload of another
-                size than it expects; no result depends on what a node computes; or an instance has `MOST_MESSAGES`.
+            ValueError: an input or a node is unknown; a node has no route for a state, waits for messages that do not
+                arrive, or receives a payload of another size than it expects; or an instance has `MOST_MESSAGES`.
                 Errors about messages name the node and the state.
         """
-        if len(self._tail) > len(inputs) + 1:
-            raise ValueError(f"input {len(self._tail) - 2} is neutral, but there are {len(inputs)} inputs")
         parts, slots, num_slots = [], [], len(inputs)
         for messages in instances:
             given = np.array([slot for _, numbers, _ in messages for slot in numbers], dtype=np.int64)
@@ -349,8 +317,6 @@ class MessageGraph:
             parts.append(self._remembered(tuple([(to, len(numbers), state) for to, numbers, state in messages])))
             nodes = np.arange(num_slots, num_slots := num_slots + len(parts[-1][0]))
             slots.append(np.concatenate([given, nodes, self._tail]))
-        if not parts:
-            raise ValueError("there is no instance, expected one or more")
         ops, args, *roots = zip(*parts, strict=True)
 
         def joined(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -376,34 +342,25 @@ class MessageGraph:
             the op of each node, (N,); the slots and fields of its arguments, (N, A, 2), -1 after the last; and the
             slots and fields of what reached each `Result`, (R, 2).
         """
-        slots, queue, computed = count(), deque[Message](), set[tuple[str, State]]()
+        slots, queue = count(), deque[Message]()
         for to, size, state in messages:
             queue.append(Message(to, tuple([(next(slots), 0) for _ in range(size)]), state))
         run = Unrolling(next(slots))
-        for _ in range(MOST_MESSAGES):
+        for number in count(1):
             if not queue:
                 break
             received = queue.popleft()
-            node = self._nodes.get(received.to)
-            if node is None:
-                raise error(received, f"no such node, expected one of {', '.join(self._nodes)}")
-            if isinstance(node, Apply | Reduce):
-                if received[::2] in computed:
-                    raise error(received, "a second message, expected states that tell messages apart")
-                computed.add(received[::2])
-            queue.extend(node.receive(run, received))
-        else:
-            raise error(received, f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
-        run.check()
-        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload, _ in run.nodes]
+            if received.to not in self._nodes:
+                raise received.error(f"no such node, expected one of {', '.join(self._nodes)}")
+            if number == MOST_MESSAGES:
+                raise received.error(f"one of {MOST_MESSAGES} messages of one instance, expected that loops end")
+            queue.extend(run.send(self._nodes[received.to], received))
+        for (name, state), kept in run.waiting.items():
+            raise Message(name, (), state).error(f"only {len(kept)} messages have arrived, and it waits for more")
+        args = [(*payload, *[(-1, 0)] * (self._arity - len(payload))) for _, payload in run.nodes]
         roots = [[tensor for _, tensor in sorted(run.results[name])] for name in self._results]
         return (
-            np.array([op for op, _, _ in run.nodes], dtype=np.int64),
+            np.array([op for op, _ in run.nodes], dtype=np.int64),
             np.array(args, dtype=np.int64).reshape(-1, self._arity, 2),
             *(np.array(each, dtype=np.int64).reshape(-1, 2) for each in roots),
         )
-
-
-def error(received: Message, what: str) -> ValueError:
-    """Return an error that names the node and the state of a message."""
-    return ValueError(f"node {received.to!r}, state {received.state!r}: {what}")

@@ -1,18 +1,16 @@
-"""Measure networks whose structure depends on the sample: `iep-bench tree-lstm`, `tree-fc` and `tagger`.
+"""Compare ways to run networks whose structure depends on the sample: Tree-LSTM, Tree-FC and a tagger.
 
-A `Way` runs a minibatch of samples: batched under a strategy, one sample after the other, or batched by hand in plain
-PyTorch with the same weights. The limit is the time of the operations of all matrix products at the speed of the
-fastest product of this machine.
+A minibatch runs one sample after the other, batched under a strategy, or batched by hand in plain PyTorch with the same
+weights. The limit is the time of the operations of all matrix products at the speed of the fastest product of this
+machine.
 
 Shapes: B samples, L leaves of all trees, G vertices of a level, P words of packed sentences, H width.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,29 +19,25 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
-from iep.bench.compare import MIN_SAMPLES, Case, Competitor, Fact, arithmetic_limit, seconds
+from benchmarks.limit import arithmetic_limit
+from benchmarks.tagger import Sentence, Tagger, read_wikiner, wikiner_like
+from benchmarks.tree_networks import BinaryTreeLSTM, ChildSumTreeLSTM, TreeFC, lstm_state
+from benchmarks.trees import Tree, TreePair, complete_trees, read_sick, read_sst, sick_like, sst_like
+from iep.bench.compare import MIN_SAMPLES, Benchmark, Case, Competitor, Fact, seconds
 from iep.bench.strategy import PHASES, Strategy
-from iep.bench.tables import Benchmark
-from iep.dynamic import scope
 from iep.dynamic.remembered import nothing_remembered
 from iep.errors import InputError
-from iep.workloads.binary_trees import BinaryTreeLSTM, TreeFC
-from iep.workloads.child_sum import ChildSumTreeLSTM
-from iep.workloads.sentences import Sentence, read_wikiner, wikiner_like
-from iep.workloads.tagger import Tagger
-from iep.workloads.tree_files import read_sick, read_sst
-from iep.workloads.trees import SENTIMENTS, Tree, TreePair, complete_trees, sick_like, sst_like
 
 PER_INSTANCE, LEVELS, PACKED = "per instance", "by hand: levels", "by hand: packed nn.LSTM"
 RATINGS, TAGS, LETTERS = 5, 9, 64
 Loss = Callable[[Any, Tensor], Tensor]
 """(samples or the output of `Way.construct`, results) -> the loss, summed over samples."""
-Minibatches = Sequence[Sequence[Any]]
+Sized = Iterable[tuple[dict[str, int], Sequence[Sequence[Any]]]]
+"""The size of minibatches by its name, and the minibatches."""
 States = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to run a minibatch of samples.
 
     Attributes:
@@ -52,51 +46,46 @@ class Way:
         calls: the output of `construct` -> the number of calls of the network's cells.
     """
 
-    name: str
     construct: Callable[[Sequence[Any]], Any]
     compute: Callable[[Any, bool], Any]
     calls: Callable[[Any], int] | None = None
     phases: tuple[str, ...] = PHASES
 
 
-@dataclass(frozen=True)
-class Network:
-    """A network, and the ways to run it, the one by hand last.
+class Network(NamedTuple):
+    """A network, and the ways to run it by name.
 
     Attributes:
+        model: the module that has the parameters of the way by hand.
         one: a sample -> its results; used to count the operations of its matrix products.
         cells: a sample -> the number of cells that run for it.
     """
 
     model: nn.Module
-    ways: Sequence[Way]
     one: Callable[[Any], Tensor]
     cells: Callable[[Any], int]
+    ways: dict[str, Way]
 
 
 def step(model: nn.Module, forward: Callable[[Any], Tensor], loss: Loss) -> Callable[[Any, bool], Tensor]:
     """Return a step of `model` for `Way.compute`; gradients replace those of the previous step."""
 
-    def compute(plan: Any, training: bool) -> Tensor:
+    def compute(made: Any, training: bool) -> Tensor:
         with torch.inference_mode(not training):
             model.zero_grad(set_to_none=True)
-            value = forward(plan)
+            value = forward(made)
             if training:
-                value = loss(plan, value)
+                value = loss(made, value)
                 value.backward()
             return value.detach()
 
     return compute
 
 
-def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> list[Way]:
-    """Return the ways to run a model: sample by sample with `model.one`, and batched under every strategy.
+def one_by_one(model: nn.Module, loss: Loss) -> Way:
+    """Return the way to run `model.one` for each sample, each of which has its own backward pass."""
 
-    Sample by sample, each sample has its own backward pass. Plans are not remembered, because every minibatch of an
-    epoch is new. Weight gradients are deferred only in training.
-    """
-
-    def one_by_one(samples: Sequence[Any], training: bool) -> float:
+    def compute(samples: Sequence[Any], training: bool) -> float:
         model.zero_grad(set_to_none=True)
         total = 0.0
         with torch.inference_mode(not training):
@@ -108,29 +97,43 @@ def model_ways(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> 
                     total += value.item()
         return total
 
+    return Way(list, compute)
+
+
+def batched(model: nn.Module, strategies: Sequence[Strategy], loss: Loss) -> dict[str, Way]:
+    """Return the ways to run a model, one by one and batched under every strategy.
+
+    Plans are not remembered, because every minibatch of an epoch is new.
+    """
+
     def way(strategy: Strategy) -> Way:
         def construct(samples: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
             with nothing_remembered():
-                return model.plan(samples, scheduler=strategy.batching, sharing=strategy.sharing), samples
+                return model.plan(samples, strategy.batching, strategy.sharing), samples
 
-        forward, loss_of = (lambda made: model(made[0], strategy.defer)), (lambda made, results: loss(made[1], results))
-        phases = PHASES[:1] if strategy.defer else PHASES
-        return Way(strategy.name, construct, step(model, forward, loss_of), lambda made: len(made[0].schedule), phases)
+        def forward(made: tuple) -> Tensor:
+            return model(made[0], strategy.defer)
 
-    return [Way(PER_INSTANCE, list, one_by_one), *map(way, strategies)]
+        compute = step(model, forward, lambda made, results: loss(made[1], results))
+        return Way(construct, compute, lambda made: len(made[0].schedule), phases_of(strategy))
+
+    return {PER_INSTANCE: one_by_one(model, loss)} | {each.name: way(each) for each in strategies}
 
 
-def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[dict[str, int], Minibatches]]:
+def phases_of(strategy: Strategy) -> tuple[str, ...]:
+    """Return the phases in which a strategy is measured; weight gradients are deferred only in training."""
+    return PHASES[:1] if strategy.defer else PHASES
+
+
+def minibatches_of(samples: Sequence[Any], sizes: Sequence[int]) -> Sized:
     """Yield the first minibatches of each size, with at least `MIN_SAMPLES` samples if there are so many."""
     for size in sorted(sizes):
         count = max(1, min(MIN_SAMPLES, len(samples)) // size)
         yield {"batch": size}, [samples[number * size : (number + 1) * size] for number in range(count)]
 
 
-def network_cases(
-    network: Network, sized: Iterable[tuple[dict[str, int], Minibatches]], phases: Sequence[str]
-) -> Iterator[Case]:
-    """Yield a case for each phase and for the minibatches of each size; `sized` names the size."""
+def network_cases(network: Network, sized: Sized, phases: Sequence[str]) -> Iterator[Case]:
+    """Yield a case for each phase and for the minibatches of each size."""
     for size, minibatches in sized:
         cells = mean(sum(map(network.cells, each)) for each in minibatches)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -138,31 +141,35 @@ def network_cases(
                 network.one(sample)
         flop = counter.get_total_flops() / len(minibatches)
         for phase in phases:
-            ways = [way for way in network.ways if phase in way.phases]
-            competitors = [_competitor(way, cells, minibatches, phase == "train") for way in ways]
-            competitors.append(arithmetic_limit(flop * (3 if phase == "train" else 1)))
+            training = phase == "train"
+            competitors = [
+                _competitor(name, way, cells, minibatches, training)
+                for name, way in network.ways.items()
+                if phase in way.phases
+            ]
+            competitors.append(arithmetic_limit(flop * (3 if training else 1)))
             facts = {"cells": cells, "minibatches": len(minibatches)}
             yield Case({"phase": phase, **size}, len(minibatches[0]), competitors, PER_INSTANCE, facts)
 
 
-def _competitor(way: Way, cells: float, minibatches: Minibatches, training: bool) -> Competitor:
+def _competitor(name: str, way: Way, cells: float, minibatches: Sequence[Sequence[Any]], training: bool) -> Competitor:
     def measure() -> dict[str, float]:
         times = []
         for minibatch in minibatches:
             made: list[Any] = []
             constructing = seconds(lambda: made.append(way.construct(minibatch)))  # noqa: B023
             times.append((constructing, seconds(lambda: way.compute(made[0], training))))  # noqa: B023
-        return dict(zip(("construction", "computation"), map(mean, zip(*times, strict=True)), strict=True))
+        construction, computation = map(mean, zip(*times, strict=True))
+        return {"construction": construction, "computation": computation}
 
     def facts() -> dict[str, Fact]:
         calls = way.calls and mean(way.calls(way.construct(minibatch)) for minibatch in minibatches)
         return {"calls": calls, "ratio": calls and cells / calls}
 
-    return Competitor(way.name, measure, facts=facts)
+    return Competitor(name, measure, facts=facts)
 
 
-@dataclass(frozen=True, eq=False)
-class Levels:
+class Levels(NamedTuple):
     """The vertices of binary trees by depth, the deepest first.
 
     The children of a level's inner vertices, in order and left before right, are the vertices of the next deeper level.
@@ -170,9 +177,9 @@ class Levels:
 
     words: Tensor
     """(L,) words of the leaves, level by level."""
-    leaves: tuple[int, ...]
+    leaves: list[int]
     """The number of leaves of each level."""
-    orders: tuple[Tensor | None, ...]
+    orders: list[Tensor | None]
     """(G,) row of each vertex if a level's inner vertices come before its leaves; None where all are of one kind."""
     labels: Tensor
     """(B,) labels of the trees."""
@@ -208,41 +215,26 @@ def levels_of(trees: Sequence[Tree]) -> Levels:
         leaves.append(level_G[is_leaf_G])
         row_G = np.argsort(np.argsort(is_leaf_G, kind="stable"))
         orders.append(torch.from_numpy(row_G) if 0 < len(leaves[-1]) < len(level_G) else None)
-    words_N = np.concatenate([tree.words for tree in trees])
-    words, labels = torch.from_numpy(words_N[np.concatenate(leaves)]), torch.tensor([tree.label for tree in trees])
-    return Levels(words, tuple(map(len, leaves)), tuple(orders), labels)
-
-
-def tree_lstm_by_hand(model: BinaryTreeLSTM, levels: Levels) -> Tensor:
-    """Return (B, classes) scores, computed with the model's parameters (Tai et al. 2015, section 3.2)."""
-
-    def state(gates: Tensor, *children: Tensor) -> States:
-        """Return h and c from the gates i, o, one forget gate for each child, and u."""
-        *_, u = gates.split(model.width, dim=1)
-        i, o, *forgets = gates[:, : -model.width].sigmoid().split(model.width, dim=1)
-        c_GH = i * u.tanh()
-        for forget, c_child in zip(forgets, children, strict=True):
-            c_GH = torch.addcmul(c_GH, forget, c_child)
-        return o * c_GH.tanh(), c_GH
-
-    def inner(h: Tensor, c: Tensor) -> States:
-        return state(model.inner(h.view(-1, 2 * model.width)), c[::2], c[1::2])
-
-    h_BH, _ = levels.run(state(model.leaf(model.embedding(levels.words))), inner)
-    return model.classifier(h_BH)
+    words = torch.from_numpy(np.concatenate([tree.words for tree in trees])[np.concatenate(leaves)])
+    return Levels(words, list(map(len, leaves)), orders, torch.tensor([tree.label for tree in trees]))
 
 
 def binary_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
     """Return a binary Tree-LSTM, which has a cell at every vertex of a tree."""
-    model = BinaryTreeLSTM(words, width, SENTIMENTS)
+    model = BinaryTreeLSTM(words, width)
 
     def loss(trees: Sequence[Tree], scores: Tensor) -> Tensor:
         return cross_entropy(scores, torch.tensor([tree.label for tree in trees]), reduction="sum")
 
-    forward = partial(tree_lstm_by_hand, model)
-    compute = step(model, forward, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
-    by_hand = Way(LEVELS, levels_of, compute, lambda levels: len(levels.orders))
-    return Network(model, [*model_ways(model, strategies, loss), by_hand], model.one, len)
+    def inner(h: Tensor, c: Tensor) -> States:
+        return lstm_state(model.inner(h.view(-1, 2 * width)), c.view(-1, 2, width))
+
+    def by_hand(levels: Levels) -> Tensor:
+        return model.classifier(levels.run(lstm_state(model.leaf(model.embedding(levels.words))), inner)[0])
+
+    compute = step(model, by_hand, lambda levels, scores: cross_entropy(scores, levels.labels, reduction="sum"))
+    hand = {LEVELS: Way(levels_of, compute, lambda levels: len(levels.orders))}
+    return Network(model, model.one, len, batched(model, strategies, loss) | hand)
 
 
 def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -261,26 +253,22 @@ def child_sum_network(words: int, width: int, strategies: Sequence[Strategy]) ->
         return cross_entropy(scores, ratings, reduction="sum")
 
     def in_scope(strategy: Strategy, granularity: str) -> Way:
-        """Return the way to run pairs in a scope under a strategy."""
         options = {"share": strategy.sharing, "defer_weight_grads": strategy.defer, "scheduler": strategy.batching}
 
-        def run(pairs: Sequence[TreePair]) -> tuple[Tensor, scope]:
-            with nothing_remembered(), scope(model.cell, model.similarity, granularity=granularity, **options) as batch:
-                scores = [model.one(pair) for pair in pairs]
-            return torch.stack([score.value for score in scores]), batch
+        @nothing_remembered()
+        def run(pairs: Sequence[TreePair]) -> tuple[Tensor, Any]:
+            return model(pairs, granularity=granularity, **options)
 
         def calls(pairs: Sequence[TreePair]) -> int:
             with torch.no_grad():
                 return run(pairs)[1].report().calls
 
-        by_modules = granularity == "module"
-        name = strategy.name if by_modules else f"{strategy.name}, operators"
-        compute = step(model, lambda pairs: run(pairs)[0], loss)
-        return Way(name, list, compute, calls, PHASES[:1] if strategy.defer and by_modules else PHASES)
+        phases = PHASES if granularity == "op" else phases_of(strategy)
+        return Way(list, step(model, lambda pairs: run(pairs)[0], loss), calls, phases)
 
-    ways = [*model_ways(model, (), loss), *(in_scope(strategy, "module") for strategy in strategies)]
-    ways += [in_scope(strategy, "op") for strategy in strategies[-1:]]
-    return Network(model, ways, model.one, lambda pair: len(pair.left) + len(pair.right))
+    ways = {PER_INSTANCE: one_by_one(model, loss)} | {each.name: in_scope(each, "module") for each in strategies}
+    ways |= {f"{each.name}, operators": in_scope(each, "op") for each in strategies[-1:]}
+    return Network(model, model.one, lambda pair: len(pair.left) + len(pair.right), ways)
 
 
 def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> Network:
@@ -290,21 +278,18 @@ def tree_fc_network(words: int, width: int, strategies: Sequence[Strategy]) -> N
     def loss(_: Any, roots: Tensor) -> Tensor:
         return roots.sum()
 
-    def forward(levels: Levels) -> Tensor:
+    def by_hand(levels: Levels) -> Tensor:
         leaves = (model.embedding(levels.words),)
         return levels.run(leaves, lambda h: (model.inner(h.view(-1, 2 * width)).relu(),))[0]
 
-    by_hand = Way(LEVELS, levels_of, step(model, forward, loss), lambda levels: len(levels.orders) - 1)
-    ways = [*model_ways(model, strategies, loss), by_hand]
-    return Network(model, ways, model.one, lambda tree: tree.num_leaves - 1)
+    hand = {LEVELS: Way(levels_of, step(model, by_hand, loss), lambda levels: len(levels.orders) - 1)}
+    return Network(model, model.one, lambda tree: tree.num_leaves - 1, batched(model, strategies, loss) | hand)
 
 
 def pack(sentences: Sequence[Sentence]) -> tuple[PackedSequence, PackedSequence]:
     """Return words and tags of sentences in the packed form that `nn.LSTM` reads, (P,) indices each."""
-    return tuple(
-        pack_sequence([torch.from_numpy(getattr(sentence, name)) for sentence in sentences], enforce_sorted=False)
-        for name in ("words", "tags")
-    )
+    words, tags, _ = zip(*sentences, strict=True)
+    return tuple(pack_sequence(list(map(torch.from_numpy, each)), enforce_sorted=False) for each in (words, tags))
 
 
 class PackedTagger(nn.Module):
@@ -343,52 +328,53 @@ def tagger_network(
         return cross_entropy(scores, tags_W, reduction="sum")
 
     def cells(sentence: Sentence) -> int:
-        return 2 * (len(sentence) + (0 if letters is None else sum(map(len, sentence.characters or ()))))
+        return 2 * (len(sentence.words) + (0 if letters is None else sum(map(len, sentence.spelled))))
 
     compute = step(hand, hand, lambda packed, scores: cross_entropy(scores, packed[1].data, reduction="sum"))
-    by_hand = [Way(PACKED, pack, compute)] if letters is None else []
-    return Network(hand, [*model_ways(model, strategies, loss), *by_hand], model.one, cells)
+    by_hand = {PACKED: Way(pack, compute)} if letters is None else {}
+    return Network(hand, model.one, cells, batched(model, strategies, loss) | by_hand)
 
 
 def _read(data: Path, read: Callable[[Path], tuple[list[Any], Any]], largest: int, seed: int) -> tuple[list[Any], Any]:
-    """Return the samples of a file in random order, and its vocabulary.
+    """Return the samples of a file in random order, and the sizes of its vocabularies.
 
     Raises:
         InputError: the file cannot be read, or has fewer samples than the largest minibatch.
     """
-    found, more = read(data)
+    found, sizes = read(data)
     if len(found) < largest:
         raise InputError(f"{data}: {len(found)} samples, expected at least {largest} for the largest of --batch-sizes")
-    return [found[n] for n in np.random.default_rng(seed).permutation(len(found))], more
+    return [found[n] for n in np.random.default_rng(seed).permutation(len(found))], sizes
 
 
-def tree_lstm_benchmark(
+def tree_lstm(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
     cell: str,
-    width: int,
+    width: int | None,
     words: int,
     phases: Sequence[str],
     seed: int,
-    data: Path | None = None,
+    data: Path | None,
 ) -> Benchmark:
     """Return the comparisons at every minibatch size, on trees like those of SST or pairs of trees like those of SICK.
 
     Args:
+        cell: `binary` or `child-sum`.
         data: a file of SST, or a directory of SICK; None to generate trees.
     """
     binary, count = cell == "binary", max(*batch_sizes, MIN_SAMPLES)
+    make, read, like = (binary_network, read_sst, sst_like) if binary else (child_sum_network, read_sick, sick_like)
+    width = width or (256 if binary else 150)
     if data is None:
-        samples = (sst_like if binary else sick_like)(count, words, np.random.default_rng(seed))
+        samples = like(count, words, np.random.default_rng(seed))
     else:
-        samples, vocabulary = _read(data, read_sst if binary else read_sick, max(batch_sizes), seed)
-        words = len(vocabulary)
-    network = (binary_network if binary else child_sum_network)(words, width, strategies)
-    cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
+        samples, words = _read(data, read, max(batch_sizes), seed)
+    cases = network_cases(make(words, width, strategies), minibatches_of(samples, batch_sizes), phases)
     return Benchmark(f"{cell} Tree-LSTM, width {width}, {words} words", cases, "batch", "tree" if binary else "pair")
 
 
-def tree_fc_benchmark(
+def tree_fc(
     strategies: Sequence[Strategy],
     leaves: Sequence[int],
     batch_size: int,
@@ -399,13 +385,12 @@ def tree_fc_benchmark(
 ) -> Benchmark:
     """Return the comparisons at every size of tree, the smallest first."""
     rng = np.random.default_rng(seed)
-    network = tree_fc_network(words, width, strategies)
     sized = (({"leaves": size}, [complete_trees(batch_size, size, words, rng)]) for size in sorted(leaves))
-    cases = network_cases(network, sized, phases)
+    cases = network_cases(tree_fc_network(words, width, strategies), sized, phases)
     return Benchmark(f"Tree-FC, width {width}, {words} words, complete binary trees", cases, "leaves", "tree")
 
 
-def tagger_benchmark(
+def tagger(
     strategies: Sequence[Strategy],
     batch_sizes: Sequence[int],
     characters: bool,
@@ -413,17 +398,15 @@ def tagger_benchmark(
     words: int,
     phases: Sequence[str],
     seed: int,
-    data: Path | None = None,
+    data: Path | None,
 ) -> Benchmark:
     """Return the comparisons at every minibatch size, on sentences like those of WikiNER, or on the file `data`."""
-    letters, tags, count = LETTERS if characters else None, TAGS, max(*batch_sizes, MIN_SAMPLES)
+    tags, letters = TAGS, LETTERS
     if data is None:
-        samples = wikiner_like(count, words, tags, np.random.default_rng(seed), letters)
+        samples = wikiner_like(max(*batch_sizes, MIN_SAMPLES), words, tags, letters, np.random.default_rng(seed))
     else:
-        samples, known = _read(data, read_wikiner, max(batch_sizes), seed)
-        words, tags = len(known.words) + 1, len(known.tags)
-        letters = len(known.characters) if characters else None
-    network = tagger_network(words, width, strategies, letters, tags)
+        samples, (words, tags, letters) = _read(data, read_wikiner, max(batch_sizes), seed)
+    network = tagger_network(words, width, strategies, letters if characters else None, tags)
     cases = network_cases(network, minibatches_of(samples, batch_sizes), phases)
     spelled = "rare words spelled" if characters else "one vector for all rare words"
     return Benchmark(f"BiLSTM tagger, width {width}, {words} words, {spelled}", cases, "batch", "sentence")

@@ -1,0 +1,331 @@
+"""Compare synchronous training, training with flushes, and asynchronous training of one network (AMPNet).
+
+The network, placed on the same workers, is trained synchronously (one instance in flight, and an update of every op
+when it is done), with a flush after every K instances (K in flight, and an update when all are done), and
+asynchronously (K in flight, and each op updates itself). A round is an epoch, and every seed trains a new network.
+Simulated workers have the costs that were measured in one thread, and compute real gradients.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from benchmarks.graphs import Deducer, PolarityRegressor, deductions, molecules
+from benchmarks.message_networks import ListReducer, SentimentTreeLSTM, list_reductions, sentiment_trees
+from iep.asynchronous.conductor import PlanStep, WorkerTask
+from iep.asynchronous.drivers import Record, run_threads, run_virtual
+from iep.asynchronous.trainer import AsynchronousTrainer, Driver, Instance, Run
+from iep.bench.compare import Benchmark, Case, Competitor, Fact
+from iep.errors import InputError
+
+CALIBRATION, SHOWN = 100, 4
+"""The instances whose tasks give the costs of simulated workers, and those of synchronous training in the picture."""
+Samples = Callable[[int, np.random.Generator], list]
+"""A number and a generator of random numbers -> that many samples."""
+DriverOf = Callable[[AsynchronousTrainer], Driver]
+
+
+class Experiment(NamedTuple):
+    """Samples and a network, which has `ops`, `placement`, `plan`, `inputs`, `loss` and `score` as `MessageNetwork`."""
+
+    samples: Samples
+    network: Callable[..., nn.Module]
+    unseen: Samples | None = None
+    """Makes the samples for the score; None for `samples`."""
+    score: str = "accuracy"
+    """The name of the score; lower is better for an `error`."""
+
+
+EXPERIMENTS = {
+    "list-reduction": Experiment(list_reductions, ListReducer),
+    "tree-lstm": Experiment(sentiment_trees, SentimentTreeLSTM),
+    "deduction": Experiment(deductions, Deducer),
+    "molecules": Experiment(molecules, PolarityRegressor, score="error"),
+}
+
+
+class Way(NamedTuple):
+    """One way to train, which has a row in each table."""
+
+    name: str
+    keys: int
+    frequency: int = 0
+    """0 for the number of calls that the op has in an instance on average."""
+    flush_every: int | None = None
+    """None for asynchronous training."""
+
+
+class Epoch(NamedTuple):
+    """The results of one epoch: its real or simulated seconds, and the score of unseen samples at its end."""
+
+    seconds: float
+    score: float
+    run: Run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `python -m benchmarks async`, which its --help explains."""
+
+    workers: int
+    simulate: Sequence[int]
+    max_active_keys: Sequence[int]
+    min_update_frequency: Sequence[int]
+    backward_weights: str
+    replicas: Sequence[str] | None
+    instance_size: int
+    samples: int
+    val_samples: int
+    learning_rate: float
+    latency: float
+    bandwidth: float
+    epochs: int
+    seeds: Sequence[int]
+    target: float | None
+
+
+class Training:
+    """What all ways to train share: the network, its instances, and how it learns."""
+
+    def __init__(self, experiment: Experiment, given: Settings, network: dict[str, int]):
+        self.experiment, self.given, self.network = experiment, given, network
+        rng = np.random.default_rng(given.seeds[0])
+        known = experiment.samples(given.samples, rng)
+        self.unseen = (experiment.unseen or experiment.samples)(given.val_samples, rng)
+        self.minibatches = [known[n : n + given.instance_size] for n in range(0, len(known), given.instance_size)]
+        self.names = op_names(self.model(given.seeds[0]))
+        self.replicas = replicas_of(given.replicas or (), self.names)
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a new network, which is always the same for a seed."""
+        torch.manual_seed(seed)
+        return self.experiment.network(**self.network)
+
+    def ways(self) -> list[Way]:
+        """Return synchronous training, a flush for each number of keys, and each asynchronous combination."""
+        keys, frequencies = self.given.max_active_keys, self.given.min_update_frequency
+        ways = [Way("synchronous", 1, flush_every=1)]
+        ways += [Way(f"flush every {each} instances", each, flush_every=each) for each in keys if each > 1]
+        found = [*product(keys, frequencies)]
+        name = "asynchronous, {} in flight, frequency {}" if len(found) > 1 else "asynchronous"
+        return ways + [Way(name.format(number, each or "auto"), number, each) for number, each in found]
+
+    def instances(self, workers: int) -> list[Instance]:
+        """Return an instance for each minibatch, with its plan for the workers, among which replicas are dealt."""
+        model, instances = self.model(self.given.seeds[0]), []
+        placement = model.placement(workers)
+        for number, minibatch in enumerate(self.minibatches):
+            dealt = {op: (placement.ops[op] + number % min(n, workers)) % workers for op, n in self.replicas.items()}
+            plan = model.plan(minibatch, replace(placement, ops={**placement.ops, **dealt}))
+            instances.append(Instance(plan, model.inputs(minibatch), model.loss(minibatch)))
+        return instances
+
+    def trainer(self, model: nn.Module, instances: Sequence[Instance], way: Way) -> AsynchronousTrainer:
+        """Return a trainer of a network."""
+        calls = Counter(step.op for instance in instances for step in instance.steps)
+        # By default, each op has as many updates as in synchronous training.
+        frequency = {op: way.frequency or max(1, round(n / len(instances))) for op, n in calls.items()}
+        workers = instances[0].plan.num_devices
+        return AsynchronousTrainer(
+            {op: module for op, module in enumerate(model.ops) if op in calls},
+            partial(torch.optim.Adam, lr=self.given.learning_rate),
+            workers,
+            way.keys,
+            None if way.flush_every else frequency,
+            way.flush_every,
+            self.given.backward_weights,
+            {op: min(number, workers) for op, number in self.replicas.items() if op in calls},
+        )
+
+    def rounds(self, way: Way, instances: Sequence[Instance], driver_of: DriverOf, curves: list) -> Iterator[dict]:
+        """Train in one way, and yield the seconds for an instance after every epoch, which `curves` gets by seed."""
+        for seed in self.given.seeds:
+            model, rng = self.model(seed), np.random.default_rng(seed)
+            trainer = self.trainer(model, instances, way)
+            driver = driver_of(trainer)
+            curves.append([])
+            for _ in range(self.given.epochs):
+                order = [instances[each] for each in rng.permutation(len(instances))]
+                start = time.perf_counter()
+                run = trainer.run(order, driver)
+                seconds = time.perf_counter() - start if driver is run_threads else run.seconds
+                curves[-1].append(Epoch(seconds, model.score(self.unseen), run))
+                yield {"computation": seconds / len(instances)}
+
+    def facts(self, curves: list[list[Epoch]]) -> dict[str, Fact]:
+        """Return the columns of a row, which are means over the seeds.
+
+        Loss and score are those of the last epoch. The epochs and seconds until the score reached the target are left
+        out if it did not with every seed. The JSON file also has all scores and seconds, and updates by op.
+        """
+        epochs, last = [epoch for curve in curves for epoch in curve], [curve[-1] for curve in curves]
+        staleness = sum((epoch.run.staleness for epoch in epochs), Counter())
+        sign = -1 if self.experiment.score == "error" else 1
+        target = -np.inf if self.given.target is None else self.given.target * sign
+        reached = [
+            next((n for n, each in enumerate(curve, 1) if sign * each.score >= target), None) for curve in curves
+        ]
+        taken = [sum(each.seconds for each in curve[:n]) for curve, n in zip(curves, reached, strict=True)]
+        to_target = {"epochs to target": fmean(reached), "seconds to target": fmean(taken)} if all(reached) else {}
+        return {
+            "utilisation": fmean(share for epoch in epochs for share in epoch.run.utilisation),
+            "mean staleness": sum(each.updates * n for each, n in staleness.items()) / staleness.total(),
+            "greatest staleness": max(each.updates for each in staleness),
+            "updates per epoch": fmean(sum(epoch.run.updates.values()) for epoch in epochs),
+            "loss": fmean(loss for epoch in last for loss in epoch.run.losses),
+            self.experiment.score: fmean(epoch.score for epoch in last),
+            **({} if self.given.target is None else to_target),
+            "scores": [[epoch.score for epoch in curve] for curve in curves],
+            "seconds": [[epoch.seconds for epoch in curve] for curve in curves],
+            "updates": {self.names[op]: fmean(each.run.updates[op] for each in epochs) for op in epochs[0].run.updates},
+        }
+
+    def simulated(self, instances: Sequence[Instance]) -> DriverOf:
+        """Return what makes drivers with the virtual clock, whose tasks and updates have costs measured here.
+
+        A new network is trained in one thread, one instance after the other. On the virtual clock, second forward
+        passes of stale calls take time, and an update between instances delays the next task of its op.
+        """
+        measuring = self.trainer(self.model(self.given.seeds[0]), instances, Way("", 1, 10**9))  # without updates
+        numbers = {step.op: number for number, instance in enumerate(instances) for step in instance.steps}
+        tasks, updates = defaultdict(list), defaultdict(list)
+
+        def note(record: Record) -> None:
+            tasks[record.op, record.task.is_backward].append(record.end - record.start)
+
+        for number in {*range(0, len(instances), max(1, len(instances) // CALIBRATION)), *numbers.values()}:
+            measuring.run([instances[number]], run_virtual, note)
+            for op, state in measuring.ops.items():
+                if state.pending:
+                    start = time.perf_counter()
+                    state.update()
+                    updates[op].append(time.perf_counter() - start)
+        of_tasks = {kind: median(seconds) for kind, seconds in tasks.items()}
+        of_updates = {op: median(seconds) for op, seconds in updates.items()}
+
+        def driver_of(trainer: AsynchronousTrainer) -> Driver:
+            versions: dict[tuple[int, int], int] = defaultdict(int)  # of each op on each worker after its last task
+            used: dict[tuple[int, int], int] = {}  # in the forward pass of each call in flight
+
+            def cost(step: PlanStep, task: WorkerTask) -> float:
+                seconds, op, call = of_tasks[step.op, task.is_backward], step.op, (task.instance, task.call)
+                if op in of_updates:
+                    replica = op, step.worker
+                    before, versions[replica] = versions[replica], trainer.replica(*replica).version
+                    if not task.is_backward:
+                        used[call] = versions[replica]
+                    elif used.pop(call) < before and trainer.backward_weights == "current":
+                        seconds += of_tasks[op, False]
+                    seconds += of_updates[op] * (versions[replica] - before)
+                return seconds
+
+            def delay(task: WorkerTask) -> float:
+                return 1e-6 * self.given.latency + 1e-9 / self.given.bandwidth * trainer.message_bytes(task)
+
+            return partial(run_virtual, cost=cost, delay=delay)
+
+        return driver_of
+
+
+def asynchronous(name: str, **options: Any) -> Benchmark:
+    """Return the comparison of all ways to train on threads, and on every simulated number of workers.
+
+    Args:
+        name: one of `EXPERIMENTS`, or `engine`.
+        options: the fields of `Settings`; the settings of the network, such as its width, or the arguments of
+            `engine_experiment`.
+
+    Raises:
+        InputError: `replicas` is invalid, or the data of an engine are missing or damaged.
+    """
+    given = Settings(**{field: options.pop(field) for field in Settings.__annotations__})
+    shown = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in {**options, **vars(given)}.items() if value)
+    if name == "engine":
+        from benchmarks.async_engine import engine_experiment
+
+        experiment, options = engine_experiment(**options), {}
+    else:
+        experiment = EXPERIMENTS[name]
+    training = Training(experiment, given, options)
+    ways, pictures = training.ways(), {}
+
+    def cases() -> Iterator[Case]:
+        for clock, count in [("threads", given.workers), *(("simulated", each) for each in sorted(given.simulate))]:
+            instances = training.instances(count)
+            driver_of: DriverOf = training.simulated(instances) if clock == "simulated" else lambda _: run_threads
+            rows = []
+            for way in ways:
+                curves: list[list[Epoch]] = []
+                measure = partial(next, training.rounds(way, instances, driver_of, curves))
+                rows.append(Competitor(way.name, measure, facts=partial(training.facts, curves)))
+            facts = {"instances": len(instances), "steps": fmean(len(instance.steps) for instance in instances)}
+            yield Case({"clock": clock, "workers": count}, 1, rows, ways[0].name, facts, warm_up=False)
+            if clock == "simulated":
+                pictures.setdefault("timeline", partial(draw_timeline, training, instances, driver_of))
+
+    return Benchmark(f"{name}: {shown}", cases(), "workers", "instance", pictures=pictures)
+
+
+def op_names(model: nn.Module) -> list[str]:
+    """Return a name for each op: that which the network gives it, or the type of its module, numbered if not unique."""
+    types = [type(module).__name__ for module in model.ops]
+    numbered = [name if types.count(name) == 1 else f"{name} {op}" for op, name in enumerate(types)]
+    return getattr(model, "op_names", numbered)
+
+
+def replicas_of(texts: Sequence[str], names: Sequence[str]) -> dict[int, int]:
+    """Return the number of replicas of each op, given as `NAME=N`.
+
+    Raises:
+        InputError: a name is unknown, or a number is not an integer from 2 on.
+    """
+    found = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        if name not in names or not number.isdecimal() or int(number) < 2:
+            known = ", ".join(filter(None, names))
+            raise InputError(f"replicas: {text!r}, expected NAME=N with N of 2 or more and one of {known}")
+        found[names.index(name)] = int(number)
+    return found
+
+
+def draw_timeline(training: Training, instances: Sequence[Instance], driver_of: DriverOf) -> Figure:
+    """Draw which worker runs a task of which instance in each way to train (AMPNet, figure 1).
+
+    The window has the length of `SHOWN` instances of synchronous training. It lies around the first task of an instance
+    that follows a flush. Of several settings, the largest number of keys and the first frequency are shown.
+    """
+    keys = max(training.given.max_active_keys)
+    ways = {way.flush_every: way for way in reversed(training.ways()) if way.keys == keys or way.flush_every == 1}
+    ways = [ways[each] for each in dict.fromkeys((1, keys, None))]
+    workers, seed, keys = instances[0].plan.num_devices, training.given.seeds[0], min(keys, CALIBRATION)
+    order = np.resize(np.random.default_rng(seed).permutation(len(instances)), 3 * keys + SHOWN)
+    figure = Figure(figsize=(12, len(ways) * (0.8 + 0.35 * workers)), layout="constrained")
+    length = 0.0
+    for axis, way in zip(figure.subplots(len(ways), 1, squeeze=False)[:, 0], ways, strict=True):
+        trainer = training.trainer(training.model(seed), instances, way)
+        records: list[Record] = []
+        trainer.run([instances[each] for each in order], driver_of(trainer), records.append)
+        length = length or SHOWN * max(record.end for record in records) / len(order)  # the first way is synchronous
+        start = min(record.start for record in records if record.task.instance == 2 * keys) - length / 2
+        for record in (each for each in records if start < each.end and each.start < start + length):
+            left, width = 1000 * (record.start - start), 1000 * (record.end - record.start)
+            colour = ("#9ecae1", "#fdae6b")[record.task.is_backward]
+            axis.barh(record.worker, width, 0.9, left, color=colour, edgecolor="white", linewidth=0.3)
+            if width > 1000 * length / 80:
+                number = str(record.task.instance)
+                axis.text(left + width / 2, record.worker, number, ha="center", va="center", size=7, clip_on=True)
+        axis.set(title=way.name, ylabel="worker", yticks=range(workers))
+        axis.set(xlim=(0, 1000 * length), ylim=(workers - 0.5, -0.5))
+    axis.set_xlabel("simulated milliseconds: forward passes (blue), and backward passes with their updates (orange)")
+    return figure

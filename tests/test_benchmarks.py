@@ -1,0 +1,287 @@
+"""`python -m benchmarks`: every comparison has its rows, its ways compute the same, and errors are one line."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick, with_gradients
+from bench_cases import laboratory, report_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_data import IMAGES, TRAIN, arrays, assert_one_error, tiny, write_data
+
+from benchmarks import dynet, experts, loader, processes
+from benchmarks.experts import BATCHED, HAND, ONE_BY_ONE, Experts, uniform_experts, ways_to_run
+from benchmarks.limit import arithmetic_limit
+from benchmarks.networks import (
+    LEVELS,
+    PACKED,
+    PER_INSTANCE,
+    Network,
+    binary_network,
+    child_sum_network,
+    levels_of,
+    minibatches_of,
+    tagger_network,
+    tree_fc_network,
+)
+from benchmarks.tagger import Tagger, wikiner_like
+from benchmarks.tree_networks import BinaryTreeLSTM, TreeFC
+from benchmarks.trees import Tree, complete_trees, sick_like, sst_like
+from iep.batching.schedulers import SCHEDULERS
+from iep.bench.compare import compare
+from iep.bench.strategy import parse_strategies
+
+WORDS, TAGS, LETTERS = 20, 9, 5
+LONE = Tree(np.array([[-1, -1]]), np.array([3]), 2)
+QUICK = ("--repeat", 1, "--threads", 1, "--width", 4, "--words", 30)
+
+
+# Networks
+
+
+def sentences(count: int, rng: np.random.Generator) -> list:
+    return wikiner_like(count, WORDS, TAGS, LETTERS, rng)
+
+
+SAMPLES: dict[str, tuple[Callable[..., Network], Callable[[np.random.Generator], list]]] = {
+    "binary": (binary_network, lambda rng: [*sst_like(9, WORDS, rng), LONE]),
+    "lone leaves": (binary_network, lambda rng: [LONE, LONE]),
+    "child-sum": (child_sum_network, lambda rng: sick_like(5, WORDS, rng)),
+    "full of 2": (tree_fc_network, lambda rng: complete_trees(3, 2, WORDS, rng)),
+    "full of 7": (tree_fc_network, lambda rng: complete_trees(3, 7, WORDS, rng)),
+    "tagger": (tagger_network, lambda rng: sentences(7, rng)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_way_computes_the_same_loss_and_gradients(name: str):
+    torch.manual_seed(0)
+    make, draw = SAMPLES[name]
+    network = make(WORDS, 6, parse_strategies("height,lookahead+sharing,lookahead+defer"))
+    samples, losses, gradients = draw(np.random.default_rng(0)), [], []
+    for each, way in network.ways.items():
+        way.compute(way.construct(samples), False)
+        losses.append(float(way.compute(way.construct(samples), True)))
+        if each != PACKED and not (name == "tagger" and network.model.lstm.weight_ih_l0.grad is None):
+            gradients.append({name: weight.grad for name, weight in network.model.named_parameters()})
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    for other in gradients[1:]:
+        for weight, expected in gradients[0].items():
+            dense = [each.to_dense() for each in (other[weight], expected) if each is not None]
+            assert len(dense) != 1
+            torch.testing.assert_close(*(dense or (0, 0)), rtol=1e-3, atol=1e-5)
+
+
+MODELS = {
+    "binary Tree-LSTM": (lambda: BinaryTreeLSTM(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
+    "Tree-FC": (lambda: TreeFC(WORDS, width=4), lambda n, rng: sst_like(n, WORDS, rng)),
+    "tagger": (lambda: Tagger(WORDS, TAGS, None, 4, 3, 2), sentences),
+    "tagger that spells": (lambda: Tagger(WORDS, TAGS, LETTERS, 4, 3, 2), sentences),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(number=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), sharing=st.booleans(), defer=st.booleans())
+@settings(quick, max_examples=5)
+def test_every_scheduler_sharing_and_deferral_equals_one_sample_at_a_time(name, number, seed, sharing, defer):
+    torch.manual_seed(0)
+    construct, draw = MODELS[name]
+    model, samples = construct().double(), draw(number, np.random.default_rng(seed))
+    leaves = dict(model.named_parameters())
+    one_by_one = torch.cat([model.one(sample).flatten() for sample in samples])
+    expected = with_gradients({"output": one_by_one}, leaves)
+    for scheduler in SCHEDULERS:
+        found = model(model.plan(samples, scheduler, sharing), defer).flatten()
+        assert_same(with_gradients({"output": found}, leaves), expected, 1e-9, none_is_zero=True)
+
+
+def test_a_level_holds_all_vertices_of_one_depth():
+    levels = levels_of([*complete_trees(3, 8, WORDS, np.random.default_rng(0)), LONE])
+    assert levels.leaves == [24, 0, 0, 1]
+    assert [order is None for order in levels.orders] == [True, True, True, False]
+
+
+def test_minibatches_of_each_size_are_drawn_from_all_samples():
+    samples = list(range(70))
+    made = {size["batch"]: minibatches for size, minibatches in minibatches_of(samples, (70, 1, 16, 64))}
+    assert {size: len(minibatches) for size, minibatches in made.items()} == {1: 64, 16: 4, 64: 1, 70: 1}
+    assert made[16][1] == samples[16:32]
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "hand", "unit"),
+    [
+        ("tree-lstm", ("--batch-sizes", 33), LEVELS, "batch"),
+        ("tree-fc", ("--leaves", "8,2", "--batch-size", 3), LEVELS, "leaves"),
+        ("tagger", ("--batch-sizes", 33), PACKED, "batch"),
+    ],
+)
+def test_every_way_is_measured_in_its_phases(command: str, given: tuple, hand: str, unit: str, tmp_path: Path):
+    result = laboratory(command, *QUICK, *given, "--batching", "height,lookahead+defer", "--out", tmp_path)
+    comparisons = report_of(result, tmp_path, command)
+    assert [each["phase"] for each in comparisons] == ["train", "inference"] * (len(comparisons) // 2)
+    assert [each[unit] for each in comparisons] == sorted(each[unit] for each in comparisons)
+    for each in comparisons:
+        deferred = ["lookahead+defer"] if each["phase"] == "train" else []
+        assert [row["name"] for row in each["rows"]] == [PER_INSTANCE, "height", *deferred, hand, "limit"]
+        height = each["rows"][1]
+        assert height["facts"]["ratio"] == pytest.approx(each["cells"] / height["facts"]["calls"])
+        assert set(height["seconds"]) == {"construction", "computation", "total"}
+        assert each["rows"][-1]["share_of_limit"] in (1, None)
+
+
+def test_pairs_are_measured_one_after_the_other_and_in_a_lazy_scope(tmp_path: Path):
+    given = ("--cell", "child-sum", "--batch-sizes", 33, "--batching", "height,lookahead+defer")
+    train, inference = report_of(laboratory("tree-lstm", *QUICK, *given, "--out", tmp_path), tmp_path, "tree-lstm")
+    operators = "lookahead+defer, operators"
+    assert [row["name"] for row in train["rows"]] == [PER_INSTANCE, "height", "lookahead+defer", operators, "limit"]
+    assert [row["name"] for row in inference["rows"]] == [PER_INSTANCE, "height", operators, "limit"]
+    calls = {row["name"]: row["facts"].get("calls") for row in train["rows"]}
+    assert calls["height"] < calls[operators] < 20 * train["cells"]
+
+
+SST, WIKINER = "(3 (2 good) (2 film))\n(1 (2 bad) (2 film))\n", "Paris|NNP|I-LOC is|VBZ|O\nis|VBZ|O nice|JJ|O\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "words"), [("tree-lstm", SST, "3 words"), ("tagger", WIKINER, "rare words spelled")]
+)
+def test_samples_of_a_file_are_measured(command: str, content: str, words: str, tmp_path: Path):
+    (tmp_path / "samples").write_text(content)
+    given = (*QUICK[:-2], "--batching", "height", "--phase", "inference", "--data", tmp_path / "samples")
+    spelled = ("--characters",) if command == "tagger" else ()
+    result = laboratory(command, *given, *spelled, "--batch-sizes", "2")
+    assert result.exit_code == 0, result.output
+    assert words in result.stdout
+    assert_one_error(laboratory(command, *given, "--batch-sizes", "3"), "2 samples, expected at least 3")
+
+
+@pytest.mark.skipif(dynet.dy is not None, reason="DyNet is installed")
+def test_without_dynet_it_says_what_to_install():
+    assert_one_error(laboratory("dynet"), "DyNet is not installed: pip install dynet38")
+
+
+@pytest.mark.skipif(dynet.dy is None, reason="needs dynet38")
+@pytest.mark.parametrize("network", dynet.NETWORKS)
+def test_dynet_computes_the_same_losses_and_has_a_row(network: str):
+    result = laboratory("dynet", "--network", network, "--batch-sizes", 2, "--repeat", 1)
+    assert result.exit_code == 0, result.output
+    assert "\nDyNet " in result.stdout
+
+
+# Experts
+
+
+def test_every_number_of_experts_and_minibatch_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(experts, "ENOUGH_TOKENS", 5)
+    given = ("--experts", "3,1", "--tokens", "2,7", "--width", 4, 8, 12, "--repeat", 2)
+    comparisons = report_of(laboratory("moe", *given, "--out", tmp_path), tmp_path, "moe")
+    found = [(each["phase"], each["experts"], each["tokens"]) for each in comparisons]
+    assert found == [(p, e, size) for p in ("train", "inference") for e in (1, 3) for size in (2, 7)]
+    for each in comparisons:
+        assert [row["name"] for row in each["rows"]] == [ONE_BY_ONE, BATCHED, HAND, "limit"]
+        assert each["active"] == uniform_experts(each["tokens"], each["experts"], 1, seed=0).unique().numel()
+
+
+@pytest.mark.parametrize("width", [(4, 8, 12), (3, 5, 7)])  # with and without a grouped product
+@pytest.mark.parametrize("k", [1, 3])
+def test_every_way_to_run_experts_gives_the_same_outputs_and_gradients(k: int, width: tuple[int, int, int]):
+    torch.manual_seed(0)
+    layer, chosen = Experts(*width, 5), uniform_experts(9, 5, k, seed=1)
+    x, gates = torch.randn(9, width[0], requires_grad=True), torch.rand(9, k, requires_grad=True)
+    leaves = {"tokens": x, "gates": gates, **dict(layer.named_parameters())}
+    first, *others = (
+        with_gradients({"outputs": forward(x, chosen, gates)}, leaves) for forward in ways_to_run(layer).values()
+    )
+    for other in others:
+        assert_same(other, first, 1e-4, rounding=1e-5)
+
+
+def test_the_limit_is_the_longer_of_arithmetic_and_memory():
+    few, many = (arithmetic_limit(flop, 1 << 30).measure()["computation"] for flop in (1, 1e14))
+    assert 0 < few < many
+    assert arithmetic_limit(1e9).measure()["computation"] > 0
+
+
+# The loader and several processes
+
+
+def test_image_order_reads_every_question_once_and_random_order_every_image_once():
+    images = arrays(TRAIN)["image_idxs"]
+    rows = loader.order_rows(images, "image", [0])
+    assert sorted(rows.tolist()) == list(range(TRAIN))
+    assert images[rows].tolist() == sorted(images.tolist())
+    rows = loader.order_rows(images, "random", [0])
+    assert sorted(images[rows].tolist()) == list(range(IMAGES))
+    assert rows.tolist() != loader.order_rows(images, "random", [1]).tolist()
+
+
+def test_every_source_has_a_row_and_generated_data_are_removed(tmp_path: Path):
+    given = ("--images", 3, "--batch-size", 8, "--workers", "0,1", "--repeat", 2, "--out", tmp_path)
+    comparisons = report_of(laboratory("loader", *given), tmp_path, "loader")
+    assert [each["workers"] for each in comparisons] == [0, 1]
+    names = [f"{source}, {order} order" for source in ("cold", "warm", "memory") for order in ("image", "random")]
+    for each in comparisons:
+        assert [row["name"] for row in each["rows"]] == names
+        assert all(row["facts"]["GB/s"] > 0 and row["seconds"]["batch"]["repeats"] == 2 for row in each["rows"])
+
+
+def test_existing_data_are_measured_and_left_unchanged(tmp_path: Path):
+    data = write_data(tmp_path / "data", "float16")
+    before = {path: path.read_bytes() for path in data.iterdir()}
+    flags = ("--batch-size", 4, "--workers", 0, "--repeat", 1, "--features", "warm")
+    result = laboratory("loader", "--data", data, "--split", "train", *flags)
+    assert result.exit_code == 0, result.output
+    assert f"{TRAIN} questions about {IMAGES} images of {data}, split train" in result.output
+    assert {path: path.read_bytes() for path in data.iterdir()} == before
+
+
+def test_speeds_are_medians_of_runs_without_their_first_metrics(monkeypatch: pytest.MonkeyPatch):
+    runs = {1: [[1.0, 100.0, 110.0], [1.0, 90.0, 120.0]], 2: [[1.0, 150.0, 160.0], [1.0, 170.0, 180.0]]}
+    monkeypatch.setattr(processes, "train", lambda data, config, count, *_: runs[count].pop(0))
+    (case,) = processes.processes(Path(), Path(), (1, 2), 100, ()).cases
+    one, two = compare(case, 2, 3600)
+    assert (one["name"], two["name"]) == ("1 process", "2 processes")
+    speeds = [row["samples_per_second"]["median"] for row in (one, two)]
+    assert speeds == pytest.approx([105, 164.4], abs=0.1)
+
+
+def test_real_runs_become_a_table_and_a_report(data: Path, tmp_path: Path):
+    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
+    given = ("--data", data, "--config", tmp_path / "lstm.yaml", "--processes", 1, "--iterations", 4, "--repeat", 1)
+    result = laboratory("processes", *given, "--out", tmp_path / "out", *tiny("lstm"))
+    (comparison,) = report_of(result, tmp_path / "out", "processes")
+    assert [(row["name"], row["speedup"]) for row in comparison["rows"]] == [("1 process", 1.0)]
+
+
+def test_a_run_that_fails_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What fails here stands in for torchrun, whose start takes seconds."""
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho 'Error: vocab.json: no such file' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    (tmp_path / "lstm.yaml").write_text("model: lstm\n")
+    result = laboratory("processes", "--data", tmp_path, "--config", tmp_path / "lstm.yaml", "--processes", 1)
+    assert_one_error(result, "training with 1 processes failed", "vocab.json: no such file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("loader", "--images", 3, "--data", "x"), "--images cannot go together with --data"),
+        (("loader", "--split", "val"), "--split needs --data"),
+        (("loader", "--features", "tape"), "'tape' is not one of"),
+        (("moe", "--experts", "3,2", "--k", 3), "--k is 3, expected at most 2"),
+        (("tagger", "--data", "x", "--words", 9), "cannot go together with --data"),
+        (("tree-fc", "--batching", "lookahed"), "did you mean 'lookahead'"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors_with_their_reason(arguments: tuple[Any, ...], words: str):
+    result = laboratory(*arguments)
+    assert result.exit_code == (1 if "moe" in arguments else 2)
+    assert words in " ".join(result.stderr.split())

@@ -1,0 +1,309 @@
+"""Networks of messages: what every node sends on; the experiments equal a walk in plain PyTorch and learn."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from batching_cases import assert_same, quick, with_gradients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks import graphs as chemistry
+from benchmarks import messages
+from benchmarks.graphs import (
+    AFRAID,
+    DEVIATION,
+    IS,
+    MEAN,
+    Deducer,
+    PolarityRegressor,
+    TypedGraph,
+    deductions,
+    molecules,
+    polarity,
+)
+from benchmarks.message_networks import (
+    DIGITS,
+    ListReducer,
+    SentimentTreeLSTM,
+    labels_of,
+    list_reductions,
+    sentiment_trees,
+)
+from benchmarks.messages import (
+    Apply,
+    Bcast,
+    Concat,
+    Cond,
+    Flatmap,
+    Group,
+    Isu,
+    MessageGraph,
+    Node,
+    Phi,
+    Reduce,
+    Result,
+    Split,
+    Ungroup,
+)
+from benchmarks.trees import Tree
+from iep.asynchronous.drivers import run_virtual
+from iep.asynchronous.trainer import AsynchronousTrainer, Instance
+from iep.batching.execute import execute
+from iep.batching.plan import Read
+
+DOUBLE, SUBTRACT, BOTH, SUM, STACK = range(5)
+MODULES: dict[int, Callable] = {
+    DOUBLE: lambda x: 2 * x,
+    SUBTRACT: lambda x, y: x - y,
+    BOTH: lambda x: (x + 1, x + 100),
+    SUM: lambda x: x.sum(1),
+    STACK: lambda x, y: 1000 * x[:, 0] + 100 * x[:, 1] + 10 * y[:, 0] + y[:, 1],
+}
+JOIN: dict[str, Node] = {"join": Concat("subtract"), "subtract": Apply("end", SUBTRACT, reads=2)}
+
+
+class At(NamedTuple):
+    number: int
+    total: int = 0
+
+
+def run(network: MessageGraph, instances: list, values: list[float]) -> list[float]:
+    """Return the results of a network whose inputs are numbers."""
+    plan = network.plan(instances, np.zeros(len(values), dtype=np.int64))
+    return execute(plan, MODULES, {0: torch.tensor(values, dtype=torch.float64)[:, None]})[0][:, 0].tolist()
+
+
+def test_a_loop_runs_as_often_as_each_state_says():
+    network = MessageGraph(
+        start=Phi("more"),
+        more=Cond(lambda at: at.number < at.total, {True: "double", False: "end"}),
+        double=Apply("next", DOUBLE),
+        next=Isu("start", lambda at: at._replace(number=at.number + 1)),
+        end=Result(),
+    )
+    instances = [[("start", [n], At(0, n))] for n in range(5)]
+    assert run(network, instances, [1, 3, 5, 7, 9]) == [1, 6, 20, 56, 144]
+
+
+def test_messages_are_joined_and_taken_apart_in_order():
+    network = MessageGraph(
+        both=Apply("group", BOTH, makes=(0, 0)),
+        group=Group("stack", size=lambda total: total, key=lambda at: at.total, order=lambda at: -at.number),
+        stack=Apply("end", STACK, (Read(0, 2), Read(2, 2))),
+        end=Result(),
+    )
+    instances = [[("both", [0], At(0, 2)), ("both", [1], At(1, 2))]]
+    assert run(network, instances, [1, 2]) == [3000 + 200 + 10 * 102 + 101]
+
+    network = MessageGraph(
+        start=Ungroup("both", lambda total: [At(number, total) for number in range(total)]),
+        both=Apply("split", BOTH, makes=(0, 0)),
+        split=Split(("bcast", "join.0")),
+        bcast=Bcast(("join.1", "copies")),
+        join=Concat("subtract"),
+        subtract=Apply("differences", SUBTRACT, reads=2),
+        differences=Result(order=lambda at: -at.number),
+        copies=Flatmap("group", lambda at: [at._replace(number=copy) for copy in range(at.number)]),
+        group=Group("sum", size=lambda at: at.total - 1 - at.number),
+        sum=Reduce("sums", SUM, 2, neutral=0),
+        sums=Result(order=lambda at: at.number),
+    )
+    plan = network.plan([[("start", [1, 2, 3], 3)]], np.zeros(4, dtype=np.int64))
+    differences, sums = execute(plan, MODULES, {0: torch.tensor([0.0, 1, 2, 4])[:, None]})
+    assert differences.flatten().tolist() == [99, 99, 99]
+    assert sums.flatten().tolist() == [3 + 5, 5]
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5), arity=st.integers(2, 5))
+@settings(quick, max_examples=20)
+def test_a_group_of_any_size_is_reduced_in_few_calls(sizes: list[int], arity: int):
+    network = MessageGraph(reduce=Reduce("end", SUM, arity, neutral=0), end=Result())
+    values, instances = [0.0], []
+    for size in sizes:
+        instances.append([("reduce", range(len(values), len(values) + size), "any")])
+        values += range(len(values), len(values) + size)
+    expected = [sum(values[slot] for slot in slots) for ((_, slots, _),) in instances]
+    assert run(network, instances, values) == expected
+    calls = network.plan(instances, np.zeros(len(values), dtype=np.int64)).calls
+    assert arity ** (len(calls) - 1) < max(2, max(sizes))
+
+
+def test_instances_of_equal_states_do_not_exchange_messages():
+    network = MessageGraph(**JOIN, end=Result())
+    instances = [[("join.0", [n], "same"), ("join.1", [n + 1], "same")] for n in (0, 2)]
+    swapped = [[("join.1", [0], "same"), ("join.0", [1], "same")]]
+    assert run(network, [*instances, *swapped], [9, 4, 7, 1]) == [5, 6, -5]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "instance", "message"),
+    [
+        (
+            {"where": Cond(lambda state: state, {"left": "end", "right": "end"})},
+            [("where", [0], "up")],
+            "node 'where', state 'up': no route for 'up', expected one of 'left', 'right'",
+        ),
+        (JOIN, [("join.1", [0], "a")], "node 'join', state 'a': only 1 messages have arrived"),
+        (
+            JOIN,
+            [("join.1", [0], "a"), ("join.1", [1], "a")],
+            "node 'join', state 'a': several messages for one position",
+        ),
+        (
+            {"next": Isu("again", lambda number: number + 1), "again": Phi("next")},
+            [("next", [0], 0)],
+            "node 'next', state 50: one of 101 messages of one instance, expected that loops end",
+        ),
+        ({}, [("double", [0, 1], "a")], "node 'double', state 'a': 2 tensors, but op 0 reads 1"),
+        ({"split": Split(("end", None))}, [("split", [0], "a")], "node 'split', state 'a': 1 tensors for 2 successors"),
+        (
+            {"parts": Ungroup("end", lambda state: [1, 2])},
+            [("parts", [0, 1, 0], "a")],
+            "node 'parts', state 'a': 3 tensors for 2 states",
+        ),
+        ({}, [("end", [0, 1], "a")], "node 'end', state 'a': a result of 2 tensors"),
+        ({}, [("start", [0], "a")], "node 'start', state 'a': no such node, expected one of double, end"),
+        ({}, [("end", [2], "a")], "instance 0 reads inputs [2], expected 0 to 1"),
+        ({"start": Phi("emd")}, [], "node 'start' sends to 'emd', expected one of start, double, end"),
+    ],
+)
+def test_what_cannot_be_routed_is_an_error_that_names_the_node_and_the_state(
+    nodes: dict[str, Node], instance: list, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(messages, "MOST_MESSAGES", 101)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MessageGraph(**nodes, double=Apply("end", DOUBLE), end=Result()).unroll([instance], np.zeros(2, dtype=np.int64))
+
+
+# The experiments
+
+
+def random_graphs(number: int, rng: np.random.Generator) -> list[TypedGraph]:
+    """Return graphs with loops, parallel edges and vertices of many edges, each of which is the target of one."""
+
+    def one() -> TypedGraph:
+        vertices = int(rng.integers(1, 8))
+        targets = np.concatenate([np.arange(vertices), rng.integers(min(vertices, 2), size=rng.integers(9))])
+        edges = [rng.integers(vertices, size=len(targets)), rng.integers(4, size=len(targets)), targets]
+        return TypedGraph(rng.integers(2, size=vertices), np.column_stack(edges))
+
+    return [one() for _ in range(number)]
+
+
+CASES = {
+    "list reduction": (lambda: ListReducer(5, layers=1), list_reductions),
+    "list reduction in layers": (lambda: ListReducer(5, layers=3), list_reductions),
+    "sentiment": (lambda: SentimentTreeLSTM(5), sentiment_trees),
+    "deduction": (lambda: Deducer(5), lambda number, rng: deductions(number, rng, 7)),
+    "vertices of random graphs": (lambda: Deducer(5, steps=3), random_graphs),
+    "molecules": (lambda: PolarityRegressor(6), molecules),
+    "random graphs": (lambda: PolarityRegressor(6, steps=2), random_graphs),
+}
+LEARN = [name for name in CASES if "random" not in name]
+
+
+def case_of(name: str, number: int, seed: int = 0) -> tuple[nn.Module, list]:
+    """Return a network of float64 and samples."""
+    construct, make = CASES[name]
+    torch.manual_seed(0)
+    return construct().double(), make(number, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(number=st.integers(1, 5), seed=st.integers(0, 2**32 - 1), workers=st.integers(1, 7))
+@settings(quick, max_examples=8)
+def test_batched_and_placed_networks_equal_one_sample_at_a_time(case: str, number: int, seed: int, workers: int):
+    model, samples = case_of(case, number, seed)
+    leaves = dict(model.named_parameters())
+    one_by_one = torch.cat([model.one(each).reshape(-1) for each in samples])
+    expected = with_gradients({"output": one_by_one}, leaves)
+    assert_same(with_gradients({"output": model(samples).flatten()}, leaves), expected, 1e-9, none_is_zero=True)
+    plan = model.plan(samples, model.placement(workers))
+    (placed,) = execute(plan, dict(enumerate(model.ops)), model.inputs(samples))
+    assert_same(with_gradients({"output": placed.flatten()}, leaves), expected, 1e-9, none_is_zero=True)
+
+
+@pytest.mark.parametrize("case", LEARN)
+def test_asynchronous_training_of_one_instance_learns_as_execute_does(case: str):
+    model, samples = case_of(case, 12)
+    plain, _ = case_of(case, 0)
+    loss, optimizer = plain.loss(samples), torch.optim.Adam(plain.parameters(), 0.01)
+    before = loss(plain(samples)).item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss(plain(samples)).backward()
+        optimizer.step()
+    instance = Instance(model.plan(samples, model.placement(3)), model.inputs(samples), model.loss(samples))
+    trainer = AsynchronousTrainer(
+        dict(enumerate(model.ops)), lambda weights: torch.optim.Adam(weights, 0.01), 3, flush_every=1
+    )
+    trainer.run([instance] * 20, run_virtual)
+    assert loss(plain(samples)).item() < 0.95 * before
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("case", LEARN)
+def test_a_score_is_that_of_one_sample_at_a_time(case: str):
+    model, samples = case_of(case, 20)
+    outputs = [model.one(each).detach() for each in samples]
+    if case == "molecules":
+        answers = torch.tensor([(each.answer - MEAN) / DEVIATION for each in samples])
+        expected = (torch.cat(outputs) - answers).abs().mean().item()
+    else:
+        answers = [each.labels if case == "sentiment" else [each.answer] for each in samples]
+        outputs = [output if case == "sentiment" else output.view(1, -1) for output in outputs]
+        expected = np.mean(torch.cat([output.argmax(dim=1) for output in outputs]).numpy() == np.concatenate(answers))
+    assert model.score(samples) == pytest.approx(expected, abs=1e-6)
+
+
+def test_answers_are_the_reductions_modulo_ten():
+    by_hand = [sum, min, max, lambda digits: (2 * sum(digits) + len(digits)) // (2 * len(digits))]
+    sequences = list_reductions(400, np.random.default_rng(0))
+    assert {int(each.tokens[0]) - DIGITS for each in sequences} == {0, 1, 2, 3}
+    for each in sequences:
+        kind, *digits = each.tokens.tolist()
+        assert each.answer == by_hand[kind - DIGITS](digits) % 10
+
+
+def test_a_deduction_follows_two_facts_from_the_animal_that_is_named():
+    for graph in deductions(50, np.random.default_rng(0), 9):
+        facts = {kind: {} for kind in range(4)}
+        for source, kind, target in graph.edges.tolist():
+            facts[kind].setdefault(source, set()).add(target)
+        (named,) = np.flatnonzero(graph.kinds)
+        (species,) = facts[IS][named]
+        assert facts[AFRAID][species] == {graph.answer} != {species}
+        assert min(graph.in_degrees) > 0
+
+
+def test_molecules_have_full_valences_and_many_sizes():
+    found = molecules(300, np.random.default_rng(0))
+    assert 20 < len(found[-1].kinds) <= 29
+    for each in found:
+        orders = np.bincount(each.edges[:, 0], chemistry.ORDERS[each.edges[:, 1]])
+        assert orders.tolist() == np.array(chemistry.VALENCES)[each.kinds].tolist()
+    assert {kind for each in found for kind in each.edges[:, 1].tolist()} == {0, 1, 2, 3}
+    answers = [each.answer for each in found]
+    assert (np.mean(answers), np.std(answers)) == pytest.approx((MEAN, DEVIATION), abs=0.2)
+
+
+def test_the_polarity_of_a_bond_is_that_of_charges_that_flow_in_rounds():
+    first, second = chemistry.ELECTRONEGATIVITIES[[chemistry.H, chemistry.F]]
+    charge = 0.0  # of hydrogen; fluorine has the negative charge
+    for share in (0.5, 0.25, 0.125, 0.0625):
+        charge += 0.1 * share * ((second - charge) - (first + charge))
+    bond = np.array([[0, 1, chemistry.SINGLE]])
+    assert polarity(np.array([chemistry.H, chemistry.F]), bond) == pytest.approx(1.5 * 2 * charge)
+
+
+def test_labels_of_phrases_are_sums_that_some_words_negate():
+    """Words 1, 2, 3 and 4 have the values 1, -1, none (it negates) and 2; a label is a value plus 2."""
+    children = np.array([[-1, -1]] * 5 + [[0, 1], [5, 2], [3, 4], [6, 7]])
+    tree = Tree(children, np.array([4, 1, 3, 3, 4, -1, -1, -1, -1]))
+    assert labels_of(tree).tolist() == [4, 3, 2, 2, 4, 4, 0, 0, 0]
