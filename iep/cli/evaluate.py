@@ -86,7 +86,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     "report_dir",
     type=DirectoryPath(),
     metavar="DIR",
-    help="Directory for report.html: accuracies, confusion, worst questions and training curves on one page.",
+    help="Directory for report.html: accuracies, confusion and worst questions on one page.",
 )
 @click.option(
     "--images",

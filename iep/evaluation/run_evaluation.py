@@ -36,8 +36,8 @@ from iep.evaluation.html_report import PAGE, Page, write_page
 from iep.evaluation.json_report import Report
 from iep.evaluation.metrics import Scores, count_types, question_types, score
 from iep.evaluation.outcome import ANSWERS, ANSWERS_JSON, OUTPUTS, Outcome, write_outputs
-from iep.evaluation.page_questions import Maps, Pictures
 from iep.evaluation.predict import Predictions, Predictor, predict
+from iep.evaluation.question_cards import Maps, Pictures
 from iep.evaluation.symbolic import NO_ANSWER, execute_programs, find_facts
 from iep.execution_engine.engine import ExecutionEngine
 from iep.execution_engine.placement import NONE, Sample, check_options, describe_engine, main_device
