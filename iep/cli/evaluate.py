@@ -18,11 +18,13 @@ from iep.cli.options import (
     modules_option,
     network_options,
 )
-from iep.config import PROGRAM_SOURCES, REPORT_QUESTIONS, SCORED, SYMBOLIC, Evaluation
+from iep.config import PROGRAM_SOURCES, SCORED, SYMBOLIC, Evaluation
 from iep.runtime.locks import alone_in
 
 OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 """The options of what is written and shown."""
+MOST_QUESTIONS = 1000
+"""The default of the greatest number of questions that the HTML report lists."""
 
 
 @click.command(cls=Command)
@@ -100,7 +102,7 @@ OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
     type=click.IntRange(min=0),
     metavar="N",
     help="Largest number of questions in the report; of a larger split, the worst and some of every kind.  "
-    f"[default: {REPORT_QUESTIONS}]",
+    f"[default: {MOST_QUESTIONS}]",
 )
 @click.option("--name", default="model", show_default=True, help="Heading of the new evaluation's column.")
 @click.option(
@@ -167,8 +169,7 @@ def main(
     ]
     page = None
     if report_dir is not None:
-        most_questions = REPORT_QUESTIONS if most_questions is None else most_questions
-        page = Page(report_dir, most_questions, name, tuple(earlier))
+        page = Page(report_dir, MOST_QUESTIONS if most_questions is None else most_questions, name, tuple(earlier))
 
     def show(report: Report) -> None:
         click.echo(format_table([*earlier, (name, report)]))

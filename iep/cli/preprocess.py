@@ -8,8 +8,8 @@ import click
 
 from iep.cli.command import Command
 from iep.cli.options import DirectoryPath, NetworksPath, backbone_options, chosen_backbone
-from iep.config import RESNET
 from iep.errors import InputError
+from iep.preprocess.backbone_choices import RESNET
 from iep.runtime.locks import alone_in
 
 

@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from iep import __version__
-from iep.config import DEFAULT_SALIENCY, REPORT_QUESTIONS, SALIENCY
+from iep.config import DEFAULT_SALIENCY, SALIENCY
 from iep.evaluation.json_report import ROWS, Report, mean_accuracy, percent, with_baselines
 from iep.evaluation.metrics import answer_groups
 from iep.evaluation.outcome import Outcome, question_text
@@ -45,7 +45,7 @@ class Page:
     """
 
     directory: Path
-    most_questions: int = REPORT_QUESTIONS
+    most_questions: int
     name: str = "model"
     others: tuple[tuple[str, Report], ...] = ()
 
