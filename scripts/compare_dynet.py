@@ -26,7 +26,6 @@ from iep.bench.measure_networks import (
 from iep.bench.strategy import PHASES, parse_strategies
 from iep.bench.tables import Benchmark, result_files, run_benchmark
 from iep.cli.options import CommaList
-from iep.runtime.memory import keep_freed_memory
 from iep.workloads import sentences, trees
 
 try:
@@ -117,7 +116,6 @@ def main(names, batch_sizes, repeat, out):
     """Compare DyNet, PyTorch and iep on one thread."""
     if dy is None:
         raise click.ClickException("DyNet is not installed: pip install dynet38")
-    keep_freed_memory()
     for name in names:
         make, draw = NETWORKS[name]
         network, samples = make(*OURS), draw(max(*batch_sizes, MIN_SAMPLES), np.random.default_rng(0))
