@@ -34,7 +34,6 @@ from tiny_data import (
     write_h5,
 )
 
-from iep.batching.schedulers import SCHEDULERS
 from iep.config import Evaluation
 from iep.errors import InputError
 from iep.evaluation import run_evaluation
@@ -232,10 +231,8 @@ def test_earlier_reports_stand_beside_the_new_one_which_says_where_their_questio
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--batching", name] for name in SCHEDULERS),
-        ["--batch-size", "7"],
+        ["--batching", "vanilla", "--no-sharing"],
         ["--workers", "1", "--features-in-memory"],
-        ["--no-sharing"],
         ["--batch-size", "7", "--order-by-image"],
     ],
 )

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
+import struct
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -234,6 +236,29 @@ def test_nothing_is_left_of_an_export_that_fails(clevr: Path, tmp_path: Path):
     with files_no_larger_than(1000):
         assert_one_error(iep_export(SAMPLE, "--format", "hf", "--out", tmp_path / "out"), f"{tmp_path / 'out'}: ")
     assert {path.name for path in tmp_path.iterdir()} == {clevr.name}
+
+
+def of_two_billion_pixels(image: Path) -> None:
+    content = bytearray(image.read_bytes())
+    content[16:24] = struct.pack(">II", 2**31 - 1, 1)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    image.write_bytes(content)
+
+
+def of_another_encoding(image: Path) -> None:
+    image.rename(os.fsdecode(os.fsencode(image.parent) + b"/CLEVR_\xff_000001.png"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_two_billion_pixels, "CLEVR_val_000001.png: not an image (DecompressionBombError: "),
+        (of_another_encoding, r"CLEVR_\udcff_000001.png: the name is not UTF-8 text"),
+    ],
+)
+def test_images_that_no_tool_could_read_are_one_line(clevr: Path, tmp_path: Path, change, message: str):
+    change(clevr / "images" / "val" / "CLEVR_val_000001.png")
+    assert_one_error(iep_export(clevr, "--format", "hf", "--out", tmp_path / "out"), message)
 
 
 def test_without_pyarrow_parquet_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

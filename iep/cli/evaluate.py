@@ -19,7 +19,6 @@ from iep.cli.options import (
     network_options,
 )
 from iep.config import PROGRAM_SOURCES, SCORED, SYMBOLIC, Evaluation
-from iep.runtime.locks import alone_in
 
 OF_OUTPUTS = {"out", "report_dir", "images", "most_questions", "name", "others"}
 """The options of what is written and shown."""
@@ -157,6 +156,7 @@ def main(
     from iep.evaluation.outcome import OUTPUTS, REPORT
     from iep.evaluation.run_evaluation import evaluate
     from iep.runtime.distributed import is_main, joined
+    from iep.runtime.locks import alone_in
 
     options |= device_settings(options)
     settings = Evaluation(**{key: value for key, value in options.items() if value is not None})

@@ -108,7 +108,7 @@ def export(
 
     Raises:
         InputError: `out` is not empty or in use by another process, pyarrow is missing, an image is not a whole PNG
-            file, for `nscl` a scene is missing or damaged, or as `open_splits` and `choose`.
+            file or too large, for `nscl` a scene is missing or damaged, or as `open_splits` and `choose`.
         OSError: a file cannot be written.
     """
     ending = FORMATS[form]
@@ -192,6 +192,7 @@ def _check(image: Path) -> None:
     with reading(image, "an image"):
         if not is_whole_png(image):
             raise InputError("not a whole PNG image")
+        Image.open(image).close()  # refuses a header of too many pixels, before a reader of the export does
 
 
 def _write_nscl(directory: Path, split: SplitFiles, rows: Iterable[Row]) -> set[str]:

@@ -87,7 +87,7 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFile
 
     Raises:
         InputError: a split of these names is missing or has no answers, there is no split with answers, or as
-            `image_paths`.
+            `image_paths`; or the name of a file is not UTF-8.
     """
     files, directories = clevr_files.question_files(clevr_dir), clevr_files.image_directories(clevr_dir)
     splits, without_answers = [], []
@@ -104,6 +104,8 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFile
             without_answers.append(name)
             continue
         images = clevr_files.image_paths(directories[of_images])
+        for path in (files[name], *images):
+            check_utf8(path.name, f"{path}: the name")
         splits.append(SplitFiles(name, files[name], images, clevr_files.scenes_path(clevr_dir, of_images)))
     if without_answers and (names or not splits):
         raise InputError(f"{files[without_answers[0]]}: the questions have no answers, which an export needs")
