@@ -101,14 +101,14 @@ def export(
 
     Args:
         names: the splits; none for all that have answers.
-        per_type: as in `choose`.
-        max_length: as in `choose`.
-        seed: as in `choose`.
-        say: is called with a line about each split.
+        per_type: the greatest number of questions of each type; None for all.
+        max_length: the greatest number of functions of a program, `scene` included; None for no limit.
+        seed: the seed of the choice of `per_type` questions.
+        say: a function that is called with a line about each split.
 
     Raises:
-        InputError: `out` is not empty or in use by another process, pyarrow is missing, an image is not a whole PNG
-            file or too large, for `nscl` a scene is missing or damaged, or as `open_splits` and `choose`.
+        InputError: `out` is not empty or in use by another process; pyarrow is missing; a split is missing or has no
+            answers; a question, a scene or an image cannot be exported (names the file); or no question is left.
         OSError: a file cannot be written.
     """
     ending = FORMATS[form]

@@ -52,8 +52,8 @@ class SplitFiles:
         """Yield the row of each question, without scenes.
 
         Raises:
-            InputError: as `read_questions`, or a question has no text or answer, is about a missing image, has a
-                malformed program, or is not UTF-8 text (names the file and the question).
+            InputError: the file is not a CLEVR question file; or a question has no text or answer, is about a missing
+                image, has a malformed program, or is not UTF-8 text (names the file and the question).
         """
         for position, question in enumerate(clevr_files.read_questions(self.questions)):
             try:
@@ -65,7 +65,8 @@ class SplitFiles:
         """Yield the row of each question, with its scene if there is a scenes file.
 
         Raises:
-            InputError: as `rows` and `read_scenes`, an image has no scene, or an image's index is not an integer.
+            InputError: a question is invalid, the file is not a CLEVR scenes file, an image has no scene, or an image's
+                index is not an integer.
         """
         if not self.scenes.exists():
             yield from self.rows()
@@ -86,8 +87,8 @@ def open_splits(clevr_dir: Path, names: tuple[str, ...]) -> tuple[list[SplitFile
     """Return the splits of these names, or all that have answers, and the names of those without answers.
 
     Raises:
-        InputError: a split of these names is missing or has no answers, there is no split with answers, or as
-            `image_paths`; or the name of a file is not UTF-8.
+        InputError: a split of these names is missing or has no answers, there is no split with answers, the indices of
+            a split's images have gaps, or the name of a file is not UTF-8.
     """
     files, directories = clevr_files.question_files(clevr_dir), clevr_files.image_directories(clevr_dir)
     splits, without_answers = [], []
@@ -139,7 +140,7 @@ def choose(split: SplitFiles, max_length: int | None = None, per_type: int | Non
             differ as little as possible; None for all.
 
     Raises:
-        InputError: as `SplitFiles.rows`; only some questions have a program, or none has one and they are to be chosen
+        InputError: a question is invalid; only some questions have a program, or none has one and they are to be chosen
             by type or length; or no question is left.
     """
     seen: set[tuple[int, str]] = set()
